@@ -1,0 +1,49 @@
+# `make train` and `make test` set themselves up; all they need is Python >= 3.10, make and a C++
+# compiler.
+
+PYTHON ?= python3
+# Installed before everything else, so that nothing below chooses another build of torch.
+TORCH ?= torch==2.13.0
+# Another PyG release to test with: make test PYG=2.6.0
+PYG ?=
+
+VENV := .venv/stamp
+BIN := $(CURDIR)/.venv/bin
+DATA := runs/community-2
+TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2
+
+.PHONY: train test lint venv clean
+
+train: $(DATA)
+	$(TORCHRUN) examples/train.py --data $(DATA) --model sage --check
+	$(TORCHRUN) examples/train.py --data $(DATA) --model gat --check
+
+# A release asked for by name stands before the one in .venv on the path.
+test: $(VENV) $(if $(PYG),.pyg/$(PYG)/stamp)
+	$(if $(PYG),PYTHONPATH=$(CURDIR)/.pyg/$(PYG)) $(BIN)/python -m pytest
+
+lint: $(VENV)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+venv: $(VENV)
+
+$(VENV): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install setuptools wheel
+	$(BIN)/python -m pip install --no-build-isolation -e '.[dev]'
+	touch $@
+
+# Without its dependencies, which .venv has: above all no second torch.
+.pyg/%/stamp: | $(VENV)
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D) torch_geometric==$*
+	touch $@
+
+$(DATA): | $(VENV)
+	$(BIN)/python -m pyg_sar.distributed.partition Community --num-parts 2 --out $@
+
+clean:
+	rm -rf .venv .pyg runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,28 @@
+r"""Exact full-graph training of PyG models on many workers by Sequential Aggregation and Rematerialization (SAR)."""
+
+from pyg_sar import nn
+from pyg_sar.distributed.assemble import shard
+from pyg_sar.distributed.collectives import accuracy, all_reduce, broadcast_parameters, global_mean, sum_gradients
+from pyg_sar.distributed.load import load
+from pyg_sar.distributed.partition import partition
+from pyg_sar.distributed.process_group import process_group
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import Block, ShardedGraph
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Block",
+    "ShardedEdgeIndex",
+    "ShardedGraph",
+    "accuracy",
+    "all_reduce",
+    "broadcast_parameters",
+    "global_mean",
+    "load",
+    "nn",
+    "partition",
+    "process_group",
+    "shard",
+    "sum_gradients",
+]

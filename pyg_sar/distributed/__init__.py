@@ -1,0 +1,1 @@
+r"""What talks to other workers or prepares their data."""

@@ -1,0 +1,102 @@
+r"""Sums over workers: gradients, losses, metrics, and the parameters they start from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def grouped(group: Any = None) -> bool:
+    """Whether there are other workers."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
+    """Return the sum of a tensor over all workers, without a gradient."""
+    tensor = tensor.detach().clone()
+    if grouped(group):
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
+    """Return the tensors of all workers, stacked in the order of ranks, without a gradient."""
+    if not grouped(group):
+        return tensor.detach().unsqueeze(0)
+    out = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(out, tensor.detach().contiguous(), group=group)
+    return torch.stack(out)
+
+
+@torch.no_grad()
+def sum_gradients(module: torch.nn.Module, group: Any = None) -> None:
+    r"""Sum the gradients of all parameters over the workers, in one all-reduce for each type of parameter.
+
+    Call it after ``loss.backward()``. A parameter without a gradient here counts as zero; one that has a gradient on no
+    worker keeps none. Every worker must have the same parameters with the same ``requires_grad``.
+
+    Args:
+        module (torch.nn.Module): The model.
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+    """
+    if not grouped(group):
+        return
+    kinds: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            kinds[parameter.dtype, parameter.device].append(parameter)
+    for parameters in kinds.values():
+        sum_flat(parameters, group)
+
+
+def sum_flat(parameters: list[torch.nn.Parameter], group: Any) -> None:
+    """Sum the gradients of parameters of one type; how many workers have a gradient travels along."""
+    some = parameters[0].new_tensor([p.grad is not None for p in parameters])
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([some, *(g.reshape(-1) for g in grads)])
+    dist.all_reduce(flat, group=group)
+    counts, *sums = flat.split([len(parameters), *(p.numel() for p in parameters)])
+    for parameter, count, total in zip(parameters, counts.tolist(), sums, strict=True):
+        if count == 0:
+            continue
+        if parameter.grad is None:
+            parameter.grad = total.view_as(parameter).clone()
+        else:
+            parameter.grad.copy_(total.view_as(parameter))
+
+
+@torch.no_grad()
+def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
+    """Give every worker the parameters and buffers of rank 0; lazy layers must have been run once before."""
+    if grouped(group):
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def global_mean(values: Tensor, group: Any = None) -> Tensor:
+    r"""Return the mean of the values of all workers, for use as a loss.
+
+    Its value is the same on every worker; its gradient is this worker's share, so that :func:`sum_gradients` after
+    ``backward`` gives the gradient of the mean over the whole graph. A worker may hold no values.
+
+    Args:
+        values (torch.Tensor): For example the losses of this worker's labelled nodes (``reduction="none"``).
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+    """
+    share = values.sum()
+    # Counts beyond 2^24 must stay exact, so both travel in double precision.
+    both = all_reduce(torch.stack([share.double(), share.new_tensor(values.numel(), dtype=torch.float64)]), group)
+    share = share / both[1].to(share.dtype)
+    return share + ((both[0] / both[1]).to(share.dtype) - share).detach()
+
+
+def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None, group: Any = None) -> float:
+    """Return the fraction of right predictions among the (masked) nodes of all workers."""
+    hit = pred == y
+    hit = hit if mask is None else hit[mask]
+    both = all_reduce(torch.tensor([int(hit.sum()), hit.numel()], device=hit.device), group).tolist()
+    return both[0] / max(both[1], 1)

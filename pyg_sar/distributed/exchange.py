@@ -1,0 +1,328 @@
+r"""Where source rows live and how they travel.
+
+Every exchange has the same few verbs, which is all that the streaming loop knows of it:
+
+* ``order``: the source shards in the order in which they are visited;
+* ``pull(x, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads;
+* ``sink(grad, meter)``: takes the gradients of these rows by ``push(q, grad_q)``, adds them to ``grad`` at their owners
+  and returns that by ``sum()``;
+* ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere.
+
+:class:`Peers` runs the pairwise shift schedule: at step :math:`t` worker :math:`p` reads from :math:`p + t` and serves
+:math:`p - t`, its own shard first, so that local work hides the first transfer::
+
+    step     0     1     2     3          prefetch = 1: step t + 1 travels while the block of step t is consumed,
+    rank 0   0     1     2     3          so that at most prefetch + 1 remote blocks are alive.
+    rank 1   1     2     3     0
+    rank 2   2     3     0     1
+    rank 3   3     0     1     2
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_sar.graph import Index
+
+Meter = Callable[[int, int], None]
+
+
+@dataclass
+class Traffic:
+    """Bytes that one aggregation sent to and received from other workers; ``case`` is the paper's 1 or 2."""
+
+    forward_sent: int = 0
+    forward_received: int = 0
+    backward_sent: int = 0
+    backward_received: int = 0
+    case: int = 0
+
+    def forward(self, sent: int, received: int) -> None:
+        """Add to the forward pass."""
+        self.forward_sent += sent
+        self.forward_received += received
+
+    def backward(self, sent: int, received: int) -> None:
+        """Add to the backward pass."""
+        self.backward_sent += sent
+        self.backward_received += received
+
+
+@dataclass
+class Log:
+    """Collects the :class:`Traffic` of every aggregation while somebody listens."""
+
+    records: list[Traffic] | None = field(default=None)
+
+    def open(self) -> Traffic:
+        """Return the record of a new aggregation."""
+        traffic = Traffic()
+        if self.records is not None:
+            self.records.append(traffic)
+        return traffic
+
+    @contextmanager
+    def record(self) -> Iterator[list[Traffic]]:
+        """Collect a :class:`Traffic` for each aggregation within the context, in the order of the forward pass."""
+        outer, self.records = self.records, []
+        try:
+            yield self.records
+        finally:
+            self.records = outer
+
+
+class Local:
+    """All source rows live in this process, in pieces: one device, host memory, or the one-process test twin."""
+
+    num_halo = 0
+
+    def __init__(self, ids: Sequence[Index], log: Log | None = None) -> None:
+        self.ids, self.log = list(ids), log or Log()
+        self.order = range(len(self.ids))
+
+    def to(self, device: torch.device | str) -> Local:
+        """Move the index tensors to ``device``."""
+        return Local([i.to(device) if isinstance(i, Tensor) else i for i in self.ids], self.log)
+
+    def merge(self) -> Local:
+        """Return the exchange with all rows in one piece."""
+        total = sum(i.numel() if isinstance(i, Tensor) else i.stop - i.start for i in self.ids)
+        return Local([slice(0, total)], self.log)
+
+    def pull(self, x: Tensor, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+        """Yield every piece."""
+        for q in self.order:
+            yield q, x[self.ids[q]]
+
+    def sink(self, grad: Tensor, meter: Meter) -> LocalSink:
+        """Return the sink that adds to ``grad``."""
+        return LocalSink(grad, self.ids)
+
+
+class LocalSink:
+    """Adds the gradients of every piece."""
+
+    def __init__(self, grad: Tensor, ids: Sequence[Index]) -> None:
+        self.grad, self.ids = grad, ids
+
+    def push(self, q: int, grad: Tensor) -> None:
+        """Add the gradient of piece ``q``; a piece holds a row once."""
+        self.grad[self.ids[q]] += grad
+
+    def sum(self) -> Tensor:
+        """Return the gradient of all rows."""
+        return self.grad
+
+
+class Peers:
+    """Source rows live on peer workers.
+
+    Args:
+        serve: ``serve[p]`` are the own rows that worker ``p`` reads; empty for oneself.
+        num_src: ``num_src[q]`` is how many rows this worker reads from worker ``q``.
+        group: The process group, or None for the default one.
+        prefetch: How many fetches are under way while a block is consumed.
+    """
+
+    def __init__(
+        self,
+        serve: Sequence[Tensor],
+        num_src: Sequence[int],
+        group: dist.ProcessGroup | None = None,
+        prefetch: int = 1,
+        log: Log | None = None,
+    ) -> None:
+        self.serve, self.num_src, self.group, self.prefetch = list(serve), list(num_src), group, prefetch
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.log = log or Log()
+        self.order = [(self.rank + t) % self.size for t in range(self.size)]
+        self.num_halo = sum(n for q, n in enumerate(num_src) if q != self.rank)
+
+    def to(self, device: torch.device | str) -> Peers:
+        """Move the index tensors to ``device``."""
+        return Peers([s.to(device) for s in self.serve], self.num_src, self.group, self.prefetch, self.log)
+
+    def merge(self) -> OneShot:
+        """Return the exchange that fetches everything at once."""
+        return OneShot(self)
+
+    def client(self, q: int) -> int:
+        """Return the worker that reads from this one at the step at which this one reads from ``q``."""
+        return (2 * self.rank - q) % self.size
+
+    def pull(self, x: Tensor, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+        """Yield the own rows, then those of every peer."""
+        queue: deque[tuple[int, Tensor, list[Transfer]]] = deque()
+        for q in self.order:
+            queue.append((q, *self._fetch(q, x, meter)))
+            if len(queue) > self.prefetch:
+                yield arrived(queue)
+        while queue:
+            yield arrived(queue)
+
+    def _fetch(self, q: int, x: Tensor, meter: Meter) -> tuple[Tensor, list[Transfer]]:
+        if q == self.rank:
+            return x, []
+        client = self.client(q)
+        block = self.buffer(self.num_src[q], x)
+        return block, self.swap(x[self.serve[client]], client, block, q, "source rows", meter)
+
+    def buffer(self, rows: int, like: Tensor) -> Tensor:
+        """Return memory for ``rows`` rows from a peer."""
+        return like.new_empty(rows, *like.shape[1:])
+
+    def sink(self, grad: Tensor, meter: Meter) -> PeerSink:
+        """Return the sink that adds to ``grad``."""
+        return PeerSink(self, grad, meter)
+
+    def swap(self, out: Tensor, dst: int, into: Tensor, src: int, what: str, meter: Meter) -> list[Transfer]:
+        """Start to send ``out`` to ``dst`` and to receive ``into`` from ``src``; nothing empty travels."""
+        ops, transfers = [], []
+        for op, tensor, peer in ((dist.isend, out, dst), (dist.irecv, into, src)):
+            if tensor.numel() > 0:
+                ops.append(dist.P2POp(op, tensor, group=self.group, group_peer=peer))
+                transfers.append((tensor, peer, "sending" if op is dist.isend else "receiving"))
+        meter(out.numel() * out.element_size(), into.numel() * into.element_size())
+        if not ops:
+            return []
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise self._lost(f"starting to exchange {what} with workers {dst} and {src}", error) from error
+        # A backend that groups transfers returns one handle for all of them.
+        pairs = zip(works, transfers, strict=True) if len(works) == len(transfers) else [(works[0], transfers[0])]
+        return [Transfer(self, work, transfers, f"{verb} {what}, worker {peer}") for work, (_, peer, verb) in pairs]
+
+    def _lost(self, doing: str, error: Exception) -> RuntimeError:
+        return RuntimeError(
+            f"[rank {self.rank}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). Either a worker "
+            f"ended (look for the first error among all ranks), or the workers ran different code: every rank must "
+            f"call the same layers in the same order with inputs of the same width, 'dtype' and 'requires_grad', "
+            f"even if it holds no nodes, edges or labels."
+        )
+
+
+@dataclass
+class Transfer:
+    """One message under way; keeps its memory alive until it has arrived."""
+
+    peers: Peers
+    work: dist.Work
+    tensors: list[tuple[Tensor, int, str]]
+    doing: str
+
+    def wait(self) -> None:
+        """Return when the message has arrived."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.peers._lost(self.doing, error) from error
+        self.tensors = []
+
+
+def arrived(queue: deque[tuple[int, Tensor, list[Transfer]]]) -> tuple[int, Tensor]:
+    """Wait for the oldest fetch and return it, keeping no reference to it."""
+    q, block, transfers = queue.popleft()
+    for transfer in transfers:
+        transfer.wait()
+    return q, block
+
+
+class PeerSink:
+    """Sends gradients home while the next block is computed; drains as deep as the pull is prefetched."""
+
+    def __init__(self, peers: Peers, grad: Tensor, meter: Meter) -> None:
+        self.peers, self.grad, self.meter = peers, grad, meter
+        self.queue: deque[tuple[int, Tensor, list[Transfer]]] = deque()
+
+    def push(self, q: int, grad: Tensor) -> None:
+        """Send the gradient of the rows of worker ``q`` home."""
+        peers = self.peers
+        if q == peers.rank:
+            self.grad += grad
+            return
+        client = peers.client(q)
+        into = peers.buffer(len(peers.serve[client]), self.grad)
+        self.queue.append((client, into, peers.swap(grad.contiguous(), q, into, client, "gradients", self.meter)))
+        if len(self.queue) > peers.prefetch:
+            self._drain()
+
+    def _drain(self) -> None:
+        client, grad = arrived(self.queue)
+        self.grad.index_add_(0, self.peers.serve[client], grad)
+
+    def sum(self) -> Tensor:
+        """Return the gradient of the own rows."""
+        while self.queue:
+            self._drain()
+        return self.grad
+
+
+class OneShot:
+    """Fetches the rows of all peers at once: the own rows come first, then the others by owner (local-first)."""
+
+    order = (0,)
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers, self.log, self.num_halo = peers, peers.log, peers.num_halo
+        ends = torch.tensor([n if q != peers.rank else 0 for q, n in enumerate(peers.num_src)]).cumsum(0).tolist()
+        self.spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def to(self, device: torch.device | str) -> OneShot:
+        """Move the index tensors to ``device``."""
+        return OneShot(self.peers.to(device))
+
+    def merge(self) -> OneShot:
+        """Return itself."""
+        return self
+
+    def pull(self, x: Tensor, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+        """Yield the own rows and those of all peers as one piece."""
+        peers, n = self.peers, x.size(0)
+        rows = peers.buffer(n + self.num_halo, x)
+        rows[:n] = x
+        halo, transfers = rows[n:], []
+        for q in peers.order[1:]:
+            client = peers.client(q)
+            transfers += peers.swap(x[peers.serve[client]], client, halo[self.spans[q]], q, "source rows", meter)
+        for transfer in transfers:
+            transfer.wait()
+        yield 0, rows
+
+    def sink(self, grad: Tensor, meter: Meter) -> OneShotSink:
+        """Return the sink that adds to ``grad``."""
+        return OneShotSink(self, grad, meter)
+
+
+class OneShotSink:
+    """Sends all gradients home at once."""
+
+    def __init__(self, exchange: OneShot, grad: Tensor, meter: Meter) -> None:
+        self.exchange, self.grad, self.meter = exchange, grad, meter
+
+    def push(self, q: int, grad: Tensor) -> None:
+        """Take the gradients of the own rows and of all others."""
+        peers, n = self.exchange.peers, self.grad.size(0)
+        self.grad += grad[:n]
+        halo = grad[n:].contiguous()
+        pending = []
+        for q in peers.order[1:]:
+            client = peers.client(q)
+            into = peers.buffer(len(peers.serve[client]), self.grad)
+            out = halo[self.exchange.spans[q]]
+            pending.append((client, into, peers.swap(out, q, into, client, "gradients", self.meter)))
+        for client, into, transfers in pending:
+            for transfer in transfers:
+                transfer.wait()
+            self.grad.index_add_(0, peers.serve[client], into)
+
+    def sum(self) -> Tensor:
+        """Return the gradient of the own rows."""
+        return self.grad

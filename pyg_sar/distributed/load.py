@@ -1,0 +1,97 @@
+r"""Opens a partition: every worker reads its own part, and all agree on what they have."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch_geometric.data import Data
+
+from pyg_sar.distributed.assemble import assemble
+from pyg_sar.distributed.store import Shard, read_part
+from pyg_sar.edge_index import ShardedEdgeIndex
+
+
+def load(
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+    remat: bool = True,
+    prefetch: int = 1,
+) -> Data:
+    r"""Load this worker's part of a partitioned graph.
+
+    All workers of ``group`` call it together. Seed them alike before (:func:`torch.manual_seed`): rank 0's seed is that
+    of attention dropout.
+
+    Args:
+        path (str): The folder written by :func:`pyg_sar.partition`.
+        device (torch.device, optional): Where tensors are put. (default: :obj:`"cpu"`)
+        group (ProcessGroup, optional): The workers, one for each part; not needed for a partition of one part.
+            (default: :obj:`None`, all of them)
+        remat (bool, optional): Whether backward fetches source rows again (mode 1) instead of keeping them (mode 2).
+            (default: :obj:`True`)
+        prefetch (int, optional): How many fetches are under way while a block is consumed; ``prefetch + 1`` remote
+            blocks are alive at a time. (default: :obj:`1`)
+
+    Returns:
+        A :class:`torch_geometric.data.Data` with this worker's rows of every node-level and edge-level tensor, with
+        ``edge_index`` (a :class:`~pyg_sar.edge_index.ShardedEdgeIndex`), ``n_id`` and ``e_id`` (global ids of the rows).
+
+    Raises:
+        RuntimeError: On every worker, if any worker cannot read its part, or the parts do not belong together.
+    """
+    if prefetch < 0:
+        raise ValueError(f"Expected 'prefetch' to be 0 or more (got {prefetch})")
+    together = dist.is_available() and dist.is_initialized()
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, 1)
+    shard, error = None, ""
+    try:
+        shard = read_part(path, rank)
+    except (OSError, ValueError) as e:
+        error = f"{type(e).__name__}: {e}"
+    mine = error, *((shard.identity, shard.num_parts) if shard else ("", 0)), torch.initial_seed(), remat, prefetch
+    said: list[Any] = [mine]
+    if together:
+        said = [None] * size
+        dist.all_gather_object(said, mine, group=group)
+    _agree(said, rank)
+    assert shard is not None
+    graph = assemble(shard.topology, rank, group, remat, prefetch, seed=said[0][3])
+    return _data(shard, ShardedEdgeIndex(graph)).to(str(device))
+
+
+def _agree(said: list[tuple[str, str, int, int, bool, int]], rank: int) -> None:
+    """Raise the same error on every worker unless all opened parts of one partition that fits them."""
+    errors = [f"rank {r}: {error}" for r, (error, *_) in enumerate(said) if error]
+    if errors:
+        raise RuntimeError(f"[rank {rank}] Could not load the partition. " + "; ".join(errors))
+    parts = {num_parts for _, _, num_parts, *_ in said}
+    if parts != {len(said)}:
+        found = ", ".join(map(str, sorted(parts)))
+        raise RuntimeError(
+            f"[rank {rank}] The partition has {found} parts, but there are {len(said)} workers. Start one worker for "
+            f"each part ('--nproc-per-node'), or partition the graph anew with 'num_parts={len(said)}'."
+        )
+    for name, column in (("identity", 1), ("remat", 4), ("prefetch", 5)):
+        values = [s[column] for s in said]
+        if len(set(values)) > 1:
+            why = (
+                "The parts come from different partitions; copy all of them from one run of the partitioner."
+                if name == "identity"
+                else f"Pass the same '{name}' to 'load' on every rank."
+            )
+            listed = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
+            raise RuntimeError(f"[rank {rank}] The workers differ in '{name}' ({listed}). {why}")
+
+
+def _data(shard: Shard, edge_index: ShardedEdgeIndex) -> Data:
+    topology = shard.topology
+    data = Data(edge_index=edge_index, n_id=topology.src_id, e_id=topology.e_id)
+    for key, value in {**shard.node_attrs, **shard.edge_attrs, **shard.graph_attrs}.items():
+        data[key] = value
+    if "x" not in data:
+        data.num_nodes = topology.src_id.numel()
+    return data

@@ -1,0 +1,38 @@
+r"""Start and orderly end of the workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterator[int]:
+    """Join the workers that ``torch.distributed.run`` has started, and leave them in order; yields the rank.
+
+    A script that was started without it is a group of one worker. When the block ends well, workers wait for each other
+    before they leave: gloo aborts a process that leaves while others still talk. When it ends with an exception the
+    worker leaves at once, so that the others see a lost connection instead of waiting.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``; by default NCCL if there is a GPU for every local worker.
+        timeout: Seconds after which a worker gives up waiting for another one.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        yield 0
+        return
+    if backend is None:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        backend = "nccl" if 0 < local <= torch.cuda.device_count() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    yield dist.get_rank()
+    # Not in a `finally`: after an exception the others may never come to the barrier.
+    dist.barrier()
+    dist.destroy_process_group()

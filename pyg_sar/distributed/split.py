@@ -1,0 +1,94 @@
+r"""Cuts a global ``edge_index`` into what each worker holds: the arithmetic behind partitioning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyg_sar.graph import compress
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """The share of one worker, as tensors that can be written to a file as they are.
+
+    Args:
+        src_id: Global ids of the own source rows, ascending.
+        dst_id: Global ids of the own destinations, ascending; the same tensor as ``src_id`` unless bipartite.
+        e_id: Global ids of the edges that end here, ordered by owner of the source, then destination.
+        rowptr: For each source shard, the CSR row pointer over the own destinations.
+        col: For each source shard, the source row of each edge: for the own shard a row of ``src_id``, for another a
+            row of what that worker serves.
+        serve: For each worker, the own source rows that it reads, ascending; empty for oneself.
+        num_src: For each source shard, the number of its rows that are read (all own rows for oneself).
+    """
+
+    src_id: Tensor
+    dst_id: Tensor
+    e_id: Tensor
+    rowptr: list[Tensor]
+    col: list[Tensor]
+    serve: list[Tensor]
+    num_src: list[int]
+
+
+def split(edge_index: Tensor, src_part: Tensor, dst_part: Tensor, num_parts: int) -> Iterator[Topology]:
+    """Yield every worker's :class:`Topology`, one at a time.
+
+    Peak memory is about four times that of ``edge_index`` above the inputs: the sorted order of the edges, and what
+    the largest worker holds.
+
+    Args:
+        edge_index: Edges ``[2, num_edges]``; an edge belongs to the worker that owns its destination.
+        src_part: Owner of each source node.
+        dst_part: Owner of each destination node; pass the same tensor unless the graph is bipartite.
+        num_parts: Number of workers.
+    """
+    src_row, src_ptr, src_nodes = _number(src_part, num_parts)
+    same = dst_part is src_part
+    dst_row, dst_ptr, dst_nodes = (src_row, src_ptr, src_nodes) if same else _number(dst_part, num_parts)
+    order = _edge_order(edge_index, src_part, dst_part, num_parts)
+    pair = dst_part[edge_index[1]].long() * num_parts + src_part[edge_index[0]]
+    ptr = compress(pair[order], num_parts**2).tolist()
+    del pair
+    parts = range(num_parts)
+    edges = [[order[ptr[p * num_parts + q] : ptr[p * num_parts + q + 1]] for q in parts] for p in parts]
+    needs = [[src_row[edge_index[0][edges[p][q]]].unique() if p != q else None for q in parts] for p in parts]
+    for p in parts:
+        num_dst = dst_ptr[p + 1] - dst_ptr[p]
+        rowptr, col, num_src = [], [], []
+        for q in parts:
+            src, dst = edge_index[:, edges[p][q]]
+            need = needs[p][q]
+            sources = src_row[src]
+            # Both are sorted and every source is needed, so a binary search numbers the sources.
+            col.append((sources if need is None else torch.searchsorted(need, sources)).int())
+            rowptr.append(compress(dst_row[dst], num_dst))
+            num_src.append(src_ptr[q + 1] - src_ptr[q] if need is None else need.numel())
+        none = src_row.new_empty(0, dtype=torch.int32)
+        serve = [none if q == p else needs[q][p].int() for q in parts]  # type: ignore[union-attr]
+        src_id = src_nodes[src_ptr[p] : src_ptr[p + 1]]
+        dst_id = src_id if same else dst_nodes[dst_ptr[p] : dst_ptr[p + 1]]
+        e_id = torch.cat(edges[p]) if edges[p] else order[:0]
+        yield Topology(src_id, dst_id, e_id, rowptr, col, serve, num_src)
+
+
+def _number(part: Tensor, num_parts: int) -> tuple[Tensor, list[int], Tensor]:
+    """Number the nodes within their parts: row of each node, pointer over parts, nodes sorted by part."""
+    nodes = torch.argsort(part, stable=True)
+    ptr = compress(part[nodes], num_parts).tolist()
+    row = torch.empty_like(nodes)
+    row[nodes] = torch.arange(nodes.numel())
+    row -= torch.tensor(ptr)[part.long()]
+    return row, ptr, nodes
+
+
+def _edge_order(edge_index: Tensor, src_part: Tensor, dst_part: Tensor, num_parts: int) -> Tensor:
+    """Order edges by owner of the destination, owner of the source, destination; ties keep their order."""
+    order = torch.argsort(edge_index[1], stable=True)
+    key = dst_part[edge_index[1][order]].long() * num_parts + src_part[edge_index[0][order]]
+    return order[torch.argsort(key, stable=True)]
+

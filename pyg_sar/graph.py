@@ -1,0 +1,299 @@
+r"""One worker's row of the block matrix: :class:`Block` and :class:`ShardedGraph`.
+
+Index arithmetic only: nothing here holds features or communicates. Source rows are numbered *local-first*: a worker's
+own rows are :math:`0 \ldots n-1`, the rows it reads from others follow, grouped by owner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+Index = slice | Tensor
+
+
+def compress(row: Tensor, num_rows: int) -> Tensor:
+    """Return the CSR row pointer of sorted row numbers, in int32 wherever the number of edges allows."""
+    ptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
+    torch.cumsum(torch.bincount(row, minlength=num_rows), 0, out=ptr[1:])
+    return ptr if row.numel() > torch.iinfo(torch.int32).max else ptr.int()
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The edges from one source shard into this worker's destinations, in CSR order by destination.
+
+    Args:
+        rowptr: Row pointer over the destinations, ``[num_dst + 1]``.
+        col: Source row of each edge within the shard, ``[num_edges]``.
+        ids: Local-first number of each source row of the shard, as a slice or as a tensor ``[num_src]``.
+        num_src: Number of source rows of the shard that are read.
+        edges: Where the worker's edge tensors hold these edges, in CSR order.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    ids: Index
+    num_src: int
+    edges: Index
+
+    @property
+    def num_dst(self) -> int:
+        """Number of destinations."""
+        return self.rowptr.numel() - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges."""
+        return self.col.numel()
+
+    @property
+    def row(self) -> Tensor:
+        """Destination of each edge; derived anew at every use because it is as long as the edges."""
+        rows = torch.arange(self.num_dst, device=self.col.device)
+        return rows.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
+
+    @property
+    def source(self) -> Tensor:
+        """Local-first source number of each edge."""
+        return self.col.long() + self.ids.start if isinstance(self.ids, slice) else self.ids[self.col]
+
+    @cached_property
+    def transpose(self) -> tuple[Tensor, Tensor, Tensor]:
+        """CSR by source: row pointer, destination of each edge, and its position in the forward order."""
+        perm = torch.argsort(self.col, stable=True)
+        ptr = compress(self.col[perm], self.num_src)
+        narrow = ptr.dtype
+        return ptr, self.row[perm].to(narrow), perm.to(narrow)
+
+    @classmethod
+    def from_coo(cls, row: Tensor, col: Tensor, ids: Index, num_src: int, num_dst: int, edges: Tensor) -> Block:
+        """Sort edges by destination, keeping the given order among the edges of one destination."""
+        perm = torch.argsort(row, stable=True)
+        rowptr = compress(row[perm], num_dst)
+        return cls(rowptr, col[perm].to(rowptr.dtype), ids, num_src, edges[perm])
+
+    def rows(self, start: int, end: int) -> Block:
+        """Return the edges into a range of destinations."""
+        first, last = self.rowptr[[start, end]].tolist()
+        span = slice(self.edges.start + first, self.edges.start + last) if isinstance(self.edges, slice) else None
+        return dataclasses.replace(
+            self,
+            rowptr=self.rowptr[start : end + 1] - first,
+            col=self.col[first:last],
+            edges=self.edges[first:last] if span is None else span,
+        )
+
+    def to(self, device: torch.device | str) -> Block:
+        """Move the index tensors to ``device``."""
+        move = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Block(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in move.items()})
+
+
+class Seeds:
+    """A stream of seeds that is the same on every worker, because every worker draws from it in the same order."""
+
+    def __init__(self, seed: int) -> None:
+        self.manual_seed(seed)
+
+    def manual_seed(self, seed: int) -> None:
+        """Start the stream anew from ``seed``."""
+        self.seed, self.drawn = seed, 0
+
+    def draw(self) -> int:
+        """Return the next seed."""
+        self.drawn += 1
+        return (self.seed * 0x9E3779B1 + self.drawn) % (1 << 62)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedGraph:
+    """All in-edges of this worker's destinations, cut into one :class:`Block` for each source shard.
+
+    The SAR modes are two choices, not a flag: mode 1 fetches source rows again in the backward pass (``remat=True``),
+    mode 2 keeps them (``replace(remat=False)``), and mode 3 has a single source block (:meth:`merge`).
+
+    Args:
+        blocks: ``blocks[q]`` holds the edges whose sources live on shard ``q``.
+        num_src: Number of source rows that this worker owns.
+        num_dst: Number of destinations that this worker owns.
+        exchange: Where the source rows live, see :mod:`pyg_sar.distributed.exchange`.
+        remat: Whether backward fetches source rows again (mode 1) instead of keeping them (mode 2).
+        n_id: Global ids of the own source rows, or None if they are ``0 ... num_src - 1``.
+        e_id: Global ids of the edges, or None if they are ``0 ... num_edges - 1``.
+        seeds: Source of the seeds for attention dropout.
+    """
+
+    blocks: tuple[Block, ...]
+    num_src: int
+    num_dst: int
+    exchange: Any
+    remat: bool = True
+    n_id: Tensor | None = None
+    e_id: Tensor | None = None
+    seeds: Seeds = field(default_factory=lambda: Seeds(0))
+    _typed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges that end on this worker."""
+        return sum(block.num_edges for block in self.blocks)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the index tensors."""
+        return self.blocks[0].col.device
+
+    @cached_property
+    def degree(self) -> Tensor:
+        """In-degree of every destination; global, because a worker holds all in-edges of its destinations."""
+        return torch.stack([block.rowptr.diff() for block in self.blocks]).sum(0)
+
+    def replace(self, **changes: Any) -> ShardedGraph:
+        """Return a copy in which the given fields differ."""
+        return dataclasses.replace(self, _typed=WeakIdKeyDictionary(), **changes)
+
+    def to(self, device: torch.device | str) -> ShardedGraph:
+        """Move the index tensors to ``device``."""
+        ids = {k: None if getattr(self, k) is None else getattr(self, k).to(device) for k in ("n_id", "e_id")}
+        blocks = tuple(block.to(device) for block in self.blocks)
+        return self.replace(blocks=blocks, exchange=self.exchange.to(device), **ids)
+
+    def coo(self) -> Tensor:
+        """Return the edges as ``[2, num_edges]``: local-first sources and destinations, in the worker's edge order."""
+        out = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
+        for block in self.blocks:
+            out[0, block.edges] = block.source
+            out[1, block.edges] = block.row
+        return out
+
+    @property
+    def row(self) -> Tensor:
+        """Destination of each edge, in the worker's edge order."""
+        out = torch.empty(self.num_edges, dtype=torch.int64, device=self.device)
+        for block in self.blocks:
+            out[block.edges] = block.row
+        return out
+
+    def merge(self) -> ShardedGraph:
+        """Return the same graph with one source block, whose rows are fetched in one shot (mode 3)."""
+        return self._merged
+
+    @cached_property
+    def _merged(self) -> ShardedGraph:
+        exchange = self.exchange.merge()
+        source, row = self.coo()
+        position = torch.arange(self.num_edges, device=self.device)
+        num_src = self.num_src + exchange.num_halo
+        block = Block.from_coo(row, source, slice(0, num_src), num_src, self.num_dst, position)
+        return self.replace(blocks=(block,), exchange=exchange, remat=False)
+
+    def with_self_loops(self) -> tuple[ShardedGraph, Tensor]:
+        """Replace self-loops by exactly one at every node.
+
+        The edges of the new graph are the remaining ones in their order, followed by one loop for each node.
+
+        Returns:
+            The new graph, and the positions of the removed self-loops among the old edges.
+        """
+        if self.num_src != self.num_dst:
+            raise ValueError(
+                f"Self-loops need one set of nodes, but this sharded graph joins {self.num_src} sources with "
+                f"{self.num_dst} destinations. Construct the layer with 'add_self_loops=False'."
+            )
+        return self._looped
+
+    @cached_property
+    def _looped(self) -> tuple[ShardedGraph, Tensor]:
+        n, device = self.num_dst, self.device
+        keep = torch.ones(self.num_edges, dtype=torch.bool, device=device)
+        for block in self.blocks:
+            keep[block.edges] = block.source != block.row
+        position = keep.cumsum(0) - 1
+        num_kept = int(keep.sum())
+        blocks = tuple(self._loop_block(block, keep, position, num_kept) for block in self.blocks)
+        nodes = torch.arange(n, device=device)
+        n_id = nodes if self.n_id is None else self.n_id
+        e_id = torch.arange(self.num_edges, device=device) if self.e_id is None else self.e_id
+        # Negative ids cannot collide with those of edges.
+        graph = self.replace(blocks=blocks, e_id=torch.cat([e_id[keep], -1 - n_id]))
+        return graph, (~keep).nonzero().view(-1)
+
+    def _loop_block(self, block: Block, keep: Tensor, position: Tensor, num_kept: int) -> Block:
+        ids = torch.arange(block.ids.start, block.ids.stop) if isinstance(block.ids, slice) else block.ids
+        ids = ids.to(self.device)
+        col = (ids < self.num_src).nonzero().view(-1)  # source rows of this block that this worker owns
+        stays = keep[block.edges]
+        if col.numel() == 0 and isinstance(block.edges, slice):
+            start = num_kept if block.num_edges == 0 else int(position[block.edges.start])
+            return dataclasses.replace(block, edges=slice(start, start + block.num_edges))
+        return Block.from_coo(
+            torch.cat([block.row[stays], ids[col]]),
+            torch.cat([block.col[stays], col]),
+            block.ids,
+            block.num_src,
+            self.num_dst,
+            torch.cat([position[block.edges][stays], num_kept + ids[col]]),
+        )
+
+    def by_type(self, edge_type: Tensor, num_types: int) -> TypedGraph:
+        """Return the graph whose destinations are the pairs (edge type, destination) that have an edge.
+
+        It is built once for an ``edge_type`` tensor and kept as long as that tensor lives unchanged.
+        """
+        version, typed = self._typed.get(edge_type, (None, None))
+        if version != edge_type._version or typed.num_types != num_types:
+            typed = self._group(edge_type, num_types)
+            self._typed[edge_type] = (edge_type._version, typed)
+        return typed
+
+    def _group(self, edge_type: Tensor, num_types: int) -> TypedGraph:
+        key = torch.empty(self.num_edges, dtype=torch.int64, device=self.device)
+        for block in self.blocks:
+            key[block.edges] = edge_type[block.edges].long() * self.num_dst + block.row
+        pairs, pair = torch.unique(key, return_inverse=True)
+        position = torch.arange(self.num_edges, device=self.device)
+        blocks = tuple(
+            Block.from_coo(
+                pair[b.edges],
+                b.col,
+                b.ids,
+                b.num_src,
+                pairs.numel(),
+                position[b.edges],
+            )
+            for b in self.blocks
+        )
+        size = max(self.num_dst, 1)
+        graph = self.replace(blocks=blocks, num_dst=pairs.numel())
+        return TypedGraph(graph, num_types, pairs % size, compress(pairs // size, num_types).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class TypedGraph:
+    """A :class:`ShardedGraph` over pairs of edge type and destination, sorted by type.
+
+    Args:
+        graph: The graph over the pairs.
+        num_types: Number of edge types.
+        dst: Destination of every pair.
+        ptr: ``ptr[r]:ptr[r + 1]`` are the pairs of type ``r``.
+    """
+
+    graph: ShardedGraph
+    num_types: int
+    dst: Tensor
+    ptr: list[int]
+
+    def relations(self) -> Iterator[ShardedGraph]:
+        """Yield the graph of every type, whose destinations are the pairs of that type."""
+        for start, end in zip(self.ptr, self.ptr[1:], strict=False):
+            blocks = tuple(block.rows(start, end) for block in self.graph.blocks)
+            yield self.graph.replace(blocks=blocks, num_dst=end - start)

@@ -1,0 +1,10 @@
+r"""Layers with PyG's constructors and ``state_dict`` that stream on a sharded graph."""
+
+from pyg_sar.nn.batch_norm import BatchNorm, BatchNorm1d
+from pyg_sar.nn.gat_conv import GATConv
+from pyg_sar.nn.gcn_conv import GCNConv
+from pyg_sar.nn.message_passing import MessagePassing
+from pyg_sar.nn.rgcn_conv import RGCNConv
+from pyg_sar.nn.sage_conv import SAGEConv
+
+__all__ = classes = ["MessagePassing", "GCNConv", "SAGEConv", "GATConv", "RGCNConv", "BatchNorm", "BatchNorm1d"]

@@ -1,0 +1,79 @@
+r"""Graph convolution with symmetric normalisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.message_passing import MessagePassing, reduce_rows
+
+
+class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
+    r"""The graph convolutional operator from the `"Semi-supervised Classification with Graph Convolutional Networks"
+    <https://arxiv.org/abs/1609.02907>`_ paper.
+
+    .. math::
+        \mathbf{X}^{\prime} = \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \mathbf{X}
+        \mathbf{\Theta}
+
+    Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.GCNConv`. On a sharded graph degrees are global
+    and no edge is ever normalised: rows are scaled by :math:`\mathbf{\hat{D}}^{-1/2}` before and after a plain sum, so
+    that nothing as long as the edges is stored and nothing travels for the degrees. ``cached`` has no effect there. No
+    row is fetched twice unless edge weights need a gradient.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, this worker's rows if sharded; edge indices
+          :math:`(2, |\mathcal{E}|)`; edge weights :math:`(|\mathcal{E}|)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+    """
+
+    def can_stream(self) -> bool:
+        """Whether the scaling of rows commutes with the aggregation."""
+        return self.aggr in ("sum", "add", "mean")
+
+    def forward(self, x: Any, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
+        """Run the forward pass."""
+        graph = self.streamed(edge_index)
+        if graph is None or not isinstance(x, Tensor) or not self.normalize:
+            return super().forward(x, edge_index, edge_weight)
+        if self.add_self_loops:
+            graph, edge_weight = add_remaining_self_loops(graph, edge_weight, 2.0 if self.improved else 1.0)
+        scale = degree(graph, edge_weight, x.dtype).pow(-0.5)
+        scale = scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
+        x = self.lin(x) * scale
+        out = reduce_rows(graph, x, self.aggr, edge_weight, self.node_dim) * scale  # type: ignore[arg-type]
+        return out if self.bias is None else out + self.bias
+
+    def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
+        """Aggregate ``x``, weighted by ``edge_weight``."""
+        weight = kwargs["edge_weight"]
+        weight = None if weight is None else weight.view(-1)
+        return reduce_rows(graph, kwargs["x"], self.aggr, weight, self.node_dim)  # type: ignore[arg-type]
+
+
+def degree(graph: ShardedGraph, edge_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weighted in-degree of every destination."""
+    if edge_weight is None:
+        return graph.degree.to(dtype)
+    return edge_weight.new_zeros(graph.num_dst).scatter_add(0, graph.row, edge_weight)
+
+
+def add_remaining_self_loops(
+    graph: ShardedGraph, edge_weight: Tensor | None, fill: float
+) -> tuple[ShardedGraph, Tensor | None]:
+    """Give every node one self-loop; those that exist keep their weight.
+
+    As in PyG, ``fill`` counts only where there are edge weights.
+    """
+    looped, removed = graph.with_self_loops()
+    if edge_weight is None:
+        return looped, None
+    keep = torch.ones(graph.num_edges, dtype=torch.bool, device=graph.device)
+    keep[removed] = False
+    loops = edge_weight.new_full((graph.num_dst,), fill)
+    loops = loops.index_put((graph.row[removed],), edge_weight[removed])
+    return looped, torch.cat([edge_weight[keep], loops])

@@ -1,0 +1,96 @@
+r"""The base of all layers: PyG's ``propagate``, which streams when it is given a sharded graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.reduce import Extremum, Reduce, Sum
+from pyg_sar.stream import aggregate
+
+PROPAGATE = torch_geometric.nn.MessagePassing.propagate
+EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
+
+
+class MessagePassing(torch_geometric.nn.MessagePassing):
+    r"""Base class for layers that stream source shards through their aggregation.
+
+    A subclass says how it streams by :meth:`stream`. Given an ordinary ``edge_index`` it is PyG's layer; given a
+    :class:`~pyg_sar.edge_index.ShardedEdgeIndex` that it cannot stream (hooks on messages, ``explain``, another flow, an
+    aggregation without a streaming form) it runs PyG's own code in one shot, which is exact too or raises.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # PyG replaces inherited methods by generated ones when a class is first constructed; only what stands in the
+        # class's own dictionary survives.
+        for name in ("propagate", "edge_updater"):
+            if name not in cls.__dict__:
+                setattr(cls, name, getattr(MessagePassing, name))
+
+    def streamed(self, edge_index: Any) -> ShardedGraph | None:
+        """Return the sharded graph if this call can stream over it."""
+        if not isinstance(edge_index, ShardedEdgeIndex) or not edge_index.streams:
+            return None
+        watched = any(hooks for name, hooks in self.__dict__.items() if name.endswith("_hooks") and is_message(name))
+        if watched or self.explain or self.decomposed_layers > 1 or self.flow != "source_to_target":
+            return None
+        return edge_index.graph if self.can_stream() else None
+
+    def can_stream(self) -> bool:
+        """Whether the options of this layer have a streaming form."""
+        return False
+
+    def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
+        """Aggregate the arguments of :meth:`propagate` over ``graph``."""
+        raise NotImplementedError
+
+    def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Stream if possible, else run PyG's own code."""
+        graph = self.streamed(edge_index)
+        if graph is None:
+            return PROPAGATE(self, edge_index, size=size, **kwargs)
+        return self.stream(graph, **kwargs)
+
+    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Run PyG's own code; the generated one does not know the arguments of an overridden ``forward``."""
+        return EDGE_UPDATER(self, edge_index, size=size, **kwargs)
+
+
+def is_message(name: str) -> bool:
+    """Whether a dictionary of hooks belongs to message passing, not to the module as a whole."""
+    return name.startswith(("_propagate", "_message", "_aggregate", "_edge_update"))
+
+
+SIMPLE = ("sum", "add", "mean", "max", "min")
+
+
+def reduce_rows(
+    graph: ShardedGraph, x: Tensor, aggr: str | None, weight: Tensor | None = None, node_dim: int = 0
+) -> Tensor:
+    """Aggregate (weighted) source rows by one of PyG's simple aggregations.
+
+    Args:
+        graph: This worker's share of the graph.
+        x: Own source rows, counted by dimension ``node_dim``.
+        aggr: One of ``SIMPLE``.
+        weight: Weight of each edge, for sums and means.
+        node_dim: The dimension of the nodes.
+    """
+    if weight is not None:
+        x = x.to(torch.promote_types(x.dtype, weight.dtype))
+    rows = x.movedim(node_dim, 0)
+    reduce: Reduce
+    if aggr in ("max", "min"):
+        reduce = Extremum(1 if aggr == "max" else -1)
+    else:
+        reduce = Sum(learn_weight=weight is not None and weight.requires_grad)
+    out = aggregate(graph, reduce, rows, edge=() if weight is None else (weight,))
+    if aggr == "mean":
+        out = out / graph.degree.clamp(min=1).to(out.dtype).view(-1, *[1] * (out.dim() - 1))
+    return out.movedim(0, node_dim)

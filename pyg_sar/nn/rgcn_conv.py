@@ -1,0 +1,93 @@
+r"""Relational graph convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.graph import ShardedGraph, TypedGraph
+from pyg_sar.nn.message_passing import SIMPLE, MessagePassing, reduce_rows
+
+
+class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
+    r"""The relational graph convolutional operator from the `"Modeling Relational Data with Graph Convolutional
+    Networks" <https://arxiv.org/abs/1703.06103>`_ paper.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \mathbf{\Theta}_{\textrm{root}} \cdot \mathbf{x}_i + \sum_{r \in \mathcal{R}}
+        \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
+
+    Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.RGCNConv`. On a sharded graph all relations
+    stream at once: rows are aggregated for every pair :math:`(r, i)` that has an edge, where PyG runs over the graph once
+    for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows. Sums and means fetch no row twice (case 1
+    of the SAR paper, which has this layer in case 2). Without input features (``x=None``, or node ids in place of
+    ``x``) each node selects a row of the weights: ``in_channels`` is then the number of nodes of the whole graph.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, global node ids :math:`(|\mathcal{V}|)` or None, or a
+          tuple if bipartite, this worker's rows if sharded; edge indices :math:`(2, |\mathcal{E}|)`; edge types
+          :math:`(|\mathcal{E}|)`
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+    """
+
+    def can_stream(self) -> bool:
+        """Whether the aggregation is a simple one."""
+        return self.aggr in SIMPLE
+
+    def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
+        """Run the forward pass."""
+        graph = self.streamed(edge_index)
+        if graph is None:
+            return super().forward(x, edge_index, edge_type)
+        if edge_type is None:
+            raise ValueError(f"'{self.__class__.__name__}' needs 'edge_type' on a sharded graph (got None)")
+        x_src, x_dst = x if isinstance(x, tuple) else (x, x)
+        ids = torch.arange(graph.num_src, device=graph.device) if graph.n_id is None else graph.n_id
+        x_src = ids if x_src is None else x_src
+        x_dst = x_src if x_dst is None else x_dst
+        typed = graph.by_type(edge_type, self.num_relations)
+
+        messages = self.embed(typed, x_src) if not x_src.is_floating_point() else self.transform(typed, x_src)
+        out = messages.new_zeros(graph.num_dst, self.out_channels).index_add(0, typed.dst, messages)
+        if self.root is not None:
+            out = out + (x_dst @ self.root if x_dst.is_floating_point() else self.root[x_dst])
+        return out if self.bias is None else out + self.bias
+
+    def transform(self, typed: TypedGraph, x: Tensor) -> Tensor:
+        """Aggregate rows for each pair, then multiply them by the weights of its relation."""
+        h = reduce_rows(typed.graph, x, self.aggr)  # type: ignore[arg-type]
+        weight = self.weight
+        if self.num_bases is not None:
+            weight = (self.comp @ weight.flatten(1)).view(self.num_relations, *weight.shape[1:])
+        if self.num_blocks is not None:
+            h = h.view(-1, *weight.shape[1:3])
+        return torch.cat([self.product(h[a:b], w) for a, b, w in zip(typed.ptr, typed.ptr[1:], weight, strict=False)])
+
+    def product(self, h: Tensor, weight: Tensor) -> Tensor:
+        """Multiply by one relation's weights, dense or block-diagonal."""
+        if self.num_blocks is None:
+            return h @ weight
+        return torch.einsum("abc,bcd->abd", h, weight).flatten(1)
+
+    def embed(self, typed: TypedGraph, ids: Tensor) -> Tensor:
+        """Let each node select its row of the weights."""
+        if self.num_blocks is not None:
+            raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
+        rows = self.weight[:, ids].transpose(0, 1)  # one row for each node and basis (or relation)
+        if self.num_bases is not None and self.aggr in ("sum", "add", "mean"):
+            h = reduce_rows(typed.graph, rows.contiguous(), self.aggr)
+            relation = torch.arange(self.num_relations, device=ids.device)
+            comp = self.comp[relation.repeat_interleave(torch.tensor(typed.ptr, device=ids.device).diff())]
+            return (h * comp.unsqueeze(-1)).sum(1)
+        return self.embed_each(typed, ids)
+
+    def embed_each(self, typed: TypedGraph, ids: Tensor) -> Tensor:
+        """Stream one relation after the other, as each has rows of its own."""
+        weight = self.weight
+        if self.num_bases is not None:
+            weight = (self.comp @ weight.flatten(1)).view(self.num_relations, *weight.shape[1:])
+        graphs = typed.relations()
+        return torch.cat([reduce_rows(g, w[ids], self.aggr) for g, w in zip(graphs, weight, strict=True)])  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+r"""The one loop: source blocks are fetched, merged into the state and dropped, and fetched again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.reduce import Needs, Reduce, Rows
+
+
+def aggregate(
+    graph: ShardedGraph,
+    reduce: Reduce,
+    x: Tensor,
+    dst: Sequence[Tensor] = (),
+    edge: Sequence[Tensor] = (),
+    const: Sequence[Tensor] = (),
+) -> Tensor:
+    r"""Aggregate source rows over the in-edges of every destination, one source shard at a time.
+
+    It implements sequential aggregation and rematerialization from the `"Sequential Aggregation and Rematerialization:
+    Distributed Full-batch Training of Graph Neural Networks on Large Graphs" <https://arxiv.org/abs/2111.06483>`_
+    paper. All workers must call it together, with inputs of the same width, ``dtype`` and ``requires_grad``.
+
+    Args:
+        graph (ShardedGraph): The in-edges of this worker's destinations.
+        reduce (Reduce): How messages combine.
+        x (torch.Tensor): The own source rows, :math:`(n_{src}, *)`.
+        dst (sequence): Tensors with one row for each own destination.
+        edge (sequence): Tensors with one row for each edge, in the order of ``edge_index``.
+        const (sequence): Tensors that every edge reads, such as parameters. Their gradient is this worker's share.
+    """
+    for name, rows, count in (("source row", (x,), graph.num_src), ("destination", dst, graph.num_dst),
+                              ("edge", edge, graph.num_edges)):  # fmt: skip
+        for tensor in rows:
+            if tensor.size(0) != count:
+                raise ValueError(
+                    f"{_rank(graph)}Expected a tensor with one row for each of this worker's {count} {name}s (got one "
+                    f"of shape {tuple(tensor.shape)}). Take node and edge tensors from the loaded data, whose rows are "
+                    f"this worker's share."
+                )
+    counts = (len(dst), len(edge), len(const))
+    return _Aggregate.apply(graph, reduce, counts, x, *dst, *edge, *const)
+
+
+def _rank(graph: ShardedGraph) -> str:
+    rank = getattr(graph.exchange, "rank", None)
+    return "" if rank is None else f"[rank {rank}] "
+
+
+def _unflatten(flat: Sequence[Any], counts: tuple[int, int, int]) -> Rows:
+    d, e, _ = counts
+    return Rows(flat[:d], flat[d : d + e], flat[d + e :])
+
+
+class _Aggregate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: ShardedGraph, reduce: Reduce, counts: tuple[int, int, int], x: Tensor, *flat: Tensor):  # type: ignore[no-untyped-def]  # noqa: ANN205
+        rows, traffic = _unflatten(flat, counts), graph.exchange.log.open()
+        traffic.case = 2 if reduce.needs_source else 1
+        keep = reduce.needs_source and not graph.remat and any(ctx.needs_input_grad)
+        state, kept = reduce.init(x, graph.num_dst), []
+        for q, x_q in graph.exchange.pull(x, traffic.forward):
+            block = graph.blocks[q]
+            if block.num_edges > 0:
+                state = reduce.step(state, block, x_q, rows._replace(edge=[e[block.edges] for e in rows.edge]))
+            if keep:
+                kept.append(x_q)
+            del x_q  # or it would outlive the fetch of the next block
+        out, saved = reduce.finish(state, x.dtype)
+        again = (x,) if reduce.needs_source and not kept else ()
+        ctx.graph, ctx.reduce, ctx.counts, ctx.traffic = graph, reduce, counts, traffic
+        ctx.shape, ctx.sizes = x.shape, (len(saved), len(kept), len(again))
+        ctx.save_for_backward(*saved, *kept, *again, *flat)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor):  # type: ignore[no-untyped-def]  # noqa: ANN205
+        graph, reduce, exchange = ctx.graph, ctx.reduce, ctx.graph.exchange
+        tensors, (n_saved, n_kept, n_again) = ctx.saved_tensors, ctx.sizes
+        saved, kept = tensors[:n_saved], tensors[n_saved : n_saved + n_kept]
+        again, flat = tensors[n_saved + n_kept :][:n_again], tensors[n_saved + n_kept + n_again :]
+        rows = _unflatten(flat, ctx.counts)
+        needs = Needs(ctx.needs_input_grad[3], _unflatten(ctx.needs_input_grad[4:], ctx.counts))
+        meter = ctx.traffic.backward
+        if not reduce.needs_source:
+            source = ((q, None) for q in exchange.order)
+        elif n_kept:
+            source = zip(exchange.order, kept, strict=True)  # type: ignore[assignment]
+        else:
+            source = exchange.pull(*again, meter)
+        sink = exchange.sink(grad_out.new_zeros(ctx.shape), meter) if needs.source else None
+        total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
+                       for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
+        grad_out = grad_out.contiguous()
+        for q, x_q in source:
+            block = graph.blocks[q]
+            if block.num_edges > 0:
+                mine = rows._replace(edge=[e[block.edges] for e in rows.edge])
+                grad_x, grads = reduce.grad(block, x_q, mine, saved, grad_out, needs)
+                _add(total, grads, block.edges)
+            else:  # peers wait for a push all the same
+                grad_x = grad_out.new_zeros(block.num_src, *ctx.shape[1:])
+            del x_q
+            if sink is not None:
+                sink.push(q, grad_x)
+            del grad_x
+        return None, None, None, None if sink is None else sink.sum(), *total.dst, *total.edge, *total.const
+
+
+def _add(total: Rows, grads: Rows, edges: slice | Tensor) -> None:
+    for name in Rows._fields:
+        for t, g in zip(getattr(total, name), getattr(grads, name), strict=False):
+            if t is not None and g is not None:
+                if name == "edge":
+                    t[edges] = g.to(t.dtype)
+                else:
+                    t += g

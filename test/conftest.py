@@ -1,0 +1,44 @@
+"""Fixtures that all tests share.
+
+A multi-rank test is a function at the top level of its module, ``fn(group, *args)``, which each
+rank runs in a process of its own, and a test that has the pool run it::
+
+    import torch
+    import torch.distributed as dist
+
+
+    def total(group, x):
+        x = x + dist.get_rank(group)
+        dist.all_reduce(x, group=group)
+        return x
+
+
+    def test_total(pool):
+        for y in pool.run(2, total, torch.zeros(3)):
+            assert y.tolist() == [1.0, 1.0, 1.0]
+
+``pool.run`` raises if any rank does, so ``fn`` may assert as well; ``pool.outcomes`` is for tests
+of the errors themselves. See ``pool.py``.
+
+Helpers of several tests live in modules in this folder and are imported by their bare name. Test
+modules below it are imported in the same way: give each a name that no other one has, and no folder
+an ``__init__.py``.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
