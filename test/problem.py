@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from pyg_sar import ShardedEdgeIndex
 from pyg_sar.distributed.assemble import assemble
+from pyg_sar.distributed.partition import assign
 from pyg_sar.distributed.split import split
 from torch import Tensor
+from torch_geometric.data import Data
 
 NUM_NODES = 61
 MODES = {1: "rematerialise", 2: "keep", 3: "one shot"}
@@ -28,9 +30,7 @@ def assignment(method: str, num_parts: int, num_nodes: int = NUM_NODES, seed: in
     """Part of every node: "random", "contiguous", "metis", or "empty" where the last of several parts holds nothing."""
     g = torch.Generator().manual_seed(seed)
     if method == "metis":
-        from pyg_sar.distributed.partition import assign
-
-        return assign(edges(), num_nodes, num_parts)
+        return assign(Data(edge_index=edges(), num_nodes=num_nodes), num_parts)
     if method == "contiguous":
         return torch.arange(num_nodes) * num_parts // num_nodes
     return torch.randint(num_parts - (method == "empty" and num_parts > 1), (num_nodes,), generator=g)

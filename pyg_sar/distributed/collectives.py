@@ -32,6 +32,15 @@ def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     return torch.stack(out)
 
 
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all workers, in the order of ranks."""
+    if not grouped(group):
+        return [value]
+    out: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, value, group=group)
+    return out
+
+
 @torch.no_grad()
 def sum_gradients(module: torch.nn.Module, group: Any = None) -> None:
     r"""Sum the gradients of all parameters over the workers, in one all-reduce for each type of parameter.

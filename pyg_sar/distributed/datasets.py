@@ -7,6 +7,7 @@ import inspect
 import os
 import pickle
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch_geometric.datasets
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import index_to_mask
 
@@ -27,32 +28,36 @@ KINDS = (
 def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
     r"""Load a graph by name.
 
-    * ``Class`` or ``Class/name``: a data set of :mod:`torch_geometric.datasets`, in ``root/Class``.
-    * ``ogbn-...``: a node data set of OGB (needs ``ogb``), in ``root``.
+    * ``Class`` or ``Class/name``: a data set of :mod:`torch_geometric.datasets`, kept in ``root/Class``.
+    * ``ogbn-...``: a node data set of OGB (needs ``ogb``), kept in ``root``.
     * ``Community`` or ``Community/NODES/EDGES``: :func:`community_graph`.
     * ``FILE.pt``: a saved :class:`~torch_geometric.data.Data`, or a dictionary of its attributes.
-    * ``FILE.npz``: ``edge_index``, or ``edge_src`` and ``edge_dst``, or ``indptr`` and ``indices``
-      (CSR, row to column); every other array becomes an attribute of the same name.
-    * ``FILE.csv``, ``.tsv``, ``.txt``: an edge on each line, source and destination.
+    * ``FILE.npz``: ``edge_index``, or ``edge_src`` and ``edge_dst``, or ``indptr`` and ``indices`` (CSR, edges from row
+      to column); every other array becomes an attribute of the same name.
+    * ``FILE.csv``, ``.tsv``, ``.txt``: source and destination of an edge on each line.
 
-    Labels given as lists of nodes (``Entities``) become ``y`` (-1 where unlabelled) and masks. A
-    graph that has labels but no masks gets a random 60/20/20 split, always the same, and a note
-    says so. ``num_classes`` and ``num_relations`` are set where labels and edge types are integers.
+    Labels given as lists of nodes (``Entities``) become ``y``, -1 where unlabelled, and masks. A graph with labels but
+    no masks gets a random split 60/20/20, the same every time, and a note says so. ``num_classes`` and
+    ``num_relations`` are set where labels and edge types are integers.
     """
     kind, *args = name.split("/")
-    if Path(name).suffix in _READERS:
-        if not Path(name).is_file():
+    path = Path(name)
+    if path.suffix in _READERS:
+        if not path.is_file():
             raise FileNotFoundError(f"There is no file '{name}'. Correct the path.")
-        data = _READERS[Path(name).suffix](Path(name))
+        try:
+            data = _READERS[path.suffix](path)
+        except (EOFError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            raise ValueError(f"'{name}' could not be read as {_FORMATS[path.suffix]}: {error}") from error
     elif kind == "Community":
-        data = _community(name, args)
-    elif kind.startswith("ogbn-"):
-        data = _ogb(name, root)
+        if len(args) not in (0, 2) or not all(arg.isdecimal() for arg in args):
+            raise ValueError(f"Expected 'Community' or 'Community/NODES/EDGES', got '{name}'.")
+        data = community_graph(*map(int, args))
     else:
-        data = _pyg(name, root)
-    if type(data).__name__ == "HeteroData":
+        data = _ogb(name, root) if kind.startswith("ogbn-") else _pyg(name, root)
+    if isinstance(data, HeteroData):
         raise ValueError(
-            f"'{name}' has several node types (HeteroData), which is not supported. Convert it with "
+            f"'{name}' has several types of nodes or edges (HeteroData), which is not supported. Convert it with "
             "'data.to_homogeneous()' and save that as a .pt file."
         )
     return _complete(data, name)
@@ -67,30 +72,30 @@ def community_graph(
 ) -> Data:
     r"""Generate an undirected graph with communities, power-law degrees and noisy features.
 
-    An edge joins two nodes drawn by popularity, four times in ten of the same class and otherwise
-    of any. With the default sizes, an MLP reaches about 58% accuracy and GraphSAGE about 92%.
+    An edge joins two nodes drawn by popularity: four times in ten of one class, otherwise of any. With the default
+    sizes, an MLP reaches about 58% accuracy and GraphSAGE about 92%.
 
     Args:
         num_nodes: Number of nodes, in random order.
-        num_edges: Number of edges, where both directions count.
-        num_features: Number of features of a node: its class center and noise.
-        num_classes: Number of classes, each one community.
-        seed: Seed of everything random, the split into 60/20/20 included.
+        num_edges: Number of edges, counted in both directions.
+        num_features: Number of features of a node: the center of its class, and noise.
+        num_classes: Number of classes, each of them a community.
+        seed: Seed of everything random, the split 60/20/20 included.
     """
     if min(num_nodes, num_features, num_classes) < 1 or not 0 <= num_edges <= num_nodes**2 // 4:
         raise ValueError(
-            f"A community graph has at least one node, and at most NODES * NODES / 4 edges, got "
-            f"{num_nodes} nodes and {num_edges} edges. Choose fewer edges."
+            f"A community graph needs a node and has at most NODES * NODES / 4 edges, got {num_nodes} nodes and "
+            f"{num_edges} edges."
         )
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(num_classes, (num_nodes,), generator=generator).sort().values
     pair = _pairs(y, num_edges // 2, generator)
     name = torch.randperm(num_nodes, generator=generator)
     edge_index = torch.stack([name[pair // num_nodes], name[pair % num_nodes]])
+    edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
     y = torch.empty_like(y).scatter_(0, name, y)
     center = 2 * torch.randn(num_classes, num_features, generator=generator) / num_features**0.5
     x = center[y] + torch.randn(num_nodes, num_features, generator=generator)
-    edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
     return _split(Data(x=x, edge_index=edge_index, y=y, num_classes=num_classes), seed)
 
 
@@ -115,12 +120,6 @@ def _pairs(y: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return found[torch.randperm(found.numel(), generator=generator)[:count]]
 
 
-def _community(name: str, args: list[str]) -> Data:
-    if len(args) not in (0, 2) or not all(arg.isdecimal() for arg in args):
-        raise ValueError(f"Expected 'Community' or 'Community/NODES/EDGES', got '{name}'.")
-    return community_graph(*map(int, args))
-
-
 def _pyg(name: str, root: str | os.PathLike[str]) -> Any:
     kind, *args = name.split("/")
     cls = getattr(torch_geometric.datasets, kind, None)
@@ -130,13 +129,11 @@ def _pyg(name: str, root: str | os.PathLike[str]) -> Any:
         raise ValueError(f"There is no data set '{name}', expected {KINDS}.{hint}")
     roots = [str(Path(root) / kind)] if "root" in inspect.signature(cls).parameters else []
     try:
-        graphs = cls(*roots, *args)
+        graphs: Any = cls(*roots, *args)
     except (ImportError, OSError):
         raise
     except Exception as error:  # each class complains in its own way about its name
-        raise ValueError(
-            f"'{name}' could not be loaded, {type(error).__name__}: {error}. Expected {KINDS}."
-        ) from error
+        raise ValueError(f"'{name}' could not be loaded, {type(error).__name__}: {error}. Expected {KINDS}.") from error
     if len(graphs) != 1:
         raise ValueError(f"'{name}' holds {len(graphs)} graphs, expected a data set of one graph.")
     return graphs[0]
@@ -151,25 +148,17 @@ def _ogb(name: str, root: str | os.PathLike[str]) -> Data:
     data = graphs[0]
     for key, index in graphs.get_idx_split().items():
         mask = index_to_mask(torch.as_tensor(index), data.num_nodes)
-        data[f"{ {'valid': 'val'}.get(key, key) }_mask"] = mask
+        data[f"{key.removesuffix('id')}_mask"] = mask  # OGB says "valid" for PyG's "val"
     if data.y.dim() == 2 and data.y.size(1) == 1:
         data.y = data.y.squeeze(1)
     return data
 
 
 def _read_pt(path: Path) -> Any:
-    try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"'{path}' could not be loaded without running code that it may hold. Save a plain "
-            f"torch_geometric.data.Data with 'torch.save(data, path)'. ({error})"
-        ) from error
-    if isinstance(data, dict):
-        data = Data.from_dict(data)
-    if not hasattr(data, "edge_index") and type(data).__name__ != "HeteroData":
-        raise ValueError(f"'{path}' holds a {type(data).__name__}, expected Data or a dictionary.")
-    return data
+    data = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(data, (Data, HeteroData, dict)):
+        raise ValueError(f"it holds a {type(data).__name__}.")
+    return Data.from_dict(data) if isinstance(data, dict) else data
 
 
 def _read_npz(path: Path) -> Data:
@@ -184,10 +173,7 @@ def _read_npz(path: Path) -> Data:
         edges = np.stack([np.arange(degree.size).repeat(degree), arrays.pop("indices")])
         arrays.setdefault("num_nodes", np.asarray(degree.size))
     else:
-        raise ValueError(
-            f"'{path}' holds {sorted(arrays)}, expected edge_index, or edge_src and edge_dst, or "
-            "indptr and indices."
-        )
+        raise ValueError(f"it holds {sorted(arrays)}.")
     data = _edges(edges, arrays.pop("num_nodes", None), arrays.get("x"), arrays.get("y"))
     for key, value in arrays.items():
         data[key] = torch.from_numpy(value) if value.dtype.kind in "biuf" else value
@@ -195,12 +181,8 @@ def _read_npz(path: Path) -> Data:
 
 
 def _read_text(path: Path) -> Data:
-    try:
-        delimiter = "," if path.suffix == ".csv" else None
-        pairs = np.loadtxt(path, np.int64, delimiter=delimiter, ndmin=2)
-        source, destination = pairs.T
-    except ValueError as error:
-        raise ValueError(f"'{path}' must hold two node numbers on each line: {error}.") from error
+    pairs = np.loadtxt(path, np.int64, delimiter="," if path.suffix == ".csv" else None, ndmin=2)
+    source, destination = pairs.T
     return _edges(np.stack([source, destination]))
 
 
@@ -209,16 +191,14 @@ def _edges(edges: np.ndarray, num_nodes: Any = None, *per_node: np.ndarray | Non
     sizes = [len(array) for array in per_node if array is not None and array.ndim]
     if num_nodes is None:
         num_nodes = sizes[0] if sizes else edges.max(initial=-1) + 1
-    return Data(edge_index=torch.from_numpy(edges.astype(np.int64)), num_nodes=int(num_nodes))
+    return Data(edge_index=torch.from_numpy(edges.astype(np.int64, casting="same_kind")), num_nodes=int(num_nodes))
 
 
-_READERS = {
-    ".pt": _read_pt,
-    ".npz": _read_npz,
-    ".csv": _read_text,
-    ".tsv": _read_text,
-    ".txt": _read_text,
-}
+_READERS = {".pt": _read_pt, ".npz": _read_npz, ".csv": _read_text, ".tsv": _read_text, ".txt": _read_text}
+_FORMATS = {
+    ".pt": "a Data or a dictionary of tensors, written by torch.save (nothing that runs code is loaded)",
+    ".npz": "arrays with edge_index, or edge_src and edge_dst, or indptr and indices",
+} | dict.fromkeys((".csv", ".tsv", ".txt"), "lines of two node numbers")
 
 
 def _complete(data: Data, name: str) -> Data:
@@ -236,7 +216,7 @@ def _complete(data: Data, name: str) -> Data:
         data = _split(data, 0)
         print(f"{name} has no split: using a random one, 60/20/20% with seed 0.", file=sys.stderr)
     for key, count in ("y", "num_classes"), ("edge_type", "num_relations"):
-        value = data.get(key) if hasattr(data, "get") else data[key] if key in data else None
+        value = data.to_dict().get(key)
         whole = isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point()
         if whole and count not in data and value.numel():
             data[count] = int(value.max()) + 1

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -326,3 +327,18 @@ class OneShotSink:
     def sum(self) -> Tensor:
         """Return the gradient of the own rows."""
         return self.grad
+
+
+def record_traffic(edge_index: Any) -> AbstractContextManager[list[Traffic]]:
+    """Count what every layer sends and receives, see :class:`Traffic`.
+
+    .. code-block:: python
+
+        with pyg_sar.record_traffic(data.edge_index) as layers:
+            model(data.x, data.edge_index).sum().backward()
+        print(layers[0].forward_received)
+
+    Args:
+        edge_index (ShardedEdgeIndex): The sharded graph on which the layers run, in any mode.
+    """
+    return edge_index.graph.exchange.log.record()

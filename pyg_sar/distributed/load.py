@@ -3,13 +3,13 @@ r"""Opens a partition: every worker reads its own part, and all agree on what th
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch_geometric.data import Data
 
 from pyg_sar.distributed.assemble import assemble
+from pyg_sar.distributed.collectives import gather_objects
 from pyg_sar.distributed.store import Shard, read_part
 from pyg_sar.edge_index import ShardedEdgeIndex
 
@@ -46,17 +46,14 @@ def load(
     if prefetch < 0:
         raise ValueError(f"Expected 'prefetch' to be 0 or more (got {prefetch})")
     together = dist.is_available() and dist.is_initialized()
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, 1)
+    rank = dist.get_rank(group) if together else 0
     shard, error = None, ""
     try:
         shard = read_part(path, rank)
     except (OSError, ValueError) as e:
         error = f"{type(e).__name__}: {e}"
     mine = error, *((shard.identity, shard.num_parts) if shard else ("", 0)), torch.initial_seed(), remat, prefetch
-    said: list[Any] = [mine]
-    if together:
-        said = [None] * size
-        dist.all_gather_object(said, mine, group=group)
+    said = gather_objects(mine, group)
     _agree(said, rank)
     assert shard is not None
     graph = assemble(shard.topology, rank, group, remat, prefetch, seed=said[0][3])
@@ -92,6 +89,6 @@ def _data(shard: Shard, edge_index: ShardedEdgeIndex) -> Data:
     data = Data(edge_index=edge_index, n_id=topology.src_id, e_id=topology.e_id)
     for key, value in {**shard.node_attrs, **shard.edge_attrs, **shard.graph_attrs}.items():
         data[key] = value
-    if "x" not in data:
-        data.num_nodes = topology.src_id.numel()
+    data.num_nodes = topology.src_id.numel()
+    data.total_nodes = shard.num_nodes
     return data

@@ -1,4 +1,4 @@
-r"""Offline partitioning: one ``Data`` object becomes a partition folder with one part for each worker."""
+r"""Offline partitioning: one ``Data`` becomes a partition folder with one part for each worker."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import os
 import sys
 import uuid
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric import transforms as T
+from torch_geometric import transforms
 from torch_geometric.data import Data
 from tqdm import tqdm
 
 from pyg_sar.distributed import store
-from pyg_sar.distributed.split import Topology, split
+from pyg_sar.distributed.split import split
 
 
 def partition(
@@ -34,140 +33,144 @@ def partition(
     r"""Cut a graph into parts and write them into a partition folder.
 
     Every node-level and edge-level tensor travels with its nodes and edges, as PyG tells them apart
-    (:meth:`~torch_geometric.data.Data.is_node_attr`). Other tensors, numbers, strings and lists of them are copied into
-    every part. What is none of these is left out with a warning.
+    (:meth:`~torch_geometric.data.Data.is_node_attr`). Other tensors, and numbers, strings and lists of them, are copied
+    into every part. Whatever else there is, is left out with a warning.
 
-    METIS takes one weight for each node (``pymetis`` offers no more), so it balances a sum: the shares of the nodes,
-    in-edges and labelled nodes (``train_mask``), each counted a third. The report says how well each is balanced.
+    METIS can balance one weight per node here (``pymetis`` has no multi-constraint partitioning), so it gets a sum:
+    two fifths nodes, two fifths in-edges, one fifth labelled nodes (``train_mask``). The report says how well each came
+    out.
 
-    Peak memory above that of ``data`` is PEAK_RANDOM times the bytes of ``edge_index``, and PEAK_METIS times with METIS
-    (measured on a random graph, which is METIS's worst case), plus the attributes of one part.
+    Peak memory, above ``data`` itself and the attributes of one part, is 18 times the bytes of ``edge_index`` with
+    METIS (9 times where both directions of every edge are stored) and 3.3 times with other methods: measured on random
+    graphs, METIS's worst case, of 1M nodes and 10M edges in 8 parts.
 
     Args:
         data: The graph.
-        num_parts: Number of parts; those beyond the number of nodes stay empty.
+        num_parts: Number of parts; some stay empty if there are more than nodes.
         out: The folder to write. Nothing is left there if this function fails.
-        method: ``"metis"``, ``"random"``, ``"contiguous"`` (equal ranges of nodes), or the part of each node as an
-            integer tensor ``[num_nodes]``.
+        method: ``"metis"``, ``"random"``, ``"contiguous"`` (equal ranges of nodes), or an integer tensor
+            ``[num_nodes]`` with the part of each node.
         seed: Seed of METIS and of the random assignment.
         overwrite: Whether to replace a partition that ``out`` holds.
         progress: Whether to show a progress bar.
 
     Returns:
-        The report, which ``meta.json`` also holds: nodes, in-edges and labelled nodes of each part, their balance
-        (largest over mean), the edges cut, and ``boundary[p][q]``, the rows that part ``p`` reads from part ``q``.
+        The report, which is also in ``meta.json``: nodes, in-edges and labelled nodes of each part, their balance
+        (largest over mean), the edges cut, and in ``boundary[p][q]`` how many rows part ``p`` reads from part ``q``.
     """
     if not isinstance(num_parts, int) or num_parts < 1:
         raise ValueError(f"'num_parts' must be an integer of at least 1, got {num_parts!r}.")
     data = _checked(data)
-    with store.create(out, overwrite) as folder, tqdm(total=num_parts + 1, disable=not progress) as bar:
-        bar.set_description("assigning nodes")
+    with (
+        store.create(out, overwrite) as folder,
+        tqdm(total=num_parts + 1, desc="assigning nodes", disable=not progress) as bar,
+    ):
         part = assign(data, num_parts, method, seed)
         bar.update()
-        levels = _levels(data)
-        size = {"identity": uuid.uuid4().hex, "num_nodes": data.num_nodes, "num_edges": data.num_edges}
-        infos, labelled = [], []
+        bar.set_description("writing parts")
+        levels, labelled, identity = _levels(data), _labelled(data), uuid.uuid4().hex
+        infos, labels = [], []
         for p, topology in enumerate(split(data.edge_index, part, part, num_parts)):
-            bar.set_description(f"writing part {p}")
-            nodes = _select(data, levels["nodes"], topology.src_id)
-            edges = _select(data, levels["edges"], topology.e_id)
-            shard = store.Shard(p, num_parts, *size.values(), topology, nodes, edges, levels["graph"])
+            shard = store.Shard(
+                part=p,
+                num_parts=num_parts,
+                identity=identity,
+                num_nodes=data.num_nodes,
+                num_edges=data.num_edges,
+                topology=topology,
+                node_attrs=_select(data, levels[0], topology.src_id),
+                edge_attrs=_select(data, levels[1], topology.e_id),
+                graph_attrs=levels[2],
+            )
             infos.append(store.write_part(folder, shard))
-            labelled.append(int(_labelled(data)[topology.src_id].sum()))
+            labels.append(int(labelled[topology.src_id].sum()))
             bar.update()
-        report = _report(infos, labelled, method if isinstance(method, str) else "given", seed)
-        store.write_meta(folder, {**size, "num_parts": num_parts, "attributes": _describe(data, levels), **report})
+        name = "given" if isinstance(method, Tensor) else method
+        report = {"method": name, "seed": seed} | _report(infos, labels)
+        attributes = [store.describe(level) for level in levels]
+        store.write_meta(folder, {"identity": identity, "attributes": attributes} | report)
     return report
 
 
 def prepare(data: Data, *, to_undirected: bool = False, self_loops: bool = False, gcn_norm: bool = False) -> Data:
-    """Apply PyG's own transforms that change edges, in this order.
+    """Apply PyG's transforms that change edges, in the order of the arguments.
 
     Args:
         data: The graph; it is not modified.
-        to_undirected: Whether to add reverse edges and merge duplicates.
-        self_loops: Whether to add a self-loop to every node that has none.
-        gcn_norm: Whether to add self-loops and to store the symmetrically normalised ``edge_weight``; build
-            ``GCNConv`` with ``normalize=False`` then.
+        to_undirected: Whether to add reverse edges and merge duplicates (``ToUndirected``).
+        self_loops: Whether to add a self-loop to every node without one (``AddRemainingSelfLoops``).
+        gcn_norm: Whether to add self-loops and store the normalised ``edge_weight`` (``GCNNorm``), to be used by layers
+            with ``normalize=False``.
     """
-    before = {key for key in _levels(data)["edges"]} if self_loops or gcn_norm else set()
-    for wanted, transform in ((to_undirected, T.ToUndirected()), (self_loops, T.AddRemainingSelfLoops()), (gcn_norm, T.GCNNorm())):
-        data = transform(copy.copy(data)) if wanted else data
-    lost = before - set(_levels(data)["edges"])
+    if to_undirected:
+        data = transforms.ToUndirected()(copy.copy(data))
+    keys = [key for key in data.edge_attrs() if isinstance(data[key], Tensor)]
+    if self_loops:
+        data = transforms.AddRemainingSelfLoops()(copy.copy(data))
+    if gcn_norm:
+        data = transforms.GCNNorm()(copy.copy(data))
+    lost = [key for key in keys if data[key].size(_dim(data, key)) != data.num_edges]
     if lost:
         raise ValueError(
-            f"Self-loops have no {sorted(lost)}, so these edge attributes no longer fit the edges. Add the loops with "
-            "'torch_geometric.transforms.AddSelfLoops(attr=..., fill_value=...)' yourself, or remove the attributes."
+            f"The added self-loops have no {', '.join(lost)}, which every edge must have. Remove it from the graph, or "
+            "add loops yourself with PyG's 'AddSelfLoops(attr=...)'."
         )
     return data
 
 
 def assign(data: Data, num_parts: int, method: str | Tensor = "metis", seed: int = 0) -> Tensor:
-    """Return the part of every node as ``int32`` tensor ``[num_nodes]``; see :func:`partition`."""
+    """Return the part of every node, an ``int32`` tensor ``[num_nodes]``; see :func:`partition`."""
     num_nodes = data.num_nodes
     if isinstance(method, Tensor):
         return _given(method, num_nodes, num_parts)
-    if method not in _METHODS:
-        raise ValueError(f"Unknown method '{method}', expected one of {sorted(_METHODS)} or a tensor [num_nodes].")
-    return _METHODS[method](data, num_parts, seed)
+    if method == "metis":
+        return _metis(data, num_parts, seed)
+    if method == "random":
+        return (torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed)) % num_parts).int()
+    if method == "contiguous":
+        return (torch.arange(num_nodes) * num_parts // max(num_nodes, 1)).int()
+    raise ValueError(f"Unknown method {method!r}, expected metis, random, contiguous, or a tensor [num_nodes].")
 
 
 def _given(part: Tensor, num_nodes: int, num_parts: int) -> Tensor:
-    if part.is_floating_point() or part.dtype == torch.bool or part.shape != (num_nodes,):
+    whole = not part.is_floating_point() and not part.is_complex() and part.dtype != torch.bool
+    if not whole or part.shape != (num_nodes,):
         raise ValueError(
-            f"The assignment must be an integer tensor of shape [{num_nodes}], the part of each node, got {part.dtype} "
-            f"of shape {list(part.shape)}."
+            f"An assignment must hold one integer for each node, shape [{num_nodes}], got {part.dtype} of shape "
+            f"{list(part.shape)}."
         )
-    if part.numel() and (part.min() < 0 or part.max() >= num_parts):
+    if num_nodes and (part.min() < 0 or part.max() >= num_parts):
         raise ValueError(
-            f"The assignment must lie between 0 and num_parts - 1 = {num_parts - 1}, found values from "
-            f"{int(part.min())} to {int(part.max())}. Correct it, or change 'num_parts'."
+            f"An assignment to {num_parts} parts must hold numbers from 0 to {num_parts - 1}, got {int(part.min())} to "
+            f"{int(part.max())}. Correct it, or change the number of parts."
         )
     return part.cpu().int()
-
-
-def _contiguous(data: Data, num_parts: int, seed: int) -> Tensor:
-    return (torch.arange(data.num_nodes) * num_parts // max(data.num_nodes, 1)).int()
-
-
-def _random(data: Data, num_parts: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randperm(data.num_nodes, generator=generator) % num_parts).int()
 
 
 def _metis(data: Data, num_parts: int, seed: int) -> Tensor:
     try:
         import pymetis
     except ImportError as error:
-        raise ImportError("method='metis' needs pymetis. Install it ('pip install pymetis') or use 'random'.") from error
+        raise ImportError("METIS needs 'pip install pymetis'; the methods random and contiguous do not.") from error
     if num_parts == 1 or data.num_nodes <= num_parts:
-        return _contiguous(data, num_parts, seed)
-    ptr, neighbor = _undirected(data.edge_index, data.num_nodes)
-    if neighbor.size == 0:
-        return _random(data, num_parts, seed)
-    graph = pymetis.CSRAdjacency(ptr, neighbor)
-    options = pymetis.Options(seed=seed)
+        return assign(data, num_parts, "contiguous")
+    ptr, neighbor = _neighbors(data.edge_index, data.num_nodes)
+    if neighbor.size == 0:  # nothing to cut, and METIS would fail
+        return assign(data, num_parts, "random", seed)
+    graph, options = pymetis.CSRAdjacency(ptr, neighbor), pymetis.Options(seed=seed)
     _, part = pymetis.part_graph(num_parts, graph, vweights=_weights(data), recursive=False, options=options)
     return torch.from_numpy(np.asarray(part, dtype=np.int32))
 
 
-_METHODS: dict[str, Callable[[Data, int, int], Tensor]] = {
-    "contiguous": _contiguous,
-    "metis": _metis,
-    "random": _random,
-}
-
-
-def _undirected(edge_index: Tensor, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the neighbours of each node in CSR form, both ways, without self-loops and duplicates."""
-    src, dst = edge_index.numpy()
-    key = np.concatenate([src, dst])
+def _neighbors(edge_index: Tensor, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return every node's neighbors in CSR form, both ways, without self-loops and duplicates."""
+    source, destination = edge_index.numpy()
+    key = np.concatenate([source, destination])
     key *= num_nodes
-    key[: src.size] += dst
-    key[src.size :] += src
+    key[: source.size] += destination
+    key[source.size :] += source
     key.sort()
-    # A self-loop's key is a multiple of n + 1, and no other edge's is.
-    keep = key % (num_nodes + 1) != 0
+    keep = key % (num_nodes + 1) != 0  # only a self-loop's key is a multiple of n + 1
     keep[1:] &= key[1:] != key[:-1]
     key = key[keep]
     ptr = np.searchsorted(key, np.arange(num_nodes + 1) * num_nodes)
@@ -176,8 +179,121 @@ def _undirected(edge_index: Tensor, num_nodes: int) -> tuple[np.ndarray, np.ndar
 
 
 def _weights(data: Data) -> np.ndarray:
-    """Return one integer weight for each node: its share of nodes, in-edges and labels."""
-    weight = torch.ones(data.num_nodes, dtype=torch.double)
-    for count in (torch.bincount(data.edge_index[1], minlength=data.num_nodes), _labelled(data)):
-        weight += count / max(count.double().mean(), 1e-9)
+    """Return what METIS balances: each node's weighted shares of the nodes, in-edges and labels."""
+    degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes)
+    weight = torch.full((data.num_nodes,), 2.0, dtype=torch.double)
+    for count, importance in ((degree, 2), (_labelled(data), 1)):
+        weight += importance * count / count.double().mean().clamp(min=1e-9)
     return (100 * weight).round().long().numpy()
+
+
+def _labelled(data: Data) -> Tensor:
+    """Return whether each node is in the training set, of any split if there are several."""
+    mask = _levels(data)[0].get("train_mask")
+    if mask is None or mask.dtype != torch.bool:
+        return torch.zeros(data.num_nodes, dtype=torch.bool)
+    return mask.flatten(1).any(1) if mask.dim() > 1 else mask
+
+
+def _checked(data: Data) -> Data:
+    """Return a copy of valid data that holds nothing but what can be stored."""
+    if not isinstance(data, Data):
+        raise TypeError(
+            f"Expected a torch_geometric.data.Data, got {type(data).__name__}, which is not supported. A HeteroData "
+            "can be converted: 'data.to_homogeneous()'."
+        )
+    data, edge_index = copy.copy(data), _plain(data.edge_index)
+    if not isinstance(edge_index, Tensor):
+        raise ValueError(
+            f"The graph needs an 'edge_index' [2, num_edges], but holds {data.keys()}. To convert 'adj_t': "
+            "data.edge_index = torch_geometric.utils.to_edge_index(data.adj_t)[0].flip(0)."
+        )
+    if edge_index.dtype != torch.long or edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(
+            "'edge_index' must be torch.int64 of shape [2, num_edges], got "
+            f"{edge_index.dtype} of shape {list(edge_index.shape)}."
+        )
+    data.edge_index, data.num_nodes = edge_index, int(data.num_nodes or 0)
+    if edge_index.numel() and (edge_index.min() < 0 or edge_index.max() >= data.num_nodes):
+        raise ValueError(
+            f"'edge_index' must hold nodes 0 to {data.num_nodes - 1}, got {int(edge_index.min())} to "
+            f"{int(edge_index.max())}. Correct it, or set 'data.num_nodes'."
+        )
+    for key in list(data.keys()):
+        value = _plain(data[key])
+        if _storable(value, (data.num_nodes, data.num_edges)):
+            data[key] = value  # setting it also makes PyG forget the level of a former value
+        else:
+            warnings.warn(f"'{key}' ({type(value).__name__}) is left out: only tensors travel.", stacklevel=3)
+            del data[key]
+    return data
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays and PyG's index tensors as tensors, and other values as they are."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(value)
+    if isinstance(value, Tensor):
+        return (value.as_tensor() if hasattr(value, "as_tensor") else value).detach().cpu()
+    return value
+
+
+def _storable(value: Any, sizes: tuple[int, ...] = ()) -> bool:
+    """Tell whether a value is a tensor or JSON, and not a list that should travel with nodes or edges."""
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and store.can_hold(value.dtype)
+    if isinstance(value, (list, tuple)):
+        return len(value) not in sizes and not any(isinstance(v, Tensor) or not _storable(v) for v in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _levels(data: Data) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return node-level, edge-level and graph-level attributes."""
+    nodes: dict[str, Any] = {}
+    edges: dict[str, Any] = {}
+    graph: dict[str, Any] = {}
+    for key, value in data.to_dict().items():
+        if key in ("edge_index", "num_nodes"):
+            continue
+        # PyG's own test fails where no dimension is to be cut.
+        cut = isinstance(value, Tensor) and isinstance(_dim(data, key), int)
+        level = nodes if cut and data.is_node_attr(key) else edges if cut and data.is_edge_attr(key) else graph
+        level[key] = value
+    return nodes, edges, graph
+
+
+def _dim(data: Data, key: str) -> Any:
+    """Return the dimension of an attribute that counts nodes or edges, usually 0."""
+    return data.__cat_dim__(key, data[key])
+
+
+def _select(data: Data, attrs: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+    return {key: value.index_select(_dim(data, key), ids) for key, value in attrs.items()}
+
+
+def _report(infos: list[dict[str, Any]], labelled: list[int]) -> dict[str, Any]:
+    counts = [info["counts"] for info in infos]
+    edges = [sum(count["edges"]) for count in counts]
+    sizes = {"nodes": [count["nodes"] for count in counts], "edges": edges, "labelled": labelled}
+    cut = sum(edges) - sum(count["edges"][p] for p, count in enumerate(counts))
+    boundary = [count["rows_in"] for count in counts]
+    return {
+        "num_parts": len(infos),
+        "num_nodes": sum(sizes["nodes"]),
+        "num_edges": sum(edges),
+        **sizes,
+        "balance": {key: max(size) * len(size) / sum(size) if any(size) else 1.0 for key, size in sizes.items()},
+        "cut": cut,
+        "cut_fraction": cut / max(sum(edges), 1),
+        "boundary": boundary,
+        "boundary_rows": sum(map(sum, boundary)),
+        "bytes": [sum(file["bytes"] for file in info["files"].values()) for info in infos],
+    }
+
+
+if __name__ == "__main__":
+    from pyg_sar.__main__ import main
+
+    sys.exit(main(["partition", *sys.argv[1:]]))

@@ -34,5 +34,11 @@ def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterato
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     yield dist.get_rank()
     # Not in a `finally`: after an exception the others may never come to the barrier.
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
+
+
+def leave() -> None:
+    """Wait for the other workers, then leave the group; does nothing where there is none."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -53,9 +53,17 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Stream if possible, else run PyG's own code."""
         graph = self.streamed(edge_index)
-        if graph is None:
+        if graph is not None:
+            return self.stream(graph, **kwargs)
+        try:
             return PROPAGATE(self, edge_index, size=size, **kwargs)
-        return self.stream(graph, **kwargs)
+        except IndexError as error:  # PyG's quantiles of nodes without in-edges, for example
+            if not isinstance(edge_index, ShardedEdgeIndex):
+                raise
+            raise RuntimeError(
+                f"{type(self).__name__}(aggr={self.aggr}) does not stream, and PyG's own code failed on this worker's "
+                f"{edge_index.size(1)} edges ({error}). The aggregations {', '.join(SIMPLE)} work on every graph."
+            ) from error
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Run PyG's own code; the generated one does not know the arguments of an overridden ``forward``."""

@@ -1,0 +1,107 @@
+"""Every layer x mode x partition x prefetch on the ranks of a group, against PyG on the whole graph."""
+
+import itertools
+from typing import Any
+
+import pyg_sar.nn
+import torch
+import torch.distributed as dist
+import torch_geometric.nn
+from problem import NUM_NODES, assignment, backward, close, edges, share
+from torch import Tensor
+
+METHODS = ("metis", "random", "empty")
+GRIDS = {
+    "full": list(itertools.product((1, 2, 3), METHODS, (0, 1, 2))),
+    "edges": [(1, "metis", 1), (3, "random", 0)],
+    "options": [(1, "metis", 1), (1, "empty", 0), (2, "random", 2), (3, "empty", 1)],
+}
+WORKERS = (1, 2, 3, 4)
+
+
+def inputs(roles: str, num_edges: int, dtype: torch.dtype) -> list[Tensor]:
+    """Inputs after ``edge_index``: "w" edge weights, "a" edge attributes, "t" edge types."""
+    g = torch.Generator().manual_seed(5)
+    make = {
+        "w": lambda: torch.rand(num_edges, generator=g, dtype=torch.float64).to(dtype),
+        "a": lambda: torch.randn(num_edges, 3, generator=g, dtype=torch.float64).to(dtype),
+        "t": lambda: torch.randint(5, (num_edges,), generator=g),
+    }
+    return [make[role]() for role in roles]
+
+
+def leaf(x: Tensor, grad: bool = True) -> Tensor:
+    return x.detach().clone().requires_grad_(grad and x.is_floating_point())
+
+
+def run(layer: Any, x: Any, edge_index: Tensor, extra: list[Tensor], rows: Tensor, total: int) -> dict[str, Any]:
+    """Forward and backward; returns the output and all gradients by name."""
+    layer.zero_grad()
+    out = layer(x, edge_index, *extra)
+    backward(out, rows, total)
+    nodes = x if isinstance(x, tuple) else (x,)
+    return {
+        "out": out.detach(),
+        **{f"dx{k}": t.grad for k, t in enumerate(nodes) if t is not None},
+        **{f"de{k}": t.grad for k, t in enumerate(extra)},
+        **{f"d{name}": p.grad for name, p in layer.named_parameters()},
+    }
+
+
+def check_layer(
+    group: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    roles: str = "",
+    bipartite: str = "",
+    grid: str = "options",
+    edge_grad: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> int:
+    """Compare ``pyg_sar.nn.<name>`` with PyG's; ``bipartite`` is "same" (two inputs), "none" or "two" (node sets)."""
+    num_src, num_dst = NUM_NODES, 47 if bipartite == "two" else NUM_NODES
+    edge_index = edges(num_src, num_dst)
+    torch.manual_seed(0)
+    reference = getattr(torch_geometric.nn, name)(*args, **kwargs).to(dtype)
+    layer = getattr(pyg_sar.nn, name)(*args, **kwargs).to(dtype)
+    layer.load_state_dict(reference.state_dict(), strict=True)
+    widths = args[0] if isinstance(args[0], tuple) else (args[0], args[0])
+    x_all = tuple(torch.randn(n, w).to(dtype) for n, w in zip((num_src, num_dst), widths, strict=True))
+    extra_all = inputs(roles, edge_index.size(1), dtype)
+
+    def nodes(src: Tensor, dst: Tensor) -> Any:
+        if not bipartite:
+            return leaf(x_all[0][src])
+        return leaf(x_all[0][src]), None if bipartite == "none" else leaf(x_all[1][dst])
+
+    everything = slice(None)
+    expected = run(
+        reference, nodes(everything, everything), edge_index, [leaf(e, edge_grad) for e in extra_all],
+        torch.arange(num_dst), num_dst,
+    )  # fmt: skip
+    done = 0
+    for mode, method, prefetch in GRIDS[grid]:
+        size = dist.get_world_size(group)
+        part = assignment(method, size)
+        dst_part = assignment("random", size, num_dst, seed=8) if bipartite == "two" else None
+        mine = share(group, edge_index, part, mode=mode, prefetch=prefetch, dst_part=dst_part)
+        found = run(
+            layer, nodes(mine.src, mine.dst), mine.edge_index, [leaf(e[mine.edge], edge_grad) for e in extra_all],
+            mine.dst, num_dst,
+        )  # fmt: skip
+        what = f"{name} {kwargs} mode {mode} {method} prefetch {prefetch} rank {dist.get_rank(group)} of {size}"
+        for key, value in expected.items():
+            got = found[key]
+            if key.startswith("dx"):
+                value = None if value is None else value[mine.src if key == "dx0" else mine.dst]
+            elif key.startswith("de"):
+                value = None if value is None else value[mine.edge]
+            elif key == "out":
+                value = value[mine.dst]
+            elif value is not None:
+                got = torch.zeros_like(value) if got is None else got.clone()
+                dist.all_reduce(got, group=group)
+            close(got, value, f"{what}: {key}")
+        done += 1
+    return done

@@ -1,0 +1,87 @@
+"""Every option of every layer, on 1 to 4 workers, equals PyG on the whole graph."""
+
+import pyg_sar.nn
+import pytest
+import torch
+from layer_check import GRIDS, WORKERS, check_layer
+
+S, C, A, R = "SAGEConv", "GCNConv", "GATConv", "RGCNConv"
+FULL = [
+    *((S, (8, 4), {"aggr": aggr}, {}) for aggr in ("mean", "sum", "max", "min")),
+    (C, (8, 4), {}, {}),
+    (C, (8, 4), {}, {"roles": "w"}),
+    (C, (8, 4), {}, {"roles": "w", "edge_grad": False}),
+    (A, (8, 4), {"heads": 3}, {}),
+    (A, (8, 4), {"heads": 2, "edge_dim": 3}, {"roles": "a"}),
+    (R, (8, 4, 5), {}, {"roles": "t"}),
+    (R, (8, 4, 5), {"num_bases": 2}, {"roles": "t"}),
+]
+OPTIONS = [
+    (S, (8, 4), {"normalize": True, "project": True}, {}),
+    (S, (8, 4), {"root_weight": False, "bias": False}, {}),
+    (S, ((8, 6), 4), {}, {"bipartite": "same"}),
+    (S, ((8, 6), 4), {"aggr": "max"}, {"bipartite": "two"}),
+    (S, (8, 4), {"aggr": "sum"}, {"bipartite": "none"}),
+    *((S, (8, 4), {"aggr": aggr}, {}) for aggr in ("std", "softmax", ["mean", "max", "std"])),
+    (S, (8, 4), {"aggr": "median"}, {"grid": "edges"}),
+    (S, (8, 4), {"flow": "target_to_source"}, {}),
+    (C, (8, 4), {"improved": True}, {"roles": "w"}),
+    (C, (8, 4), {"improved": True}, {}),
+    (C, (8, 4), {"add_self_loops": False}, {"roles": "w"}),
+    (C, (8, 4), {"normalize": False}, {"roles": "w"}),
+    (C, (8, 4), {"bias": False, "cached": True}, {}),
+    (C, (8, 4), {"aggr": "mean"}, {"roles": "w"}),
+    (C, (8, 4), {"aggr": "max"}, {"roles": "w"}),
+    (C, (8, 4), {"flow": "target_to_source"}, {"roles": "w"}),
+    (A, (8, 4), {"heads": 3, "concat": False, "residual": True}, {}),
+    (A, (8, 4), {"add_self_loops": False, "bias": False, "negative_slope": 0.5}, {}),
+    (A, (8, 4), {"residual": True}, {}),
+    (A, (8, 4), {"heads": 2, "aggr": "mean"}, {}),
+    (A, (8, 4), {"heads": 2, "aggr": "max"}, {}),
+    *((A, (8, 4), {"edge_dim": 3, "fill_value": f}, {"roles": "a"}) for f in ("add", "max", "min", "mul", 2.0)),
+    (A, (8, 4), {"edge_dim": 3, "fill_value": torch.tensor([1.0, -2.0, 0.5])}, {"roles": "a"}),
+    (A, (8, 4), {"edge_dim": 3, "add_self_loops": False}, {"roles": "a", "edge_grad": False}),
+    (A, (8, 4), {"edge_dim": 1}, {"roles": "w"}),
+    (A, ((8, 6), 4), {"heads": 2, "residual": True}, {"bipartite": "same"}),
+    (A, ((8, 6), 4), {"add_self_loops": False}, {"bipartite": "two"}),
+    (A, ((8, 6), 4), {"add_self_loops": False}, {"bipartite": "none"}),
+    *((R, (8, 4, 5), {"aggr": aggr}, {"roles": "t"}) for aggr in ("sum", "max", "min")),
+    (R, (8, 4, 5), {"num_blocks": 2}, {"roles": "t"}),
+    (R, (8, 4, 5), {"num_blocks": 2, "aggr": "max"}, {"roles": "t"}),
+    (R, (8, 4, 5), {"root_weight": False, "bias": False, "num_bases": 3}, {"roles": "t"}),
+    (R, ((8, 6), 4, 5), {}, {"roles": "t", "bipartite": "same"}),
+    (R, ((8, 6), 4, 5), {"num_bases": 2}, {"roles": "t", "bipartite": "two"}),
+]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(("name", "args", "kwargs", "how"), FULL)
+def test_all_modes_partitions_and_prefetches(pool, workers, name, args, kwargs, how):
+    done = pool.run(workers, check_layer, name, args, kwargs, how.get("roles", ""), "", "full", how.get("edge_grad", True))
+    assert done == [len(GRIDS["full"])] * workers
+
+
+@pytest.mark.parametrize("workers", (1, 2, 4))
+@pytest.mark.parametrize(("name", "args", "kwargs", "how"), OPTIONS)
+def test_options(pool, workers, name, args, kwargs, how):
+    roles, bipartite, edge_grad = how.get("roles", ""), how.get("bipartite", ""), how.get("edge_grad", True)
+    grid = how.get("grid", "options")
+    done = pool.run(workers, check_layer, name, args, kwargs, roles, bipartite, grid, edge_grad)
+    assert done == [len(GRIDS[grid])] * workers
+
+
+def test_an_aggregation_that_fails_in_pyg_says_what_works():
+    edge_index = torch.tensor([[0, 1], [2, 2]])  # PyG's median cannot begin with a node without in-edges
+    layer = pyg_sar.nn.SAGEConv(8, 4, aggr="median")
+    with pytest.raises(IndexError):
+        layer(torch.randn(3, 8), edge_index)
+    with pytest.raises(RuntimeError, match="mean, max, min work on every graph"):
+        layer(torch.randn(3, 8), pyg_sar.shard(edge_index, 3, 2))
+
+
+@pytest.mark.parametrize("aggr", ["lstm", "gru"])
+def test_an_aggregation_that_depends_on_the_largest_degree_is_refused(aggr):
+    kwargs = {"in_channels": 8, "out_channels": 8} if aggr == "gru" else {}
+    layer = pyg_sar.nn.SAGEConv(8, 4, aggr=aggr, aggr_kwargs=kwargs)
+    with pytest.raises(NotImplementedError, match="'pyg_sar.nn'"):
+        layer(torch.randn(3, 8), pyg_sar.shard(torch.tensor([[0, 1], [2, 2]]), 3, 2))
