@@ -28,9 +28,11 @@ def dropout_factors(e_id: Tensor, heads: int, p: float, seed: int, dtype: torch.
         seed: Seed of this call.
         dtype: Type of the factors.
     """
-    h = mix((e_id & WORD) ^ (seed & WORD))
-    h = mix(h ^ (e_id >> 32 & WORD) ^ (seed >> 32 & WORD))
-    head = torch.arange(1, heads + 1, device=e_id.device) * 0x9E3779B9 & WORD
-    bits = mix(h.unsqueeze(1) ^ head)
+    # Scrambled before they meet: were they merely added, the masks of seeds 0 and 1 would be the same numbers in another
+    # order. One key for the edges and one for each head.
+    keys = mix(torch.arange(1, heads + 2, device=e_id.device))
+    keys = mix(mix(keys ^ (seed & WORD)) ^ (seed >> 32 & WORD))
+    h = mix(mix(e_id & WORD) ^ (e_id >> 32 & WORD) ^ keys[0])
+    bits = mix(h.unsqueeze(1) ^ keys[1:])
     keep = bits >= round(p * 2**32)
     return keep.to(dtype) / (1 - p) if p < 1 else keep.to(dtype) * 0

@@ -8,7 +8,8 @@ destinations, and
 * adding edge rows onto sources sends the sums to their owners,
 * comparing a source with a destination tells self-loops,
 
-so that degrees, self-loops, normalisation and messages come out exactly. What cannot be exact raises.
+so that degrees, self-loops, normalisation and messages come out exactly. What cannot be exact raises: an operation that
+``OPERATIONS`` does not list, and a layer that looks at all nodes by other means than ``edge_index`` (``WHOLE_GRAPH``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
 
-# What a derived tensor holds: both rows, both rows the other way round, or source numbers alone.
+# What a tensor holds: both rows, both rows the other way round, or source numbers alone.
 EDGES, FLIPPED, SOURCES = "edge_index", "flipped edge_index", "row of sources"
 
 PLAIN = torch._C.DisableTorchFunctionSubclass
@@ -43,11 +44,10 @@ class ShardedEdgeIndex(Tensor):
 
     @staticmethod
     def __new__(cls, graph: ShardedGraph, kind: str = EDGES, data: Tensor | None = None) -> ShardedEdgeIndex:
+        """Make a tensor; ``data`` holds the numbers of one that was derived."""
         shape = (2, graph.num_edges) if data is None else data.shape
         strides = None if data is None else data.stride()
-        out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, strides=strides, dtype=torch.int64, device=graph.device
-        )
+        out = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=torch.int64, device=graph.device)
         out._graph, out._kind, out._data = graph, kind, data
         return out
 
@@ -76,14 +76,18 @@ class ShardedEdgeIndex(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer an operation exactly, or refuse it."""
-        handler = HANDLERS.get(getattr(func, "__name__", ""), refuse)
+        # Operators of other libraries may share a name with one of torch's functions, but not its meaning.
+        name = "" if isinstance(func, OPERATORS) else getattr(func, "__name__", "")
         with PLAIN():
-            return handler(func, args, kwargs or {})
+            return HANDLERS.get(name, refuse)(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
         """Refuse what reached the tensor without passing ``__torch_function__``."""
         refuse(func, args, kwargs or {})
+
+
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def plain(value: Any) -> Any:
@@ -92,8 +96,6 @@ def plain(value: Any) -> Any:
         return value._graph.coo() if value._data is None else value._data
     if isinstance(value, (list, tuple)):
         return type(value)(plain(v) for v in value)
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
     return value
 
 
@@ -108,14 +110,25 @@ def sharded(*values: Any) -> Iterator[ShardedEdgeIndex]:
             yield from sharded(*value.values())
 
 
-def refuse(func: Callable, args: Any, kwargs: Any, why: str = "") -> NoReturn:
+def bind(args: Any, kwargs: Any, *names: str) -> list[Any]:
+    """Return the arguments of these names, given by position or by name; None for those not given."""
+    return [args[k] if k < len(args) else kwargs.get(name) for k, name in enumerate(names)]
+
+
+NUMBERING = "its numbers mean something on this worker alone"
+
+
+def refuse(func: Callable, args: Any, kwargs: Any, why: str = NUMBERING) -> NoReturn:
     """Raise an error that names the way out."""
+    error = sys.exc_info()[1]
+    if isinstance(error, NotImplementedError) and "'pyg_sar.nn'" in str(error):
+        raise error  # PyG looks at the numbers to explain a failed index_select, but this error explains itself
     it = next(sharded(args, kwargs))
     rank = getattr(it._graph.exchange, "rank", getattr(getattr(it._graph.exchange, "peers", None), "rank", 0))
     raise NotImplementedError(
         f"[rank {rank}] '{getattr(func, '__name__', func)}' cannot be computed exactly on the {it._kind} of a sharded "
-        f"graph{why and ': '}{why}. Use the layer of this name in 'pyg_sar.nn' if there is one; global ids are in "
-        f"'data.n_id' and 'data.e_id'."
+        f"graph: {why}. Use the layer of this name in 'pyg_sar.nn' if there is one; global ids are in 'data.n_id' and "
+        f"'data.e_id'."
     )
 
 
@@ -124,99 +137,133 @@ def same(func: Callable, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def numbers(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Operations whose result holds no source numbers any more."""
-    return func(*plain(args), **plain(kwargs))
+def like(func: Callable, args: Any, kwargs: Any) -> Any:
+    """New tensors of a type and shape: they hold no source numbers."""
+    return func(*plain(args), **kwargs)
+
+
+def identity(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Operations that leave the numbers as they are."""
+    return args[0]
+
+
+def copy(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Copy what was derived; the edges of the graph itself never change."""
+    it = args[0]
+    return it if it._data is None else ShardedEdgeIndex(it._graph, it._kind, it._data.clone())
+
+
+def reshape(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Give sources another shape; edges have two rows."""
+    it = args[0]
+    out = func(*plain(args), **kwargs)
+    if it._kind != SOURCES and out.shape != it.shape:
+        refuse(func, args, kwargs, "its two rows hold numbers of different kinds")
+    return ShardedEdgeIndex(it._graph, it._kind, out)
 
 
 def compare(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Equality of sources with destinations or sources; anything else would compare numbers of different kinds."""
-    other = [a for a in args if not isinstance(a, ShardedEdgeIndex)]
-    if any(not isinstance(o, Tensor) for o in other):
-        refuse(func, args, kwargs, "it compares local numbers with a constant")
-    return numbers(func, args, kwargs)
+    """Tell edge by edge whether sources equal destinations; other numbers mean something else."""
+    one, other = bind(args, kwargs, "input", "other")
+    known = list(sharded(args))
+    if not isinstance(other, Tensor) or other.shape != one.shape or {s._kind for s in known} != {SOURCES}:
+        refuse(func, args, kwargs, "it compares numbers of different kinds")
+    if len(known) == 1:
+        refuse_two_sets(func, args, known[0]._graph)
+    elif known[0]._graph is not known[1]._graph:
+        refuse(func, args, kwargs, "it compares sources of different graphs")
+    return func(*plain(args))
 
 
-def keep(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Operations that move numbers about and leave their kind as it is."""
-    first = next(sharded(args, kwargs))
-    kinds = {s._kind for s in sharded(args, kwargs)}
-    if len(kinds) > 1:
-        refuse(func, args, kwargs, f"it mixes {' and '.join(sorted(kinds))}")
-    out = func(*plain(args), **plain(kwargs))
-    return ShardedEdgeIndex(first._graph, first._kind, out)
+def refuse_two_sets(func: Callable, args: Any, graph: ShardedGraph) -> None:
+    """Self-loops need one set of nodes."""
+    if graph.num_src != graph.num_dst:
+        refuse(func, args, {}, "it looks for self-loops between two sets of nodes (pass 'add_self_loops=False')")
 
 
 def concatenate(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Join edges; plain ``[2, *]`` tensors hold pairs of own nodes, such as added self-loops."""
-    tensors = args[0] if args else kwargs["tensors"]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    kinds = {s._kind for s in sharded(tensors)}
+    """Join edges with other edges of the same graph, or with one self-loop at every node."""
+    tensors, dim = bind(args, kwargs, "tensors", "dim")
     first = next(sharded(tensors))
-    if len(kinds) > 1 or len({id(s._graph) for s in sharded(tensors)}) > 1:
-        refuse(func, args, kwargs, "it mixes different graphs or rows")
-    if first._kind == SOURCES or dim in (1, -1):
-        return ShardedEdgeIndex(first._graph, first._kind, func(plain(tensors), *plain(args[1:]), **plain(
-            {k: v for k, v in kwargs.items() if k != "tensors"})))  # fmt: skip
-    refuse(func, args, kwargs, "it stacks edges along the rows")
+    for t in tensors:
+        if isinstance(t, ShardedEdgeIndex):
+            known = t._kind == first._kind and t._graph is first._graph
+        else:
+            refuse_two_sets(func, args, first._graph)
+            loops = torch.arange(first._graph.num_src, device=t.device).expand(2, -1)
+            known = first._kind != SOURCES and torch.equal(t, loops)
+        if not known:
+            refuse(func, args, kwargs, "it joins edges of different graphs, or edges that are not one self-loop a node")
+    if dim not in ((None, 0, -1) if first._kind == SOURCES else (1, -1)):
+        refuse(func, args, kwargs)
+    return ShardedEdgeIndex(first._graph, first._kind, torch.cat(plain(tensors), dim=-1))
 
 
 def flip(func: Callable, args: Any, kwargs: Any) -> Any:
     """Turn edges round."""
-    (it,) = sharded(args, kwargs)
-    out = func(*plain(args), **plain(kwargs))
+    it = args[0]
     dims = list(args[1:]) + list(kwargs.values())
     if it._kind == SOURCES or dims not in ([0], [[0]], [(0,)], [-2], [[-2]], [(-2,)]):
         refuse(func, args, kwargs)
-    return ShardedEdgeIndex(it._graph, FLIPPED if it._kind == EDGES else EDGES, out)
+    return ShardedEdgeIndex(it._graph, FLIPPED if it._kind == EDGES else EDGES, plain(it).flip(0))
 
 
-def row(it: ShardedEdgeIndex, which: int, out: Tensor) -> Tensor:
-    """Tell whether row ``which`` of the edges holds sources."""
+def row(func: Callable, it: ShardedEdgeIndex, which: int) -> Tensor:
+    """Return one row of the edges: sources, which stay sharded, or destinations, which are rows of this worker."""
+    refuse_whole_graph(func, it)
+    out = plain(it)[which]
     holds_sources = (which % 2 == 0) == (it._kind == EDGES)
     return ShardedEdgeIndex(it._graph, SOURCES, out) if holds_sources else out
 
 
 def unbind(func: Callable, args: Any, kwargs: Any) -> Any:
     """Split edges into sources and destinations."""
-    it = args[0]
-    if it._kind == SOURCES:
+    it, dim = bind(args, kwargs, "input", "dim")
+    if it._kind == SOURCES or dim not in (None, 0, -2):
         refuse(func, args, kwargs)
-    return tuple(row(it, k, out) for k, out in enumerate(func(*plain(args), **plain(kwargs))))
+    return row(func, it, 0), row(func, it, 1)
 
 
 def stack(func: Callable, args: Any, kwargs: Any) -> Any:
     """Join a row of sources and a row of own nodes into edges."""
-    tensors = args[0] if args else kwargs["tensors"]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    where = [k for k, t in enumerate(tensors) if isinstance(t, ShardedEdgeIndex)]
-    if len(tensors) != 2 or len(where) != 1 or dim != 0 or tensors[where[0]]._kind != SOURCES:
-        refuse(func, args, kwargs)
-    it = tensors[where[0]]
-    return ShardedEdgeIndex(it._graph, EDGES if where == [0] else FLIPPED, torch.stack(plain(tensors)))
+    tensors, dim = bind(args, kwargs, "tensors", "dim")
+    kinds = [t._kind if isinstance(t, ShardedEdgeIndex) else None for t in tensors]
+    if kinds not in ([SOURCES, None], [None, SOURCES]) or dim not in (None, 0) or tensors[0].dim() != 1:
+        refuse(func, args, kwargs, "it joins numbers of different kinds")
+    (it,) = sharded(tensors)
+    return ShardedEdgeIndex(it._graph, EDGES if kinds[0] else FLIPPED, torch.stack(plain(tensors)))
 
 
 def get(func: Callable, args: Any, kwargs: Any) -> Any:
     """``t[i]`` where either side may be sharded."""
     target, index = args
     if not isinstance(target, ShardedEdgeIndex):
-        parts = index if isinstance(index, tuple) else (index,)
-        if isinstance(parts[0], ShardedEdgeIndex) and len(parts) == 1:
-            return gather(func, target, 0, parts[0])
-        refuse(func, args, kwargs)
-    if any(True for _ in sharded(index)):
-        refuse(func, args, kwargs, "it indexes numbers by numbers")
-    out = plain(target)[index]
+        return gather(func, target, 0, index)
     if target._kind == SOURCES:
-        return ShardedEdgeIndex(target._graph, SOURCES, out)
-    if isinstance(index, int):
-        return row(target, index, out)
-    if isinstance(index, tuple) and len(index) == 2:
-        if isinstance(index[0], int):
-            return row(target, index[0], out)
-        if index[0] in (Ellipsis, slice(None)):
-            return ShardedEdgeIndex(target._graph, target._kind, out)
-    refuse(func, args, kwargs)
+        return pick(func, target, index)
+    which, columns = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
+    if type(which) is int:
+        return pick(func, row(func, target, which), columns, target)
+    if which is not Ellipsis and not everything(which):
+        refuse(func, args, kwargs)
+    return pick(func, target, columns)
+
+
+def pick(func: Callable, edges: Tensor, which: Any, it: ShardedEdgeIndex | None = None) -> Tensor:
+    """Choose edges by a mask or a list; a share has no first or last edges of the graph."""
+    if everything(which):
+        return edges
+    if not isinstance(which, Tensor) or isinstance(which, ShardedEdgeIndex):
+        refuse(func, (edges, it), {}, "it chooses edges by their position")
+    if not isinstance(edges, ShardedEdgeIndex):
+        return edges[which]
+    out = plain(edges)[which] if edges._kind == SOURCES else plain(edges)[:, which]
+    return ShardedEdgeIndex(edges._graph, edges._kind, out)
+
+
+def everything(index: Any) -> bool:
+    """Whether an index is ``:``."""
+    return isinstance(index, slice) and index == slice(None)
 
 
 def put(func: Callable, args: Any, kwargs: Any) -> None:
@@ -225,82 +272,69 @@ def put(func: Callable, args: Any, kwargs: Any) -> None:
     if isinstance(target, ShardedEdgeIndex) or not isinstance(index, ShardedEdgeIndex) or index._kind != SOURCES:
         refuse(func, args, kwargs)
     ids, n = plain(index), index._graph.num_src
-    if target.size(0) != n or bool((ids >= n).any()):
+    if isinstance(value, ShardedEdgeIndex) or target.size(0) != n or bool((ids >= n).any()):
         refuse(func, args, kwargs, "it writes rows of nodes that other workers own")
-    target[ids] = plain(value)
+    target[ids] = value
 
 
 def index_select(func: Callable, args: Any, kwargs: Any) -> Any:
     """``t.index_select(dim, i)`` where either side may be sharded."""
-    target, dim, index = (*args, *kwargs.values())
+    target, dim, index = bind(args, kwargs, "input", "dim", "index")
     if not isinstance(target, ShardedEdgeIndex):
         return gather(func, target, dim, index)
-    if isinstance(index, ShardedEdgeIndex):
-        refuse(func, args, kwargs, "it indexes numbers by numbers")
-    if target._kind != SOURCES and dim % 2 == 0:
+    if dim not in ((0, -1) if target._kind == SOURCES else (1, -1)):
         refuse(func, args, kwargs)
-    return ShardedEdgeIndex(target._graph, target._kind, plain(target).index_select(dim, index))
+    return pick(func, target, index)
 
 
 def select(func: Callable, args: Any, kwargs: Any) -> Any:
     """``t.select(dim, k)``."""
-    target, dim, which = (*args, *kwargs.values())
-    if target._kind == SOURCES or dim % 2 != 0:
-        refuse(func, args, kwargs)
-    return row(target, which, plain(target).select(dim, which))
+    target, dim, which = bind(args, kwargs, "input", "dim", "index")
+    if target._kind == SOURCES or dim not in (0, -2):
+        refuse(func, args, kwargs, "it chooses edges by their position")
+    return row(func, target, which)
 
 
-def largest(func: Callable, args: Any, kwargs: Any) -> Any:
-    """``edge_index.max()`` asks for the number of nodes: here, of the own ones."""
-    (it, *rest) = args
-    if rest or kwargs:
-        refuse(func, args, kwargs)
-    graph = it._graph
-    return torch.tensor((graph.num_src if it._kind == SOURCES else max(graph.num_src, graph.num_dst)) - 1)
-
-
-def gather(func: Callable, target: Tensor, dim: int, index: ShardedEdgeIndex) -> Tensor:
+def gather(func: Callable, target: Tensor, dim: int, index: Any) -> Tensor:
     """Read rows of nodes by sources: fetch those of other workers, then index."""
-    graph, dim = index._graph, dim % max(target.dim(), 1)
-    if index._kind != SOURCES or target.size(dim) != graph.num_src:
-        refuse(func, (target, index), {}, f"it reads a tensor of shape {tuple(target.shape)} by sources, expected "
-               f"{graph.num_src} rows in dimension {dim}")  # fmt: skip
-    refuse_unless_local(func, index)
-    rows = Halo.apply(target.movedim(dim, 0), graph)
-    return rows.index_select(0, plain(index)).movedim(0, dim)
+    it = next(sharded(index))
+    graph, rows = it._graph, tuple(target.shape)
+    if it is not index or it._kind != SOURCES or it.dim() != 1 or not rows or rows[dim] != graph.num_src:
+        refuse(func, (it,), {}, f"it reads a tensor of shape {list(rows)} by the {it._kind}, which can read "
+               f"{graph.num_src} rows of nodes in dimension {dim}")  # fmt: skip
+    fetched = Halo.apply(target.movedim(dim, 0), graph)
+    return fetched.index_select(0, plain(it)).movedim(0, dim)
 
 
 def scatter(func: Callable, args: Any, kwargs: Any) -> Any:
     """``t.scatter_add_(dim, i, src)`` onto sources: add up here, then send the sums to their owners."""
-    if kwargs or len(args) < 4 or not isinstance(args[2], ShardedEdgeIndex):
+    target, dim, index, src = bind(args, kwargs, "input", "dim", "index", "src")
+    if not isinstance(index, ShardedEdgeIndex) or len(list(sharded(args, kwargs))) > 1 or target.dim() == 0:
         refuse(func, args, kwargs)
-    target, dim, index, src = args[:4]
-    graph, dim = index._graph, dim % max(target.dim(), 1)
-    if index._kind != SOURCES or target.size(dim) != graph.num_src or isinstance(src, ShardedEdgeIndex):
-        refuse(func, args, kwargs, f"expected {graph.num_src} rows in dimension {dim} of {tuple(target.shape)}")
-    if target.requires_grad or bool(target.any()):
-        refuse(func, args, kwargs, "it adds onto a tensor that is not zero")
-    refuse_unless_local(func, index)
-    size = list(target.shape)
-    size[dim] = graph.num_src + graph.exchange.merge().num_halo
-    sums = src.new_zeros(size).scatter_add_(dim, plain(index), src)
+    graph, size = index._graph, list(target.shape)
+    if index._kind != SOURCES or size[dim] != graph.num_src:
+        refuse(func, args, kwargs, f"it adds onto a tensor of shape {size} by the {index._kind}, which can write "
+               f"{graph.num_src} rows of nodes in dimension {dim}")  # fmt: skip
+    size[dim] += graph.exchange.merge().num_halo
+    sums = src.new_zeros(size).scatter_add(dim, plain(index), src)
     out = Home.apply(sums.movedim(dim, 0), graph).movedim(0, dim)
-    return target.copy_(out) if func.__name__.endswith("_") else out
+    return target.add_(out) if func.__name__ == "scatter_add_" else target + out
 
 
 class Halo(torch.autograd.Function):
     """Own rows -> own rows followed by those of other workers; the gradients go home."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, graph: ShardedGraph) -> Tensor:
+    def forward(ctx: Any, x: Tensor, graph: ShardedGraph, meter: Any = None) -> Tensor:
         """Fetch."""
         ctx.graph, ctx.traffic = graph, graph.exchange.log.open()
-        return fetch(graph, x, ctx.traffic.forward)
+        ((_, rows),) = graph.exchange.merge().pull(x.contiguous(), meter or ctx.traffic.forward)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Send home."""
-        return Home.apply(grad, ctx.graph, ctx.traffic.backward), None
+        return Home.apply(grad, ctx.graph, ctx.traffic.backward), None, None
 
 
 class Home(torch.autograd.Function):
@@ -317,69 +351,100 @@ class Home(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Fetch."""
-        return Halo.apply(grad, ctx.graph), None, None
+        return Halo.apply(grad, ctx.graph, ctx.traffic.backward), None, None
 
 
-def fetch(graph: ShardedGraph, x: Tensor, meter: Any) -> Tensor:
-    """Return the own rows followed by those of other workers."""
-    ((_, rows),) = graph.exchange.merge().pull(x.contiguous(), meter)
-    return rows.clone() if rows is x else rows
-
-
-# Layers whose forward looks at all nodes or edges by other means than 'edge_index'.
+# Layers and packages that look at all nodes or edges by other means than 'edge_index'.
 WHOLE_GRAPH = {
-    "GPSConv": "its attention runs over all nodes",
-    "HANConv": "its semantic attention averages over all nodes",
-    "WLConv": "it numbers the colours of all nodes",
-    "MeshCNNConv": "it reads edges by their position",
-    "LSTMAggregation": "its result depends on the largest degree of the whole graph",
-    "GRUAggregation": "its result depends on the largest degree of the whole graph",
-    "LCMAggregation": "its result depends on the largest degree of the whole graph",
-    "EquilibriumAggregation": "it optimises over all nodes at once",
-    "InstanceNorm": "it normalises over all nodes",
-    "GraphNorm": "it normalises over all nodes",
-    "GraphSizeNorm": "it normalises over all nodes",
-    "PairNorm": "it normalises over all nodes",
-    "MeanSubtractionNorm": "it normalises over all nodes",
-    "DiffGroupNorm": "it normalises over all nodes",
-    "HeteroBatchNorm": "it normalises over all nodes",
+    "_BatchNorm": "takes its statistics over all nodes or edges",
+    "HeteroBatchNorm": "takes its statistics over all nodes",
+    "InstanceNorm": "normalises over all nodes",
+    "LayerNorm": "normalises over all nodes (unless mode='node')",
+    "GraphNorm": "normalises over all nodes",
+    "GraphSizeNorm": "divides by the number of all nodes",
+    "PairNorm": "normalises over all nodes",
+    "MeanSubtractionNorm": "subtracts the mean of all nodes",
+    "LSTMAggregation": "depends on the largest degree of the whole graph",
+    "GRUAggregation": "depends on the largest degree of the whole graph",
+    "LCMAggregation": "depends on the largest degree of the whole graph",
+    "PatchTransformerAggregation": "depends on the largest degree of the whole graph",
+    "EquilibriumAggregation": "optimises over all nodes at once",
+    "QuantileAggregation": "needs in-edges at the first node of every worker; mean, max, min work on every graph",
+    "ChebConv": "takes 'lambda_max' from all edge weights unless it is given (2.0 suits the normalisation 'sym')",
+    "GPSConv": "attends over all nodes",
+    "HANConv": "averages over all nodes in its semantic attention",
+    "MeshCNNConv": "reads edges by their position",
+    "RGCNConv": "chooses its code by a worker's edges (unless 'torch_geometric.backend.use_segment_matmul' is set)",
+    "SuperGATConv": "averages its training loss over sampled edges",
+    "WLConv": "numbers the colours of all nodes",
+    "AttentiveFP": "sums over all nodes of a graph",
+    "CorrectAndSmooth": "scales by the error of all nodes",
+    "DeepGraphInfomax": "summarises all nodes",
+    "MetaLayer": "has a model of the whole graph",
+    "NeuralFingerprint": "sums over all nodes of a graph",
+    "torch_geometric.nn.attention": "attends over all nodes",
+    "torch_geometric.nn.pool": "compares all nodes",
+}
+
+# When they do not: (layer, the local variables of its running method, graph) -> bool.
+UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph], bool]] = {
+    "_BatchNorm": lambda layer, call, graph: not layer.training and layer.running_mean is not None,
+    "HeteroBatchNorm": lambda layer, call, graph: not layer.training and layer.track_running_stats,
+    "LayerNorm": lambda layer, call, graph: getattr(layer, "mode", "node") == "node",
+    "QuantileAggregation": lambda layer, call, graph: graph.num_dst == 0 or bool(graph.degree[0] > 0),
+    "ChebConv": lambda layer, call, graph: call.get("lambda_max", call) is not None,
+    "RGCNConv": lambda layer, call, graph: decides_alike(sys.modules["torch_geometric"]),
+    "SuperGATConv": lambda layer, call, graph: not layer.training,
+    "CorrectAndSmooth": lambda layer, call, graph: not layer.autoscale,
+    "MetaLayer": lambda layer, call, graph: layer.global_model is None,
 }
 
 
-def refuse_unless_local(func: Callable, index: ShardedEdgeIndex) -> None:
-    """Look at the layers that are running, and refuse those that would be silently local."""
+def decides_alike(pyg: Any) -> bool:
+    """Whether all workers choose the same way to multiply by the weights of relations."""
+    return not pyg.typing.WITH_SEGMM or pyg.backend.use_segment_matmul is not None
+
+
+def refuse_whole_graph(func: Callable, it: ShardedEdgeIndex) -> None:
+    """Look at the layers that are running and at all that is in them, and refuse what would be silently local."""
     frame: Any = sys._getframe(2)
+    seen: set[torch.nn.Module] = set()
     while frame is not None:
-        layer = frame.f_locals.get("self")
-        if isinstance(layer, torch.nn.Module) and hasattr(layer, "propagate") or type(layer).__name__ in WHOLE_GRAPH:
+        # Only methods: to ask a frame for its variables keeps them alive until it is asked again.
+        call = frame.f_locals if frame.f_code.co_varnames[:1] == ("self",) else {}
+        layer = call.get("self")
+        if isinstance(layer, torch.nn.Module):
             for module in layer.modules():
-                why = whole_graph(module)
+                new = module is layer or module not in seen
+                why = whole_graph(module, call if module is layer else {}, it._graph) if new else ""
                 if why:
-                    refuse(func, (index,), {}, f"'{type(layer).__name__}' cannot run on a share of the nodes, as {why}")
+                    refuse(func, (it,), {}, f"'{type(module).__name__}' in '{type(layer).__name__}' {why}")
+                seen.add(module)
         frame = frame.f_back
 
 
-def whole_graph(module: torch.nn.Module) -> str:
-    """Return why a module needs all nodes or edges at once, or an empty string."""
-    name = type(module).__name__
-    if module.training and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-        return f"the '{name}' in it takes its statistics over all nodes or edges"
-    if name == "LayerNorm" and getattr(module, "mode", None) == "graph":
-        return "the 'LayerNorm(mode=\"graph\")' in it normalises over all nodes"
-    if type(module).__module__.startswith("torch_geometric"):
-        return WHOLE_GRAPH.get(name, "")
+def whole_graph(module: torch.nn.Module, call: dict[str, Any], graph: ShardedGraph) -> str:
+    """Return what a module does with all nodes or edges at once, or an empty string."""
+    for cls in type(module).__mro__:
+        package = cls.__module__.split(".")
+        if package[0] == "pyg_sar":
+            return ""
+        if package[0] not in ("torch", "torch_geometric"):
+            continue
+        for name in (cls.__name__, ".".join(package[:3])):
+            if name in WHOLE_GRAPH and not (name in UNLESS and UNLESS[name](module, call, graph)):
+                return WHOLE_GRAPH[name]
     return ""
 
 
 def move(func: Callable, args: Any, kwargs: Any) -> Any:
     """``t.to(device)`` moves the graph; the type of the numbers stays."""
-    it = args[0]
-    wants = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, (torch.dtype, Tensor))]
-    if any(a is not torch.int64 for a in wants):
-        refuse(func, args, kwargs)
-    name = func.__name__
-    devices = [a for a in (*args[1:], kwargs.get("device")) if isinstance(a, (str, torch.device))]
-    device = torch.device(devices[0] if devices else name if name in ("cpu", "cuda") else it._graph.device)
+    it, where = args[0], [*args[1:], kwargs.get("device"), kwargs.get("dtype"), kwargs.get("other")]
+    if any(isinstance(a, Tensor) or (isinstance(a, torch.dtype) and a != torch.int64) for a in where):
+        refuse(func, args, kwargs, "its numbers are of type torch.int64")
+    devices = [a for a in where if isinstance(a, (str, torch.device)) or type(a) is int]
+    name = func.__name__ if func.__name__ != "to" else it._graph.device
+    device = torch.device(*devices[:1] or [name])
     if device == it._graph.device:
         return it
     return ShardedEdgeIndex(it._graph.to(device), it._kind, None if it._data is None else it._data.to(device))
@@ -391,34 +456,38 @@ def describe(func: Callable, args: Any, kwargs: Any) -> str:
     return f"ShardedEdgeIndex({it._kind}, size={list(it.shape)}, blocks={len(it._graph.blocks)})"
 
 
-def no_pickle(func: Callable, args: Any, kwargs: Any) -> NoReturn:
+def export(func: Callable, args: Any, kwargs: Any) -> NoReturn:
     """Refuse to leave the process."""
     refuse(func, args, kwargs, "it belongs to this process; load the partition again instead")
 
 
-def identity(func: Callable, args: Any, kwargs: Any) -> Any:
-    """The numbers never change, so that a copy is the tensor itself."""
-    return args[0]
+def count(func: Callable, args: Any, kwargs: Any) -> NoReturn:
+    """Refuse to tell the largest number, by which PyG counts the nodes where it is not told."""
+    refuse(func, args, kwargs, f"{NUMBERING} (pass 'num_nodes' or 'dim_size' to functions that ask for it)")
 
 
-HANDLERS: dict[str, Callable[[Callable, Any, Any], Any]] = {
-    **dict.fromkeys(
-        "__get__ __set__ size dim numel __len__ is_contiguous stride storage_offset is_floating_point is_complex "
-        "ndimension nelement element_size get_device _is_view is_pinned __hash__ is_signed type is_nonzero "
-        "is_inference has_names".split(), same
-    ),
-    **dict.fromkeys("view reshape expand expand_as squeeze unsqueeze view_as".split(), keep),
-    **dict.fromkeys("new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like empty_like full_like".split(),
-                    numbers),
-    **dict.fromkeys("clone detach contiguous long __deepcopy__ requires_grad_ share_memory_ record_stream".split(),
-                    identity),
-    **dict.fromkeys("to cpu cuda".split(), move),
-    **dict.fromkeys("eq ne __eq__ __ne__".split(), compare),
-    **dict.fromkeys("cat concat concatenate".split(), concatenate),
-    **dict.fromkeys("max amax".split(), largest),
-    **dict.fromkeys("scatter_add_ scatter_add".split(), scatter),
-    **dict.fromkeys("__repr__ __format__ __str__".split(), describe),
-    **dict.fromkeys("__reduce_ex__ __reduce__ numpy tolist __array__".split(), no_pickle),
-    "__setitem__": put, "flip": flip, "unbind": unbind, "stack": stack, "__getitem__": get, "index_select": index_select,
-    "select": select,
-}  # fmt: skip
+# What answers which operations of torch, by their names.
+OPERATIONS: dict[Callable[[Callable, Any, Any], Any], str] = {
+    same: "__get__ __set__ __hash__ __len__ dim ndimension size stride storage_offset numel nelement element_size "
+    "get_device has_names is_complex is_contiguous is_floating_point is_inference is_pinned is_signed type "
+    "requires_grad_ _is_view",
+    like: "new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like empty_like full_like",
+    identity: "contiguous detach long",
+    copy: "clone __deepcopy__",
+    reshape: "view view_as reshape expand expand_as squeeze unsqueeze",
+    compare: "eq ne __eq__ __ne__",
+    concatenate: "cat concat concatenate",
+    flip: "flip",
+    unbind: "unbind",
+    stack: "stack",
+    get: "__getitem__",
+    put: "__setitem__",
+    index_select: "index_select",
+    select: "select",
+    scatter: "scatter_add_ scatter_add",
+    move: "to cpu cuda",
+    describe: "__repr__ __format__ __str__",
+    export: "__reduce_ex__ __reduce__ numpy tolist __array__",
+    count: "max amax",
+}
+HANDLERS = {name: handler for handler, names in OPERATIONS.items() for name in names.split()}

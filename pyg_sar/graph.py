@@ -18,6 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 Index = slice | Tensor
 
+# For what is made once and kept: it must serve training even if it was first asked for in inference mode.
+ordinary_mode = torch.inference_mode(False)
+
 
 def compress(row: Tensor, num_rows: int) -> Tensor:
     """Return the CSR row pointer of sorted row numbers, in int32 wherever the number of edges allows."""
@@ -66,6 +69,7 @@ class Block:
         return self.col.long() + self.ids.start if isinstance(self.ids, slice) else self.ids[self.col]
 
     @cached_property
+    @ordinary_mode
     def transpose(self) -> tuple[Tensor, Tensor, Tensor]:
         """CSR by source: row pointer, destination of each edge, and its position in the forward order."""
         perm = torch.argsort(self.col, stable=True)
@@ -152,6 +156,7 @@ class ShardedGraph:
         return self.blocks[0].col.device
 
     @cached_property
+    @ordinary_mode
     def degree(self) -> Tensor:
         """In-degree of every destination; global, because a worker holds all in-edges of its destinations."""
         return torch.stack([block.rowptr.diff() for block in self.blocks]).sum(0)
@@ -187,6 +192,7 @@ class ShardedGraph:
         return self._merged
 
     @cached_property
+    @ordinary_mode
     def _merged(self) -> ShardedGraph:
         exchange = self.exchange.merge()
         source, row = self.coo()
@@ -211,6 +217,7 @@ class ShardedGraph:
         return self._looped
 
     @cached_property
+    @ordinary_mode
     def _looped(self) -> tuple[ShardedGraph, Tensor]:
         n, device = self.num_dst, self.device
         keep = torch.ones(self.num_edges, dtype=torch.bool, device=device)
@@ -248,12 +255,15 @@ class ShardedGraph:
 
         It is built once for an ``edge_type`` tensor and kept as long as that tensor lives unchanged.
         """
+        if edge_type.is_inference():  # nobody counts its changes
+            return self._group(edge_type, num_types)
         version, typed = self._typed.get(edge_type, (None, None))
         if version != edge_type._version or typed.num_types != num_types:
             typed = self._group(edge_type, num_types)
             self._typed[edge_type] = (edge_type._version, typed)
         return typed
 
+    @ordinary_mode
     def _group(self, edge_type: Tensor, num_types: int) -> TypedGraph:
         key = torch.empty(self.num_edges, dtype=torch.int64, device=self.device)
         for block in self.blocks:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.reduce import Needs, Reduce, Rows
@@ -45,7 +44,18 @@ def aggregate(
                     f"this worker's share."
                 )
     counts = (len(dst), len(edge), len(const))
-    return _Aggregate.apply(graph, reduce, counts, x, *dst, *edge, *const)
+    # Asked here, because within a Function gradients are always off.
+    keep = reduce.needs_source and not graph.remat and torch.is_grad_enabled()
+    return _Aggregate.apply(graph, reduce, keep, counts, x, *dst, *edge, *const)
+
+
+def once_differentiable() -> None:
+    """Raise within a backward pass that shall itself be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Layers of 'pyg_sar.nn' have no second derivative on a sharded graph. Call 'backward' or 'autograd.grad' "
+            "without 'create_graph=True'."
+        )
 
 
 def _rank(graph: ShardedGraph) -> str:
@@ -60,10 +70,12 @@ def _unflatten(flat: Sequence[Any], counts: tuple[int, int, int]) -> Rows:
 
 class _Aggregate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: ShardedGraph, reduce: Reduce, counts: tuple[int, int, int], x: Tensor, *flat: Tensor):  # type: ignore[no-untyped-def]  # noqa: ANN205
+    def forward(
+        ctx: Any, graph: ShardedGraph, reduce: Reduce, keep: bool, counts: tuple[int, int, int], x: Tensor, *flat: Tensor
+    ) -> Tensor:
         rows, traffic = _unflatten(flat, counts), graph.exchange.log.open()
         traffic.case = 2 if reduce.needs_source else 1
-        keep = reduce.needs_source and not graph.remat and any(ctx.needs_input_grad)
+        keep = keep and any(ctx.needs_input_grad)
         state, kept = reduce.init(x, graph.num_dst), []
         for q, x_q in graph.exchange.pull(x, traffic.forward):
             block = graph.blocks[q]
@@ -80,14 +92,14 @@ class _Aggregate(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor):  # type: ignore[no-untyped-def]  # noqa: ANN205
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        once_differentiable()
         graph, reduce, exchange = ctx.graph, ctx.reduce, ctx.graph.exchange
         tensors, (n_saved, n_kept, n_again) = ctx.saved_tensors, ctx.sizes
         saved, kept = tensors[:n_saved], tensors[n_saved : n_saved + n_kept]
         again, flat = tensors[n_saved + n_kept :][:n_again], tensors[n_saved + n_kept + n_again :]
         rows = _unflatten(flat, ctx.counts)
-        needs = Needs(ctx.needs_input_grad[3], _unflatten(ctx.needs_input_grad[4:], ctx.counts))
+        needs = Needs(ctx.needs_input_grad[4], _unflatten(ctx.needs_input_grad[5:], ctx.counts))
         meter = ctx.traffic.backward
         if not reduce.needs_source:
             source = ((q, None) for q in exchange.order)
@@ -111,7 +123,8 @@ class _Aggregate(torch.autograd.Function):
             if sink is not None:
                 sink.push(q, grad_x)
             del grad_x
-        return None, None, None, None if sink is None else sink.sum(), *total.dst, *total.edge, *total.const
+        grad_x = None if sink is None else sink.sum()
+        return None, None, None, None, grad_x, *total.dst, *total.edge, *total.const
 
 
 def _add(total: Rows, grads: Rows, edges: slice | Tensor) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pyg_sar.distributed.split import Topology
 from torch import Tensor
+
+from pyg_sar.distributed.split import Topology
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data"
 

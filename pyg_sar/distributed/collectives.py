@@ -2,7 +2,10 @@ r"""Sums over workers: gradients, losses, metrics, and the parameters they start
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +18,26 @@ def grouped(group: Any = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
+@contextmanager
+def talking(doing: str, group: Any = None) -> Iterator[None]:
+    """Say what may have happened when the other workers do not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"[rank {dist.get_rank(group)}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). Either "
+            f"a worker ended (look for the first error among all ranks), or the workers ran different code: every rank "
+            f"must call the same layers in the same order with inputs of the same width, 'dtype' and 'requires_grad', "
+            f"even if it holds no nodes, edges or labels."
+        ) from error
+
+
 def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the sum of a tensor over all workers, without a gradient."""
     tensor = tensor.detach().clone()
     if grouped(group):
-        dist.all_reduce(tensor, group=group)
+        with talking("summing over all of them", group):
+            dist.all_reduce(tensor, group=group)
     return tensor
 
 
@@ -28,7 +46,8 @@ def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     if not grouped(group):
         return tensor.detach().unsqueeze(0)
     out = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(out, tensor.detach().contiguous(), group=group)
+    with talking("gathering from all of them", group):
+        dist.all_gather(out, tensor.detach().contiguous(), group=group)
     return torch.stack(out)
 
 
@@ -37,7 +56,8 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     if not grouped(group):
         return [value]
     out: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(out, value, group=group)
+    with talking("gathering from all of them", group):
+        dist.all_gather_object(out, value, group=group)
     return out
 
 
@@ -58,8 +78,26 @@ def sum_gradients(module: torch.nn.Module, group: Any = None) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad:
             kinds[parameter.dtype, parameter.device].append(parameter)
+    agree("the parameters that require a gradient", describe(module, grads=True), group)
     for parameters in kinds.values():
         sum_flat(parameters, group)
+
+
+def describe(module: torch.nn.Module, grads: bool = False) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Return name, type and shape of the parameters that require a gradient, or of all parameters and buffers."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, t.dtype, list(t.shape)) for name, t in named if t.requires_grad or not grads]
+
+
+def agree(what: str, mine: Any, group: Any = None) -> None:
+    """Raise on every worker unless ``mine`` is the same on all; a collective of another size would end the process."""
+    said = gather_objects(zlib.crc32(repr(mine).encode()), group)
+    if len(set(said)) > 1:
+        same = [r for r, s in enumerate(said) if s == said[0]]
+        raise RuntimeError(
+            f"[rank {dist.get_rank(group)}] The workers differ in {what}: ranks {same} have others than the rest. Make "
+            f"the same model on every rank. This rank has {mine}."
+        )
 
 
 def sum_flat(parameters: list[torch.nn.Parameter], group: Any) -> None:
@@ -67,7 +105,8 @@ def sum_flat(parameters: list[torch.nn.Parameter], group: Any) -> None:
     some = parameters[0].new_tensor([p.grad is not None for p in parameters])
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([some, *(g.reshape(-1) for g in grads)])
-    dist.all_reduce(flat, group=group)
+    with talking("summing gradients", group):
+        dist.all_reduce(flat, group=group)
     counts, *sums = flat.split([len(parameters), *(p.numel() for p in parameters)])
     for parameter, count, total in zip(parameters, counts.tolist(), sums, strict=True):
         if count == 0:
@@ -81,8 +120,11 @@ def sum_flat(parameters: list[torch.nn.Parameter], group: Any) -> None:
 @torch.no_grad()
 def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
     """Give every worker the parameters and buffers of rank 0; lazy layers must have been run once before."""
-    if grouped(group):
-        for tensor in [*module.parameters(), *module.buffers()]:
+    if not grouped(group):
+        return
+    agree("their parameters and buffers", describe(module), group)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        with talking("waiting for the parameters of rank 0", group):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
@@ -96,8 +138,8 @@ def global_mean(values: Tensor, group: Any = None) -> Tensor:
         values (torch.Tensor): For example the losses of this worker's labelled nodes (``reduction="none"``).
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
     """
-    share = values.sum()
-    # Counts beyond 2^24 must stay exact, so both travel in double precision.
+    # Half precision would overflow. Counts beyond 2^24 must stay exact, so both travel in double precision.
+    share = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
     both = all_reduce(torch.stack([share.double(), share.new_tensor(values.numel(), dtype=torch.float64)]), group)
     share = share / both[1].to(share.dtype)
     return share + ((both[0] / both[1]).to(share.dtype) - share).detach()

@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 import torch_geometric.datasets
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+from torch_geometric.data.storage import EdgeStorage, GlobalStorage, NodeStorage
 from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import index_to_mask
 
@@ -33,7 +34,8 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
     * ``Community`` or ``Community/NODES/EDGES``: :func:`community_graph`.
     * ``FILE.pt``: a saved :class:`~torch_geometric.data.Data`, or a dictionary of its attributes.
     * ``FILE.npz``: ``edge_index``, or ``edge_src`` and ``edge_dst``, or ``indptr`` and ``indices`` (CSR, edges from row
-      to column); every other array becomes an attribute of the same name.
+      to column); every other array becomes an attribute of the same name. The number of nodes is ``num_nodes``, else
+      the length of ``x``, ``y``, ``labels`` or ``train_mask``, else the largest node number plus one.
     * ``FILE.csv``, ``.tsv``, ``.txt``: source and destination of an edge on each line.
 
     Labels given as lists of nodes (``Entities``) become ``y``, -1 where unlabelled, and masks. A graph with labels but
@@ -47,7 +49,7 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
             raise FileNotFoundError(f"There is no file '{name}'. Correct the path.")
         try:
             data = _READERS[path.suffix](path)
-        except (EOFError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        except Exception as error:  # each format breaks in many ways
             raise ValueError(f"'{name}' could not be read as {_FORMATS[path.suffix]}: {error}") from error
     elif kind == "Community":
         if len(args) not in (0, 2) or not all(arg.isdecimal() for arg in args):
@@ -155,14 +157,19 @@ def _ogb(name: str, root: str | os.PathLike[str]) -> Data:
 
 
 def _read_pt(path: Path) -> Any:
-    data = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        # What torch.load would call of PyG: PyG itself lists only a part of it.
+        with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, EdgeStorage, GlobalStorage, NodeStorage]):
+            data = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError("it holds other objects.") from error
     if not isinstance(data, (Data, HeteroData, dict)):
         raise ValueError(f"it holds a {type(data).__name__}.")
     return Data.from_dict(data) if isinstance(data, dict) else data
 
 
 def _read_npz(path: Path) -> Data:
-    with np.load(path, allow_pickle=False) as file:
+    with path.open("rb") as f, np.load(f, allow_pickle=False) as file:
         arrays = dict(file)
     if "edge_index" in arrays:
         edges = arrays.pop("edge_index")
@@ -174,7 +181,9 @@ def _read_npz(path: Path) -> Data:
         arrays.setdefault("num_nodes", np.asarray(degree.size))
     else:
         raise ValueError(f"it holds {sorted(arrays)}.")
-    data = _edges(edges, arrays.pop("num_nodes", None), arrays.get("x"), arrays.get("y"))
+    sizes = [len(arrays[key]) for key in ("x", "y", "labels", "train_mask") if key in arrays]
+    num_nodes = arrays.pop("num_nodes", sizes[0] if sizes else None)
+    data = _edges(edges, num_nodes)
     for key, value in arrays.items():
         data[key] = torch.from_numpy(value) if value.dtype.kind in "biuf" else value
     return data
@@ -186,12 +195,11 @@ def _read_text(path: Path) -> Data:
     return _edges(np.stack([source, destination]))
 
 
-def _edges(edges: np.ndarray, num_nodes: Any = None, *per_node: np.ndarray | None) -> Data:
-    """Make a graph of edges; it has as many nodes as said, as rows are given, or as are named."""
-    sizes = [len(array) for array in per_node if array is not None and array.ndim]
+def _edges(edges: np.ndarray, num_nodes: Any = None) -> Data:
     if num_nodes is None:
-        num_nodes = sizes[0] if sizes else edges.max(initial=-1) + 1
-    return Data(edge_index=torch.from_numpy(edges.astype(np.int64, casting="same_kind")), num_nodes=int(num_nodes))
+        num_nodes = edges.max(initial=-1) + 1
+    edge_index = torch.from_numpy(edges.astype(np.int64, casting="same_kind"))
+    return Data(edge_index=edge_index, num_nodes=int(num_nodes))
 
 
 _READERS = {".pt": _read_pt, ".npz": _read_npz, ".csv": _read_text, ".tsv": _read_text, ".txt": _read_text}

@@ -20,6 +20,7 @@ Every exchange has the same few verbs, which is all that the streaming loop know
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyg_sar.distributed.collectives import talking
 from pyg_sar.graph import Index
 
 Meter = Callable[[int, int], None]
@@ -145,6 +147,7 @@ class Peers:
         self.log = log or Log()
         self.order = [(self.rank + t) % self.size for t in range(self.size)]
         self.num_halo = sum(n for q, n in enumerate(num_src) if q != self.rank)
+        self.turn = 0  # how often rows or gradients were exchanged
 
     def to(self, device: torch.device | str) -> Peers:
         """Move the index tensors to ``device``."""
@@ -160,6 +163,7 @@ class Peers:
 
     def pull(self, x: Tensor, meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield the own rows, then those of every peer."""
+        self.turn += 1
         queue: deque[tuple[int, Tensor, list[Transfer]]] = deque()
         for q in self.order:
             queue.append((q, *self._fetch(q, x, meter)))
@@ -181,33 +185,32 @@ class Peers:
 
     def sink(self, grad: Tensor, meter: Meter) -> PeerSink:
         """Return the sink that adds to ``grad``."""
+        self.turn += 1
         return PeerSink(self, grad, meter)
+
+    def tag(self, what: str, tensor: Tensor) -> int:
+        """Return a number that only the same message of the same turn has.
+
+        Workers that ran different code then wait for each other until the timeout of the group; without it gloo would
+        take any bytes for the rows, or abort the process if there are too many of them.
+        """
+        return zlib.crc32(f"{self.turn} {what} {tensor.dtype} {list(tensor.shape)}".encode()) >> 1
 
     def swap(self, out: Tensor, dst: int, into: Tensor, src: int, what: str, meter: Meter) -> list[Transfer]:
         """Start to send ``out`` to ``dst`` and to receive ``into`` from ``src``; nothing empty travels."""
         ops, transfers = [], []
         for op, tensor, peer in ((dist.isend, out, dst), (dist.irecv, into, src)):
             if tensor.numel() > 0:
-                ops.append(dist.P2POp(op, tensor, group=self.group, group_peer=peer))
+                ops.append(dist.P2POp(op, tensor, group=self.group, tag=self.tag(what, tensor), group_peer=peer))
                 transfers.append((tensor, peer, "sending" if op is dist.isend else "receiving"))
         meter(out.numel() * out.element_size(), into.numel() * into.element_size())
         if not ops:
             return []
-        try:
+        with talking(f"starting to exchange {what} with workers {dst} and {src}", self.group):
             works = dist.batch_isend_irecv(ops)
-        except RuntimeError as error:
-            raise self._lost(f"starting to exchange {what} with workers {dst} and {src}", error) from error
         # A backend that groups transfers returns one handle for all of them.
         pairs = zip(works, transfers, strict=True) if len(works) == len(transfers) else [(works[0], transfers[0])]
         return [Transfer(self, work, transfers, f"{verb} {what}, worker {peer}") for work, (_, peer, verb) in pairs]
-
-    def _lost(self, doing: str, error: Exception) -> RuntimeError:
-        return RuntimeError(
-            f"[rank {self.rank}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). Either a worker "
-            f"ended (look for the first error among all ranks), or the workers ran different code: every rank must "
-            f"call the same layers in the same order with inputs of the same width, 'dtype' and 'requires_grad', "
-            f"even if it holds no nodes, edges or labels."
-        )
 
 
 @dataclass
@@ -221,10 +224,8 @@ class Transfer:
 
     def wait(self) -> None:
         """Return when the message has arrived."""
-        try:
+        with talking(self.doing, self.peers.group):
             self.work.wait()
-        except RuntimeError as error:
-            raise self.peers._lost(self.doing, error) from error
         self.tensors = []
 
 

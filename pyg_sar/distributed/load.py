@@ -43,14 +43,14 @@ def load(
     Raises:
         RuntimeError: On every worker, if any worker cannot read its part, or the parts do not belong together.
     """
-    if prefetch < 0:
-        raise ValueError(f"Expected 'prefetch' to be 0 or more (got {prefetch})")
     together = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank(group) if together else 0
     shard, error = None, ""
     try:
+        if prefetch < 0:
+            raise ValueError(f"Expected 'prefetch' to be 0 or more (got {prefetch})")
         shard = read_part(path, rank)
-    except (OSError, ValueError) as e:
+    except Exception as e:  # whatever it is, the others must hear of it
         error = f"{type(e).__name__}: {e}"
     mine = error, *((shard.identity, shard.num_parts) if shard else ("", 0)), torch.initial_seed(), remat, prefetch
     said = gather_objects(mine, group)
@@ -63,9 +63,9 @@ def load(
 def _agree(said: list[tuple[str, str, int, int, bool, int]], rank: int) -> None:
     """Raise the same error on every worker unless all opened parts of one partition that fits them."""
     errors = [f"rank {r}: {error}" for r, (error, *_) in enumerate(said) if error]
-    if errors:
+    parts = {num_parts for error, _, num_parts, *_ in said if not error}
+    if errors and parts <= {len(said)}:
         raise RuntimeError(f"[rank {rank}] Could not load the partition. " + "; ".join(errors))
-    parts = {num_parts for _, _, num_parts, *_ in said}
     if parts != {len(said)}:
         found = ", ".join(map(str, sorted(parts)))
         raise RuntimeError(

@@ -32,7 +32,12 @@ def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterato
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    yield dist.get_rank()
+    try:
+        yield dist.get_rank()
+    except SystemExit as end:
+        if not end.code:  # a script that ends well by `sys.exit()`
+            leave()
+        raise
     # Not in a `finally`: after an exception the others may never come to the barrier.
     leave()
 

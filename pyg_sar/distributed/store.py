@@ -186,8 +186,8 @@ def _counts(shard: Shard) -> dict[str, Any]:
 
 def _save(file: Path, tensors: dict[str, Tensor], identity: str) -> dict[str, Any]:
     """Write tensors durably, and describe the file."""
-    # The format has no views, so tensors that share memory become copies.
-    whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    # The format has no views, neither of memory that tensors share nor of signs that are yet to be flipped.
+    whole = {key: t.detach().cpu().resolve_conj().resolve_neg().contiguous() for key, t in tensors.items()}
     seen: set[int] = set()
     for key, tensor in whole.items():
         if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in seen:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch_geometric.nn
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_sar.distributed.collectives import all_gather, all_reduce, grouped
+from pyg_sar.stream import once_differentiable
 
 
 class BatchNorm1d(torch.nn.BatchNorm1d):
@@ -36,10 +36,10 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise rows ``[n, channels]``."""
         whole = self.training or self.running_mean is None
-        if not whole or not grouped(self.group) or x.dim() != 2:
-            if whole and grouped(self.group):
-                raise ValueError(f"Expected rows of shape [num_nodes, {self.num_features}] (got {list(x.shape)})")
+        if not whole or not grouped(self.group):
             return super().forward(x)
+        if x.dim() != 2 or x.size(1) != self.num_features:
+            raise ValueError(f"Expected rows of shape [num_nodes, {self.num_features}] (got {list(x.shape)})")
         count, mean, m2 = merge(self.group, *moments(x))
         if count <= 1:
             raise ValueError(
@@ -108,11 +108,9 @@ def moments(x: Tensor) -> tuple[int, Tensor, Tensor]:
 
 def merge(group: Any, count: int, mean: Tensor, m2: Tensor) -> tuple[int, Tensor, Tensor]:
     """Merge the moments of all workers, in the same order everywhere (Chan, Golub & LeVeque 1979)."""
-    # The count travels in two parts that single precision holds exactly.
-    low, high = mean.new_tensor([count % 4096]), mean.new_tensor([count // 4096])
-    parts = all_gather(torch.cat([low, high, mean, m2]), group)
-    counts = parts[:, 0].double() + 4096 * parts[:, 1].double()
-    means, m2s = parts[:, 2:].double().chunk(2, 1)
+    # Double precision holds counts beyond 2^24 exactly.
+    parts = all_gather(torch.cat([mean.new_tensor([count], dtype=torch.float64), mean.double(), m2.double()]), group)
+    counts, (means, m2s) = parts[:, 0], parts[:, 1:].chunk(2, 1)
     total = counts.sum()
     weight = (counts / total.clamp(min=1)).unsqueeze(1)
     center = (weight * means).sum(0)
@@ -138,16 +136,16 @@ class Normalize(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Parameters get this worker's share, rows the exact gradient."""
+        once_differentiable()
         x, weight, mean, rstd = ctx.saved_tensors
         grad = grad.to(mean.dtype)
         normal = (x - mean) * rstd
         d_bias, d_weight = grad.sum(0), (grad * normal).sum(0)
         d_x = None
         if ctx.needs_input_grad[0]:
-            sums = all_reduce(torch.stack([d_bias, d_weight]), ctx.group) / ctx.count
+            sums = (all_reduce(torch.stack([d_bias, d_weight]).double(), ctx.group) / ctx.count).to(grad.dtype)
             d_x = (grad - sums[0] - normal * sums[1]) * rstd
             d_x = (d_x if weight is None else d_x * weight).to(x.dtype)
         if weight is not None:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from cut import GRAPHS, graph, put_together, random_edges
+
 from pyg_sar.distributed.split import split
 
 

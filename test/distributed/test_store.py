@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cut import put_together, random_edges
+
 from pyg_sar.distributed import store
 from pyg_sar.distributed.split import Topology, split
 
@@ -163,7 +164,9 @@ def test_missing_folder(tmp_path):
 
 
 def test_missing_part(folder):
-    with pytest.raises(FileNotFoundError, match=r"part_3/part.json' is missing.*part_0, part_1, part_2.*as many workers"):
+    with pytest.raises(
+        FileNotFoundError, match=r"part_3/part.json' is missing.*part_0, part_1, part_2.*as many workers"
+    ):
         store.read_part(folder, 3)
 
 
@@ -185,7 +188,7 @@ def test_damaged_part_json(folder, text):
 
 def test_newer_format(folder):
     edit(folder / "part_0" / "part.json", version=2)
-    with pytest.raises(ValueError, match="has format version 2, but this pyg_sar reads version 1. Install"):
+    with pytest.raises(ValueError, match=r"has format version 2, but this pyg_sar reads version 1. Install"):
         store.read_part(folder, 0)
 
 
@@ -235,7 +238,7 @@ def test_renamed_part(folder):
 def test_file_of_another_shape(folder, tmp_path):
     other = write(tmp_path / "other", node_attrs={"x": torch.randn(10, 3)})
     shutil.copy(other / "part_0" / "nodes.safetensors", folder / "part_0" / "nodes.safetensors")
-    with pytest.raises(ValueError, match="does not fit part.json"):
+    with pytest.raises(ValueError, match=r"does not fit part.json"):
         store.read_part(folder, 0, verify=False)
 
 

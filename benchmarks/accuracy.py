@@ -1,0 +1,128 @@
+"""Test accuracy on real graphs: PyG in one process, and pyg_sar on 2 and 4 workers, over several seeds.
+
+    python benchmarks/accuracy.py --root data
+
+Prints the table of the README. Every data set is loaded and partitioned once for all runs.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyg_sar
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from launch import answer, launch
+from pyg_sar.distributed.datasets import dataset
+
+# data set, layer, hidden width, epochs, seeds
+TASKS = [
+    ("Planetoid/Cora", "gcn", 16, 200, 10),
+    ("Planetoid/Cora", "gat", 8, 200, 5),
+    ("Coauthor/Physics", "sage", 64, 30, 3),
+    ("Entities/AIFB", "rgcn", 16, 50, 10),
+]
+
+
+class Net(torch.nn.Module):
+    """Two layers, as in PyG's own examples for these data sets."""
+
+    def __init__(self, nn: Any, kind: str, in_channels: int, hidden: int, out_channels: int, relations: int) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "gcn":
+            self.convs = [nn.GCNConv(in_channels, hidden), nn.GCNConv(hidden, out_channels)]
+        elif kind == "gat":
+            self.convs = [nn.GATConv(in_channels, hidden, 8, dropout=0.6), nn.GATConv(8 * hidden, out_channels, dropout=0.6)]
+        elif kind == "sage":
+            self.convs = [nn.SAGEConv(in_channels, hidden), nn.SAGEConv(hidden, out_channels)]
+        else:
+            self.convs = [nn.RGCNConv(a, b, relations, 30) for a, b in ((in_channels, hidden), (hidden, out_channels))]
+        self.convs = torch.nn.ModuleList(self.convs)
+
+    def forward(self, x: Any, *edges: torch.Tensor) -> torch.Tensor:
+        p = {"gcn": 0.5, "gat": 0.6, "sage": 0.5, "rgcn": 0.0}[self.kind]
+        x = x if x is None else F.dropout(x, p, self.training)
+        x = F.dropout(self.convs[0](x, *edges).relu(), p, self.training)
+        return self.convs[1](x, *edges)
+
+
+def fit(nn: Any, data: Any, kind: str, hidden: int, epochs: int, seed: int, rank: int) -> float:
+    """Train, and return the test accuracy at the best validation accuracy (at the end where there is no such mask)."""
+    torch.manual_seed(seed)
+    x = data.get("x")
+    if x is not None:
+        x = x / x.sum(1, keepdim=True).clamp(min=1)
+    width = data.total_nodes if x is None else x.size(1)
+    relations = data.num_relations if kind == "rgcn" else 0
+    model = Net(nn, kind, width, hidden, data.num_classes, relations)
+    pyg_sar.broadcast_parameters(model)
+    torch.manual_seed(1000 * seed + rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.005 if kind == "gat" else 0.01, weight_decay=5e-4)
+    edges = (data.edge_index, data.edge_type) if kind == "rgcn" else (data.edge_index,)
+    best, result = -1.0, 0.0
+    for epoch in range(epochs):
+        model.train()
+        optimizer.zero_grad()
+        out = model(x, *edges)
+        pyg_sar.global_mean(F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none")).backward()
+        pyg_sar.sum_gradients(model)
+        optimizer.step()
+        if "val_mask" not in data and epoch < epochs - 1:
+            continue
+        model.eval()
+        with torch.no_grad():
+            pred = model(x, *edges).argmax(-1)
+        val = pyg_sar.accuracy(pred, data.y, data.val_mask) if "val_mask" in data else 0.0
+        if val > best:
+            best, result = val, pyg_sar.accuracy(pred, data.y, data.test_mask)
+    return result
+
+
+def worker(args: argparse.Namespace) -> None:
+    with pyg_sar.process_group() as rank:
+        torch.manual_seed(args.seeds)
+        if args.folder:
+            nn, data = pyg_sar.nn, pyg_sar.load(args.folder)
+        else:
+            nn, data = torch_geometric.nn, dataset(args.task, args.root)
+            data.total_nodes = data.num_nodes
+        answer([fit(nn, data, args.kind, args.hidden, args.epochs, seed, rank) for seed in range(args.seeds)])
+
+
+def main(args: argparse.Namespace) -> None:
+    print("| graph | layer | PyG, 1 process | 2 workers | 4 workers |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, kind, hidden, epochs, seeds in TASKS:
+            if args.only and args.only not in name:
+                continue
+            common = ["--task", name, "--root", args.root, "--kind", kind, "--hidden", str(hidden)]
+            common += ["--epochs", str(epochs), "--seeds", str(seeds)]
+            cells = []
+            for workers in (0, 2, 4):
+                folder = Path(scratch) / f"{name.replace('/', '-')}-{workers}"
+                if workers and not folder.exists():
+                    pyg_sar.partition(dataset(name, args.root), workers, folder)
+                where = ["--folder", str(folder)] if workers else []
+                accs = launch(__file__, workers, common + where, threads=1 if workers else 2)[0]
+                cells.append(f"{100 * statistics.mean(accs):.1f} ± {100 * statistics.stdev(accs):.1f}")
+                print(name, kind, workers, accs, file=sys.stderr)
+            print(f"| {name} | {kind.upper()} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--root", default="data")
+    parser.add_argument("--only", help="only data sets whose name contains this")
+    for option in ("--worker", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
+        number = option in ("--hidden", "--epochs", "--seeds")
+        if option == "--worker":
+            parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(option, type=int if number else str, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    worker(arguments) if arguments.worker else main(arguments)

@@ -1,0 +1,30 @@
+"""Run a benchmark script on some workers and read what its ranks print."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "RESULT "
+
+
+def launch(script: str, workers: int, args: list[str], threads: int = 1) -> list[Any]:
+    """Run ``script --worker`` on ``workers`` processes; 0 means one process without ``torch.distributed.run``."""
+    command = [sys.executable]
+    if workers > 0:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+    done = subprocess.run([*command, script, "--worker", *args], env=env, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode != 0 or len(lines) != max(workers, 1):
+        raise RuntimeError(f"{script} {args} on {workers} workers failed:\n{done.stdout}\n{done.stderr}")
+    return [json.loads(line.removeprefix(MARK)) for line in lines]
+
+
+def answer(result: Any) -> None:
+    """Print the result of one rank, in one write so that ranks do not mix their lines."""
+    sys.stdout.write(f"{MARK}{json.dumps(result)}\n")
+    sys.stdout.flush()

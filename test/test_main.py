@@ -1,0 +1,123 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cut import put_together
+
+from pyg_sar.__main__ import main
+from pyg_sar.distributed import store
+from pyg_sar.distributed.datasets import community_graph
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make(out, *options, parts=3):
+    return main(["partition", "Community/200/2000", "--num-parts", str(parts), "--out", str(out), *options])
+
+
+def test_partition_and_info(tmp_path, capsys):
+    out = tmp_path / "graph"
+    assert make(out) == 0
+    made = capsys.readouterr()
+    assert made.err == "" and "200 nodes and 2000 edges in 3 parts by method 'metis', seed 0" in made.out
+    shards = [store.read_part(out, p) for p in range(3)]
+    assert put_together([shard.topology for shard in shards]).equal(community_graph(200, 2000).edge_index)
+
+    assert main(["info", str(out)]) == 0
+    meta, text = json.loads((out / "meta.json").read_text()), capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0][-1] == meta["identity"]
+    assert lines[1] == ["part", "nodes", "in-edges", "labelled", "rows", "in", "rows", "out", "bytes"]
+    for p in range(3):
+        read, served = sum(meta["boundary"][p]), sum(row[p] for row in meta["boundary"])
+        size = sum(file.stat().st_size for file in (out / f"part_{p}").glob("*.safetensors"))
+        row = p, meta["nodes"][p], meta["edges"][p], meta["labelled"][p], read, served, size
+        assert lines[2 + p] == [str(value) for value in row]
+    for line in (f"edges cut: {meta['cut']}", f"boundary rows: {meta['boundary_rows']}", "balance (largest part"):
+        assert line in text
+    for attribute in (["x", "['float32',", "[200,", "64]]"], ["num_classes", "16"]):
+        assert attribute in lines
+
+
+def test_method_and_seed(tmp_path):
+    options = "--method", "random", "--seed"
+    assert make(tmp_path / "a", *options, "1") == make(tmp_path / "b", *options, "2") == 0
+    a, b = (store.read_part(tmp_path / name, 0).topology.src_id for name in ("a", "b"))
+    assert not a.equal(b)
+
+
+def test_assignment(tmp_path):
+    np.save(tmp_path / "part.npy", np.arange(200) % 3)
+    assert make(tmp_path / "graph", "--assignment", str(tmp_path / "part.npy")) == 0
+    assert store.read_part(tmp_path / "graph", 1).topology.src_id.equal(torch.arange(1, 200, 3))
+
+
+def test_options_that_change_edges(tmp_path):
+    np.savez(tmp_path / "path.npz", edge_index=[[0, 1], [1, 2]])
+    for options, expected in (
+        ([], [[0, 1], [1, 2]]),
+        (["--to-undirected"], [[0, 1, 1, 2], [1, 0, 2, 1]]),
+        (["--self-loops"], [[0, 1, 0, 1, 2], [1, 2, 0, 1, 2]]),
+        (["--gcn-norm", "--to-undirected"], [[0, 1, 1, 2, 0, 1, 2], [1, 0, 2, 1, 0, 1, 2]]),
+    ):
+        out = tmp_path / "graph"
+        argv = ["partition", str(tmp_path / "path.npz"), "--num-parts", "2", "--out", str(out), "--overwrite", *options]
+        assert main(argv) == 0
+        shards = [store.read_part(out, p) for p in range(2)]
+        assert put_together([shard.topology for shard in shards]).tolist() == expected
+        assert ("edge_weight" in shards[0].edge_attrs) == ("--gcn-norm" in options)
+
+
+def test_existing_folder(tmp_path, capsys):
+    assert make(tmp_path / "graph") == 0
+    assert make(tmp_path / "graph", parts=2) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert make(tmp_path / "graph", "--overwrite", parts=2) == 0
+    assert store.read_meta(tmp_path / "graph")["num_parts"] == 2
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["partition", "Nothing", "--num-parts", "2"], "There is no data set 'Nothing'"),
+        (["partition", "nothing.npz", "--num-parts", "2"], "There is no file 'nothing.npz'"),
+        (["partition", "KarateClub", "--num-parts", "0"], "'num_parts' must be an integer of at least 1, got 0"),
+        (["partition", "KarateClub", "--num-parts", "2", "--method", "best"], "Unknown method 'best'"),
+        (["partition", "KarateClub", "--num-parts", "2", "--assignment", "nothing.npy"], "No such file"),
+        (["info", "nowhere"], "There is no folder 'nowhere'"),
+        (["info", "."], "meta.json' is missing"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv + ["--out", "graph"] * (argv[0] == "partition")) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pyg-sar: error: ") and message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", [[], ["party"], ["partition"], ["partition", "KarateClub", "--num-parts", "two"]])
+def test_usage_errors(argv, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2
+    assert "usage: pyg-sar" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["pyg_sar", "partition"], ["pyg_sar.distributed.partition"]])
+def test_from_the_shell(tmp_path, command):
+    def run(*options):
+        argv = [sys.executable, "-m", *command, "KarateClub", "--num-parts", "2", "--out", str(tmp_path / "graph")]
+        return subprocess.run([*argv, *options], cwd=ROOT, capture_output=True, text=True)
+
+    done = run("--seed", "3")
+    assert done.returncode == 0, done.stderr
+    assert "34 nodes and 156 edges in 2 parts by method 'metis', seed 3" in done.stdout
+    again = run()
+    assert again.returncode == 2 and again.stdout == ""
+    assert "Traceback" not in again.stderr
+    assert again.stderr.splitlines()[-1].startswith("pyg-sar: error: ")
