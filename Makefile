@@ -15,8 +15,10 @@ TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 .PHONY: train test lint venv clean
 
 train: $(DATA)
-	$(TORCHRUN) examples/train.py --data $(DATA) --model sage --check
-	$(TORCHRUN) examples/train.py --data $(DATA) --model gat --check
+	$(TORCHRUN) examples/train.py $(DATA) --model sage --epochs 30 --save runs/sage.safetensors
+	$(TORCHRUN) examples/check.py $(DATA) Community --model sage --weights runs/sage.safetensors
+	$(TORCHRUN) examples/train.py $(DATA) --model gat --epochs 10 --save runs/gat.safetensors
+	$(TORCHRUN) examples/check.py $(DATA) Community --model gat --weights runs/gat.safetensors
 
 # A release asked for by name stands before the one in .venv on the path.
 test: $(VENV) $(if $(PYG),.pyg/$(PYG)/stamp)
@@ -42,7 +44,7 @@ $(VENV): pyproject.toml
 	touch $@
 
 $(DATA): | $(VENV)
-	$(BIN)/python -m pyg_sar.distributed.partition Community --num-parts 2 --out $@
+	$(BIN)/pyg-sar partition Community --num-parts 2 --out $@
 
 clean:
 	rm -rf .venv .pyg runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

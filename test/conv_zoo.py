@@ -12,10 +12,11 @@ import torch_geometric.nn as gnn
 from problem import NUM_NODES, Result, Share, assignment, backward, close, edges, share
 from torch import Tensor
 from torch.nn import Linear, Sequential, Tanh
+from torch_geometric.utils import scatter, softmax
 
 F, D, T = 6, 3, 3  # node features, edge features, edge types
 NUM_DST = 47  # of the graph with two sets of nodes
-V, TO = "v", ("v", "to", "v")
+V, TO, BACK = "v", ("v", "to", "v"), ("v", "back", "v")
 
 # What an argument holds: rows of nodes, of destinations or of edges, and their shape.
 INPUTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
@@ -30,6 +31,8 @@ INPUTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "edge_weight": ("edge", lambda n, g: torch.rand(n, generator=g) + 0.1),
     "edge_attr": ("edge", lambda n, g: torch.randn(n, D, generator=g)),
     "edge_type": ("edge", lambda n, g: torch.randint(T, (n,), generator=g)),
+    "lambda_max": ("graph", lambda n, g: torch.tensor(2.5)),
+    "nothing": ("graph", lambda n, g: None),
 }
 GRAPHS = {"edge_index": 0, "hyperedge_index": 0, "pos_edge_index": 0, "neg_edge_index": 1}
 
@@ -45,6 +48,7 @@ class Case(NamedTuple):
         two: Whether the graph joins two sets of nodes.
         methods: Partitions, if not all will do.
         tol: How close it comes.
+        dtype: The type of parameters and inputs.
     """
 
     make: Callable[[], torch.nn.Module]
@@ -54,6 +58,7 @@ class Case(NamedTuple):
     two: bool = False
     methods: tuple[str, ...] = ("random", "empty", "edgeless")
     tol: float = 1e-10
+    dtype: torch.dtype = torch.float64
 
 
 def mlp(width: int, out: int = F) -> Sequential:
@@ -62,6 +67,34 @@ def mlp(width: int, out: int = F) -> Sequential:
 
 def sage(aggr: Any, **kwargs: Any) -> Callable[[], torch.nn.Module]:
     return lambda: gnn.SAGEConv(F, F, aggr=aggr() if callable(aggr) else aggr, **kwargs)
+
+
+def simple(aggr: Callable[[], gnn.Aggregation]) -> Callable[[], torch.nn.Module]:
+    return lambda: gnn.SimpleConv(aggr())
+
+
+def chain(layer: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
+    return lambda: gnn.Sequential("x, edge_index", [(layer(), "x, edge_index -> x"), Linear(F, F)])
+
+
+class Ring(torch.nn.Module):
+    """What tutorials write without a layer of PyG."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, *args: Any) -> Tensor:
+        row, col = edge_index
+        weight = softmax((x[row] * x[col]).sum(-1), col)
+        return x + scatter(x[row] * weight.unsqueeze(-1), col, dim=0, dim_size=x.size(0), reduce="sum")
+
+
+class Net(torch.nn.Module):
+    """A model with something between its layers."""
+
+    def __init__(self, between: torch.nn.Module) -> None:
+        super().__init__()
+        self.first, self.between, self.second = gnn.SAGEConv(F, F), between, gnn.GCNConv(F, F)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x, edge_index)), edge_index)
 
 
 def histogram() -> Tensor:
@@ -121,9 +154,7 @@ LAYERS: dict[str, Case] = {
     "PDNConv": Case(lambda: gnn.PDNConv(F, F, D, F), A),
     "GeneralConv": Case(lambda: gnn.GeneralConv(F, F, D, attention=True, heads=2), A),
     "HGTConv": Case(lambda: gnn.HGTConv(F, F, META, heads=2), "x_dict edge_index_dict", "'add_' cannot be computed"),
-    "HEATConv": Case(
-        lambda: gnn.HEATConv(F, F, 2, T, 4, D, 4, heads=2), "x edge_index node_type edge_type edge_attr"
-    ),
+    "HEATConv": Case(lambda: gnn.HEATConv(F, F, 2, T, 4, D, 4, heads=2), "x edge_index node_type edge_type edge_attr"),
     "HeteroConv": Case(lambda: gnn.HeteroConv({TO: gnn.SAGEConv(F, F)}), "x_dict edge_index_dict"),
     "HANConv": Case(lambda: gnn.HANConv(F, F, META, heads=2), "x_dict edge_index_dict", "semantic attention"),
     "LGConv": Case(lambda: gnn.LGConv(), W),
@@ -150,46 +181,186 @@ NOT_RUNNABLE = {
     "CuGraphRGCNConv": "needs pylibcugraphops",
 }
 
-DEGREE = "largest degree of the whole graph"
+ORDER = "order of their destinations"
 
 # Aggregations stand in a layer that does nothing else.
 AGGREGATIONS: dict[str, Case] = {
-    name: Case(lambda make=make: gnn.SimpleConv(make()), **how)
-    for name, make, how in [
-        ("MultiAggregation", lambda: gnn.MultiAggregation(["mean", "max", "std"]), {}),
-        ("SumAggregation", lambda: gnn.SumAggregation(), {}),
-        ("MeanAggregation", lambda: gnn.MeanAggregation(), {}),
-        ("MaxAggregation", lambda: gnn.MaxAggregation(), {}),
-        ("MinAggregation", lambda: gnn.MinAggregation(), {}),
-        ("MulAggregation", lambda: gnn.MulAggregation(), {}),
-        ("VarAggregation", lambda: gnn.VarAggregation(), {}),
-        ("StdAggregation", lambda: gnn.StdAggregation(), {}),
-        ("SoftmaxAggregation", lambda: gnn.SoftmaxAggregation(learn=True, channels=F), {}),
-        ("PowerMeanAggregation", lambda: gnn.PowerMeanAggregation(learn=True), {}),
-        ("MedianAggregation", lambda: gnn.MedianAggregation(), {"methods": ("contiguous",)}),
-        ("QuantileAggregation", lambda: gnn.QuantileAggregation([0.2, 0.7]), {"methods": ("contiguous",)}),
-        ("LSTMAggregation", lambda: gnn.LSTMAggregation(F, F), {"says": DEGREE}),
-        ("GRUAggregation", lambda: gnn.GRUAggregation(F, F), {"says": DEGREE}),
-        ("Set2Set", lambda: gnn.Set2Set(F, 2), {}),
-        ("DegreeScalerAggregation", lambda: gnn.DegreeScalerAggregation("mean", "linear", histogram(), True), {}),
-        ("EquilibriumAggregation", lambda: gnn.EquilibriumAggregation(F, F, [4]), {"says": "optimises"}),
-        ("SortAggregation", lambda: gnn.SortAggregation(2), {}),
-        ("GraphMultisetTransformer", lambda: gnn.GraphMultisetTransformer(F, 2), {}),
-        ("AttentionalAggregation", lambda: gnn.AttentionalAggregation(mlp(F, 1)), {}),
-        ("MLPAggregation", lambda: gnn.MLPAggregation(F, F, 20, num_layers=1), {}),
-        ("DeepSetsAggregation", lambda: gnn.DeepSetsAggregation(mlp(F), mlp(F)), {}),
-        ("SetTransformerAggregation", lambda: gnn.SetTransformerAggregation(F, 2), {}),
-        ("LCMAggregation", lambda: gnn.LCMAggregation(F, F), {"says": DEGREE}),
-        ("VariancePreservingAggregation", lambda: gnn.VariancePreservingAggregation(), {}),
-        ("PatchTransformerAggregation", lambda: gnn.PatchTransformerAggregation(F, F, 2, 4), {"says": DEGREE}),
-    ]
+    "MultiAggregation": Case(simple(lambda: gnn.MultiAggregation(["mean", "max", "std"]))),
+    "SumAggregation": Case(simple(gnn.SumAggregation)),
+    "MeanAggregation": Case(simple(gnn.MeanAggregation)),
+    "MaxAggregation": Case(simple(gnn.MaxAggregation)),
+    "MinAggregation": Case(simple(gnn.MinAggregation)),
+    "MulAggregation": Case(simple(gnn.MulAggregation)),
+    "VarAggregation": Case(simple(gnn.VarAggregation)),
+    "StdAggregation": Case(simple(gnn.StdAggregation)),
+    "SoftmaxAggregation": Case(simple(lambda: gnn.SoftmaxAggregation(learn=True, channels=F))),
+    "PowerMeanAggregation": Case(simple(lambda: gnn.PowerMeanAggregation(learn=True))),
+    "MedianAggregation": Case(simple(gnn.MedianAggregation), methods=("contiguous",)),
+    "QuantileAggregation": Case(simple(lambda: gnn.QuantileAggregation([0.2, 0.7])), methods=("contiguous",)),
+    "LSTMAggregation": Case(simple(lambda: gnn.LSTMAggregation(F, F)), says=ORDER),
+    "GRUAggregation": Case(simple(lambda: gnn.GRUAggregation(F, F)), says=ORDER),
+    "Set2Set": Case(simple(lambda: gnn.Set2Set(F, 2))),
+    "DegreeScalerAggregation": Case(
+        simple(lambda: gnn.DegreeScalerAggregation(["mean", "max"], ["linear", "attenuation"], histogram(), True))
+    ),
+    "EquilibriumAggregation": Case(simple(lambda: gnn.EquilibriumAggregation(F, F, [4])), says="optimises"),
+    "SortAggregation": Case(simple(lambda: gnn.SortAggregation(2)), says=ORDER),
+    "GraphMultisetTransformer": Case(simple(lambda: gnn.GraphMultisetTransformer(F, 2)), says=ORDER),
+    "AttentionalAggregation": Case(simple(lambda: gnn.AttentionalAggregation(mlp(F, 1)))),
+    "MLPAggregation": Case(simple(lambda: gnn.MLPAggregation(F, F, 20, num_layers=1)), says=ORDER),
+    "DeepSetsAggregation": Case(simple(lambda: gnn.DeepSetsAggregation(mlp(F), mlp(F)))),
+    "SetTransformerAggregation": Case(simple(lambda: gnn.SetTransformerAggregation(F, 2)), says=ORDER),
+    "LCMAggregation": Case(simple(lambda: gnn.LCMAggregation(F, F)), says=ORDER),
+    "VariancePreservingAggregation": Case(simple(gnn.VariancePreservingAggregation)),
+    "PatchTransformerAggregation": Case(simple(lambda: gnn.PatchTransformerAggregation(F, F, 2, 4)), says=ORDER),
 }
 
+LOOPS, PAIR, T2S = "two sets of nodes", "x=pair edge_index", "target_to_source"
+NORM = {"batch": "statistics", "instance": "normalises", "layer": "mode='node'", "graph": "normalises",
+        "graph_size": "number of all nodes", "pair": "normalises", "mean_subtraction": "mean of all",
+        "diff_group": "statistics"}  # fmt: skip
+
+OPTIONS: dict[str, Case] = {
+    "SAGEConv project": Case(sage("mean", project=True, normalize=True)),
+    "GCNConv decomposed": Case(lambda: gnn.GCNConv(F, F, decomposed_layers=2), W),
+    "SAGEConv aggregations": Case(sage(["mean", "max", "std", "softmax"])),
+    "SAGEConv to sources": Case(sage("mean", flow=T2S)),
+    "SAGEConv sum to sources": Case(sage("sum", flow=T2S)),
+    "SAGEConv max to sources": Case(sage("max", flow=T2S), says="'scatter_reduce_' cannot be computed"),
+    "SAGEConv lstm": Case(sage("lstm"), says=ORDER),
+    "SAGEConv pair": Case(sage("max"), PAIR, two=True),
+    "SAGEConv sources": Case(sage("mean"), "x=source edge_index"),
+    "SAGEConv float32": Case(sage("mean"), dtype=torch.float32, tol=1e-5),
+    "GraphConv max": Case(lambda: gnn.GraphConv(F, F, "max"), W),
+    "GraphConv softmax": Case(lambda: gnn.GraphConv(F, F, "softmax"), W),
+    "GraphConv pair": Case(lambda: gnn.GraphConv(F, F), PAIR + " edge_weight", two=True),
+    "GCNConv unweighted": Case(lambda: gnn.GCNConv(F, F)),
+    "GCNConv improved": Case(lambda: gnn.GCNConv(F, F, improved=True), W),
+    "GCNConv loopless": Case(lambda: gnn.GCNConv(F, F, add_self_loops=False), W),
+    "GCNConv raw": Case(lambda: gnn.GCNConv(F, F, normalize=False), W),
+    "GCNConv to sources": Case(lambda: gnn.GCNConv(F, F, flow=T2S), W),
+    "GCNConv float32": Case(lambda: gnn.GCNConv(F, F), W, dtype=torch.float32, tol=1e-5),
+    "ChebConv with lambda": Case(lambda: gnn.ChebConv(F, F, 3), W + " lambda_max"),
+    "ChebConv unnormalised": Case(lambda: gnn.ChebConv(F, F, 2, None), W + " lambda_max"),
+    "ChebConv rw": Case(lambda: gnn.ChebConv(F, F, 2, "rw"), W + " lambda_max"),
+    "GATConv mean of heads": Case(lambda: gnn.GATConv(F, 4, 2, concat=False, residual=True)),
+    "GATConv loopless": Case(lambda: gnn.GATConv(F, 4, 2, add_self_loops=False, edge_dim=D), A),
+    "GATConv sum of loops": Case(lambda: gnn.GATConv(F, 4, edge_dim=D, fill_value="sum"), A),
+    "GATConv max of loops": Case(lambda: gnn.GATConv(F, 4, edge_dim=D, fill_value="max"), A),
+    "GATConv to sources": Case(lambda: gnn.GATConv(F, 4, flow=T2S), says="'scatter_reduce_' cannot be computed"),
+    "GATConv pair": Case(lambda: gnn.GATConv((F, F), 4, 2, add_self_loops=False), PAIR, two=True),
+    "GATConv pair with loops": Case(lambda: gnn.GATConv((F, F), 4), PAIR, LOOPS, two=True, methods=("random",)),
+    "GATConv float32": Case(lambda: gnn.GATConv(F, 4, 2, edge_dim=D), A, dtype=torch.float32, tol=1e-5),
+    "GATv2Conv shared": Case(lambda: gnn.GATv2Conv(F, 4, 2, share_weights=True, residual=True)),
+    "GATv2Conv pair": Case(
+        lambda: gnn.GATv2Conv((F, F), 4, add_self_loops=False, edge_dim=D), PAIR + " edge_attr", two=True
+    ),
+    "TransformerConv mean of heads": Case(lambda: gnn.TransformerConv(F, 4, 2, concat=False)),
+    "TransformerConv pair": Case(lambda: gnn.TransformerConv((F, F), 4, edge_dim=D), PAIR + " edge_attr", two=True),
+    "GINEConv pair": Case(lambda: gnn.GINEConv(mlp(F), edge_dim=D), PAIR + " edge_attr", two=True),
+    "NNConv pair": Case(lambda: gnn.NNConv((F, F), 4, Linear(D, F * 4)), PAIR + " edge_attr", two=True),
+    "RGCNConv bases": Case(lambda: gnn.RGCNConv(F, F, T, num_bases=2), TYPE),
+    "RGCNConv blocks": Case(lambda: gnn.RGCNConv(F, F, T, num_blocks=2, aggr="max"), TYPE),
+    "RGCNConv global ids": Case(lambda: gnn.RGCNConv(NUM_NODES, F, T), "x=ids edge_index edge_type"),
+    "FastRGCNConv bases": Case(lambda: gnn.FastRGCNConv(F, F, T, num_bases=2), TYPE),
+    "FastRGCNConv global ids": Case(
+        lambda: gnn.FastRGCNConv(NUM_NODES, F, T), "x=ids edge_index edge_type", "'add' cannot be computed"
+    ),
+    **{
+        f"RGATConv {' '.join(map(str, how.values()))}": Case(
+            lambda how=how: gnn.RGATConv(F, 4, T, heads=2, **how), TYPE
+        )
+        for how in [
+            {"attention_mechanism": "within-relation"},
+            {"attention_mode": "multiplicative-self-attention", "dim": 2},
+            {"mod": "additive"},
+            {"mod": "scaled"},
+            {"mod": "f-additive"},
+            {"mod": "f-scaled"},
+            {"num_bases": 2},
+            {"num_blocks": 2},
+        ]
+    },
+    "GENConv batch": Case(lambda: gnn.GENConv(F, F, norm="batch"), says="'BatchNorm1d' in 'GENConv'"),
+    "GENConv batch eval": Case(lambda: gnn.GENConv(F, F, norm="batch"), train=False),
+    "CGConv batch": Case(lambda: gnn.CGConv(F, D, batch_norm=True), A, "'BatchNorm1d' in 'CGConv'"),
+    "EdgeConv batch": Case(lambda: gnn.EdgeConv(gnn.MLP([2 * F, F, F])), says="'BatchNorm1d' in 'EdgeConv'"),
+    "EdgeConv untracked": Case(
+        lambda: gnn.EdgeConv(Sequential(Linear(2 * F, F), torch.nn.BatchNorm1d(F, track_running_stats=False))),
+        says="'BatchNorm1d' in 'EdgeConv'",
+        train=False,
+    ),
+    "SuperGATConv eval": Case(lambda: gnn.SuperGATConv(F, 4, 2), train=False),
+    "SuperGATConv SD eval": Case(lambda: gnn.SuperGATConv(F, 4, 2, attention_type="SD"), train=False),
+    "EGConv loopless": Case(lambda: gnn.EGConv(F, F, ["mean", "var"], 2, 2, add_self_loops=False)),
+    "EGConv loops": Case(lambda: gnn.EGConv(F, F, ["mean"], 2, 2), says="pass 'num_nodes'", methods=("random",)),
+    "DirGNNConv GCN": Case(lambda: gnn.DirGNNConv(gnn.GCNConv(F, F))),
+    "DirGNNConv GAT": Case(lambda: gnn.DirGNNConv(gnn.GATConv(F, F)), says="'scatter_reduce_' cannot be computed"),
+    "HypergraphConv node attention": Case(
+        lambda: gnn.HypergraphConv(F, F, use_attention=True, heads=2),
+        "x hyperedge_index hyperedge_attr=x_dst",
+        two=True,
+    ),
+    "HypergraphConv edge attention": Case(
+        lambda: gnn.HypergraphConv(F, F, use_attention=True, attention_mode="edge"),
+        "x hyperedge_index hyperedge_attr=x_dst",
+        "'scatter_reduce_' cannot be computed",
+        two=True,
+    ),
+    "FeaStConv loopless": Case(lambda: gnn.FeaStConv(F, F, 2, add_self_loops=False), methods=("random",)),
+    "PointNetConv positions": Case(lambda: gnn.PointNetConv(mlp(3)), "x=nothing pos edge_index"),
+    "GMMConv separate": Case(lambda: gnn.GMMConv(F, F, D, 2, separate_gaussians=True), A),
+    "PNAConv towers": Case(
+        lambda: gnn.PNAConv(
+            F, F, ["mean", "min"], ["linear"], histogram(), towers=2, divide_input=True, train_norm=True
+        )
+    ),
+    "HeteroConv two relations": Case(
+        lambda: gnn.HeteroConv({TO: gnn.SAGEConv(F, F), BACK: gnn.GATConv(F, F)}), "x_dict edge_index_dict=two"
+    ),
+    "HGTConv two relations": Case(
+        lambda: gnn.HGTConv(F, F, ([V], [TO, BACK])), "x_dict edge_index_dict=two", "'add_' cannot be computed"
+    ),
+    "HANConv two relations": Case(
+        lambda: gnn.HANConv(F, F, ([V], [TO, BACK])), "x_dict edge_index_dict=two", "semantic attention"
+    ),
+    "GCN": Case(lambda: gnn.GCN(F, 8, 3, F), W),
+    "GraphSAGE": Case(lambda: gnn.GraphSAGE(F, 8, 2, F, jk="lstm")),
+    "GIN": Case(lambda: gnn.GIN(F, 8, 2, F)),
+    "GAT": Case(lambda: gnn.GAT(F, 8, 2, F, v2=True, heads=2, jk="cat")),
+    "PNA": Case(lambda: gnn.PNA(F, 8, 2, F, aggregators=["mean", "max"], scalers=["identity"], deg=histogram())),
+    "EdgeCNN": Case(lambda: gnn.EdgeCNN(F, 8, 2, F)),
+    **{
+        f"GraphSAGE {norm}": Case(lambda norm=norm: gnn.GraphSAGE(F, 8, 2, F, norm=norm), says=NORM[norm])
+        for norm in NORM
+    },
+    "GraphSAGE rows": Case(lambda: gnn.GraphSAGE(F, 8, 2, F, norm="layer", norm_kwargs={"mode": "node"})),
+    "DeepGCNLayer": Case(chain(lambda: gnn.DeepGCNLayer(gnn.SAGEConv(F, F), torch.nn.LayerNorm(F), Tanh()))),
+    "GroupAddRev": Case(chain(lambda: gnn.GroupAddRev(gnn.SAGEConv(F // 2, F // 2), num_groups=2))),
+    "LabelPropagation": Case(lambda: gnn.LabelPropagation(2, 0.5), "y=x edge_index"),
+    "MetaLayer": Case(lambda: gnn.MetaLayer(node_model=Ring())),
+    "MetaLayer global": Case(lambda: gnn.MetaLayer(node_model=Ring(), global_model=Ring()), says="whole graph"),
+    "TopKPooling": Case(lambda: gnn.TopKPooling(F), says="compares all nodes"),
+    "SAGPooling": Case(lambda: gnn.SAGPooling(F), says="compares all nodes"),
+    "GraphUNet": Case(lambda: gnn.GraphUNet(F, F, F, 2), says="compares all nodes"),
+    "AttentiveFP": Case(lambda: gnn.AttentiveFP(F, 8, F, D, 2, 2), A + " batch=node_type", "sums over all nodes"),
+    "NeuralFingerprint": Case(lambda: gnn.NeuralFingerprint(F, 8, F, 2), says="sums over all nodes"),
+    "DeepGraphInfomax": Case(
+        lambda: gnn.DeepGraphInfomax(F, gnn.SAGEConv(F, F), lambda z, *args: z.mean(0), lambda *args: args),
+        says="summarises all nodes",
+    ),
+    "LINKX": Case(lambda: gnn.LINKX(NUM_NODES, F, 8, F, 1), says="BatchNorm1d"),
+    "Net": Case(lambda: Net(torch.nn.Identity())),
+    "Net batch": Case(lambda: Net(torch.nn.BatchNorm1d(F)), says="'BatchNorm1d' in 'Net'"),
+    "Net batch eval": Case(lambda: Net(torch.nn.BatchNorm1d(F)), train=False),
+}
+
+
 @contextmanager
-def double() -> Iterator[None]:
-    """Make layers and inputs in float64."""
+def default(dtype: torch.dtype) -> Iterator[None]:
+    """Make layers and inputs of this type."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -209,6 +380,8 @@ def arguments(case: Case, shares: list[Share], counts: dict[str, int]) -> tuple[
 
     def leaf(what: str) -> Tensor:
         level = INPUTS[what][0]
+        if level == "graph":
+            return numbers(what, 0)
         value = numbers(what, counts[level])[rows[level]].clone()
         if value.is_floating_point():
             leaves[what] = value.requires_grad_()
@@ -222,6 +395,8 @@ def arguments(case: Case, shares: list[Share], counts: dict[str, int]) -> tuple[
             given[name] = shares[GRAPHS[what]].edge_index
         elif what == "edge_index_dict":
             given[name] = {TO: shares[0].edge_index}
+        elif what == "two":
+            given[name] = {TO: shares[0].edge_index, BACK: shares[1].edge_index}
         elif what == "x_dict":
             given[name] = {V: leaf("x")}
         elif what == "pair":
@@ -253,7 +428,8 @@ def forward_and_backward(case: Case, shares: list[Share]) -> Result:
     given, leaves = arguments(case, shares, counts)
     out = output(layer(**given))
     rows, total = (shares[0].src, NUM_NODES) if "hyperedge_index" in given else (shares[0].dst, counts["dst"])
-    backward(out, rows, total)
+    if out.requires_grad:
+        backward(out, rows, total)
     grads = {name: x.grad for name, x in leaves.items()}
     return Result(out.detach(), grads, {}, {name: p.grad for name, p in layer.named_parameters()})
 
@@ -317,8 +493,8 @@ def check_refused(group: Any, name: str, method: str) -> None:
 
 
 def check(group: Any, name: str, method: str) -> None:
-    with double():
+    with default(CASES[name].dtype):
         (check_refused if CASES[name].says else check_exact)(group, name, method)
 
 
-CASES = LAYERS | AGGREGATIONS
+CASES = LAYERS | AGGREGATIONS | OPTIONS

@@ -41,6 +41,10 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
     Labels given as lists of nodes (``Entities``) become ``y``, -1 where unlabelled, and masks. A graph with labels but
     no masks gets a random split 60/20/20, the same every time, and a note says so. ``num_classes`` and
     ``num_relations`` are set where labels and edge types are integers.
+
+    Args:
+        name (str): What to load.
+        root (str, optional): Where data sets are kept. (default: :obj:`"data"`)
     """
     kind, *args = name.split("/")
     path = Path(name)
@@ -78,11 +82,12 @@ def community_graph(
     sizes, an MLP reaches about 58% accuracy and GraphSAGE about 92%.
 
     Args:
-        num_nodes: Number of nodes, in random order.
-        num_edges: Number of edges, counted in both directions.
-        num_features: Number of features of a node: the center of its class, and noise.
-        num_classes: Number of classes, each of them a community.
-        seed: Seed of everything random, the split 60/20/20 included.
+        num_nodes (int, optional): Number of nodes, in random order. (default: :obj:`50_000`)
+        num_edges (int, optional): Number of edges, counted in both directions. (default: :obj:`1_000_000`)
+        num_features (int, optional): Number of features of a node: the center of its class, and noise.
+            (default: :obj:`64`)
+        num_classes (int, optional): Number of classes, each of them a community. (default: :obj:`16`)
+        seed (int, optional): Seed of everything random, the split 60/20/20 included. (default: :obj:`0`)
     """
     if min(num_nodes, num_features, num_classes) < 1 or not 0 <= num_edges <= num_nodes**2 // 4:
         raise ValueError(

@@ -45,14 +45,14 @@ def partition(
     graphs, METIS's worst case, of 1M nodes and 10M edges in 8 parts.
 
     Args:
-        data: The graph.
-        num_parts: Number of parts; some stay empty if there are more than nodes.
-        out: The folder to write. Nothing is left there if this function fails.
-        method: ``"metis"``, ``"random"``, ``"contiguous"`` (equal ranges of nodes), or an integer tensor
-            ``[num_nodes]`` with the part of each node.
-        seed: Seed of METIS and of the random assignment.
-        overwrite: Whether to replace a partition that ``out`` holds.
-        progress: Whether to show a progress bar.
+        data (torch_geometric.data.Data): The graph; it is not modified.
+        num_parts (int): Number of parts; some stay empty if there are more than nodes.
+        out (str): The folder to write. Nothing is left there if this function fails.
+        method (str or torch.Tensor, optional): :obj:`"metis"`, :obj:`"random"`, :obj:`"contiguous"` (equal ranges of
+            nodes), or an integer tensor :obj:`[num_nodes]` with the part of each node. (default: :obj:`"metis"`)
+        seed (int, optional): Seed of METIS and of the random assignment. (default: :obj:`0`)
+        overwrite (bool, optional): Whether to replace a partition that :obj:`out` holds. (default: :obj:`False`)
+        progress (bool, optional): Whether to show a progress bar. (default: :obj:`False`)
 
     Returns:
         The report, which is also in ``meta.json``: nodes, in-edges and labelled nodes of each part, their balance
@@ -96,11 +96,14 @@ def prepare(data: Data, *, to_undirected: bool = False, self_loops: bool = False
     """Apply PyG's transforms that change edges, in the order of the arguments.
 
     Args:
-        data: The graph; it is not modified.
-        to_undirected: Whether to add reverse edges and merge duplicates (``ToUndirected``).
-        self_loops: Whether to add a self-loop to every node without one (``AddRemainingSelfLoops``).
-        gcn_norm: Whether to add self-loops and store the normalised ``edge_weight`` (``GCNNorm``), to be used by layers
-            with ``normalize=False``.
+        data (torch_geometric.data.Data): The graph; it is not modified.
+        to_undirected (bool, optional): Whether to add reverse edges and merge duplicates
+            (:class:`~torch_geometric.transforms.ToUndirected`). (default: :obj:`False`)
+        self_loops (bool, optional): Whether to add a self-loop to every node without one
+            (:class:`~torch_geometric.transforms.AddRemainingSelfLoops`). (default: :obj:`False`)
+        gcn_norm (bool, optional): Whether to add self-loops and store the normalised :obj:`edge_weight`
+            (:class:`~torch_geometric.transforms.GCNNorm`), for layers with :obj:`normalize=False`.
+            (default: :obj:`False`)
     """
     if to_undirected:
         data = transforms.ToUndirected()(copy.copy(data))
@@ -234,7 +237,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(value)
+        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
     if isinstance(value, Tensor):
         return (value.as_tensor() if hasattr(value, "as_tensor") else value).detach().cpu()
     return value

@@ -116,9 +116,10 @@ def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True)
     """Read one part; neither ``meta.json`` nor any other part need be there.
 
     Args:
-        folder: The partition folder.
-        part: Number of the part.
-        verify: Whether to compare checksums, which reads every file once more.
+        folder (str): The partition folder.
+        part (int): Number of the part.
+        verify (bool, optional): Whether to compare checksums, which reads every file once more.
+            (default: :obj:`True`)
 
     Raises:
         FileNotFoundError: If the folder, the part, or one of its files is missing.

@@ -26,6 +26,10 @@ def gathered(shards, key, dim=0):
     return torch.cat(values, dim).index_select(dim, ids.argsort())
 
 
+def tensor(value):
+    return torch.as_tensor(value.copy() if isinstance(value, np.ndarray) else value)
+
+
 def random_data(num_nodes=60, num_edges=400, seed=0):
     return Data(edge_index=random_edges(num_nodes, num_edges, seed), num_nodes=num_nodes)
 
@@ -64,6 +68,7 @@ def test_attributes_travel_with_their_rows(tmp_path):
         "half": torch.randn(60).bfloat16(),
         "pos": torch.randn(60, 2, 2)[:, :, 1],
         "array": np.arange(60.0),
+        "backwards": np.arange(60)[::-1],
     }
     edges = {"edge_attr": torch.randn(400, 2), "edge_type": torch.arange(400) % 3, "weight": torch.randn(400)}
     rest = {"table": torch.randn(4, 5), "scalar": torch.tensor(3.0), "flags": np.array([True, False])}
@@ -77,10 +82,10 @@ def test_attributes_travel_with_their_rows(tmp_path):
     assert shards[0].graph_attrs.keys() == rest.keys() | plain.keys()
     for key, value in (nodes | edges).items():
         found = gathered(shards, key)
-        assert found.equal(torch.as_tensor(value)) and found.dtype == torch.as_tensor(value).dtype
+        assert found.equal(tensor(value)) and found.dtype == tensor(value).dtype
     for shard in shards:
         for key, value in rest.items():
-            assert shard.graph_attrs[key].equal(torch.as_tensor(value))
+            assert shard.graph_attrs[key].equal(tensor(value))
         assert {key: shard.graph_attrs[key] for key in plain} == plain
     assert data["array"] is nodes["array"], "the graph given is not touched"
 

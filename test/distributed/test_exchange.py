@@ -1,0 +1,313 @@
+"""What travels, what is alive, and how workers that lose each other end."""
+
+import os
+import weakref
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import CASES, Case, setup
+from pool import Pool
+from problem import NUM_NODES, assignment, edges, share
+from pyg_sar import record_traffic
+from pyg_sar.distributed.exchange import Peers, PeerSink
+from pyg_sar.nn.message_passing import reduce_rows
+
+MODES = (1, 2, 3)
+
+
+def boundary(part, rank):
+    """How many rows a worker reads from others, and how many reads of its own rows there are, from the edges alone."""
+    src, dst = edges()
+    reads = torch.unique(torch.stack([src, part[dst]])[:, part[src] != part[dst]], dim=1)
+    return int((reads[1] == rank).sum()), int((part[reads[0]] == rank).sum())
+
+
+def measure(group, mode, method):
+    """Traffic of every layer, and what it must be."""
+    rank, results = dist.get_rank(group), {}
+    reads, serves = boundary(assignment(method, group.size()), rank)
+    for name, case in CASES.items():
+        it = setup(group, case, mode=mode, method=method)
+        with record_traffic(it.share.edge_index) as records:
+            it.loss().backward()
+        (found,) = records
+        row, again = case.width * 8, case.case == 2 and mode == 1
+        expected = {
+            "case": case.case,
+            "forward_received": reads * row,
+            "forward_sent": serves * row,
+            "backward_received": (serves + again * reads) * row,
+            "backward_sent": (reads + again * serves) * row,
+        }
+        results[name] = vars(found), expected
+    return results
+
+
+@pytest.mark.parametrize("method", ["random", "empty"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workers", [2, 4])
+def test_every_layer_moves_the_boundary_rows_and_nothing_else(pool, workers, mode, method):
+    for results in pool.run(workers, measure, mode, method):
+        for name, (found, expected) in results.items():
+            assert found == expected, name
+
+
+def test_one_worker_moves_nothing(pool):
+    (results,) = pool.run(1, measure, 1, "random")
+    for name, (found, _) in results.items():
+        assert sum(found.values()) == found["case"], name
+
+
+def measure_constants(group):
+    """Traffic where the features, or all but the edge weights, are constants."""
+    mine = share(group, edges(), assignment("random", group.size()))
+    x, weight = torch.randn(len(mine.src), 8), torch.rand(len(mine.edge))
+    root = CASES["sage"].build(dtype=torch.float32)
+    found = {}
+    with record_traffic(mine.edge_index) as records:
+        root(x, mine.edge_index).sum().backward()
+        reduce_rows(mine.edge_index.graph, x, "max")
+        with torch.no_grad():
+            root(x.clone().requires_grad_(), mine.edge_index)
+        reduce_rows(mine.edge_index.graph, x, "sum", weight.requires_grad_()).sum().backward()
+    reads, serves = boundary(assignment("random", group.size()), dist.get_rank(group))
+    for name, record in zip(("sage", "max", "no_grad", "weights"), records, strict=True):
+        assert record.forward_received == reads * 8 * 4
+        found[name] = record.backward_received, record.backward_sent
+    assert weight.grad is not None
+    return found, (reads * 8 * 4, serves * 8 * 4)
+
+
+def test_inputs_without_gradient_cause_no_backward_traffic(pool):
+    for found, once in pool.run(3, measure_constants):
+        assert found["sage"] == found["max"] == found["no_grad"] == (0, 0)
+        assert found["weights"] == once  # the weights' gradient needs the rows, but no gradient of rows goes home
+
+
+def record_nested(group):
+    it = setup(group, CASES["sage"])
+    with record_traffic(it.share.edge_index) as outer:
+        it()
+        with record_traffic(it.share.edge_index) as inner:
+            it()
+        it()
+    it()
+    return len(outer), len(inner)
+
+
+def test_records_nest_and_end(pool):
+    assert pool.run(2, record_nested) == [(2, 1)] * 2
+
+
+class Memory(bytearray):
+    """Memory of a tensor that can be watched by a weak reference, however many views of it there are."""
+
+
+class Watch:
+    """Counts the remote blocks that are alive whenever another one is made."""
+
+    def __init__(self):
+        self.rows, self.grads, self.peak = [], [], {"rows": 0, "grads": 0}
+        self.pushing = False
+
+    @contextmanager
+    def __call__(self):
+        self.peak = {"rows": 0, "grads": 0}
+        make, push = Peers.buffer, PeerSink.push
+
+        def buffer(peers, rows, like):
+            size = make(peers, rows, like)
+            if size.numel() == 0:
+                return size
+            memory = Memory(size.numel() * size.element_size())
+            kind = "grads" if self.pushing else "rows"
+            getattr(self, kind).append(weakref.ref(memory))
+            self.peak[kind] = max(self.peak[kind], self.alive(kind))
+            return torch.frombuffer(memory, dtype=size.dtype).view_as(size)
+
+        def watched(sink, q, grad):
+            self.pushing = True
+            push(sink, q, grad)
+            self.pushing = False
+
+        with mock.patch.object(Peers, "buffer", buffer), mock.patch.object(PeerSink, "push", watched):
+            yield
+
+    def alive(self, kind="rows"):
+        return sum(ref() is not None for ref in getattr(self, kind))
+
+
+def watch_blocks(group, name, mode, prefetch):
+    it, watch = setup(group, CASES[name], mode=mode, prefetch=prefetch), Watch()
+    with watch():
+        loss = it.loss()
+    forward, kept = watch.peak, watch.alive()
+    with watch():
+        loss.backward(retain_graph=True)
+    backward, left = watch.peak, watch.alive()
+    del loss
+    return forward, kept, backward, left, watch.alive() + watch.alive("grads")
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("name", ["gat", "sage", "sage max", "gcn learnt"])
+def test_blocks_alive_in_mode_1(pool, name, prefetch):
+    """Not more than prefetch + 1 of the 3 remote blocks, and as many gradients of blocks under way."""
+    again = CASES[name].case == 2
+    for forward, kept, backward, left, end in pool.run(4, watch_blocks, name, 1, prefetch):
+        assert forward == {"rows": prefetch + 1, "grads": 0}
+        assert kept == 0
+        assert backward == {"rows": again * (prefetch + 1), "grads": prefetch + 1}
+        assert (left, end) == (0, 0)
+
+
+@pytest.mark.parametrize(("mode", "blocks"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize("name", ["gat", "sage"])
+def test_blocks_alive_in_modes_2_and_3(pool, name, mode, blocks):
+    """Case 2 keeps all of them until backward, case 1 none."""
+    needed = CASES[name].case == 2
+    for _, kept, backward, left, end in pool.run(4, watch_blocks, name, mode, 1):
+        assert kept == left == needed * blocks  # the graph is retained
+        assert backward["rows"] == 0
+        assert end == 0
+
+
+def watch_inference(group, mode, context):
+    it, watch = setup(group, CASES["gcn learnt"], mode=mode), Watch()
+    with watch(), context():
+        out = it()
+    assert not out.requires_grad
+    return watch.peak["rows"], watch.alive()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_kept_without_gradients(pool, context):
+    """In mode 2 either, although the edge weights require a gradient."""
+    assert pool.run(4, watch_inference, 2, context) == [(2, 0)] * 4
+
+
+def lonely(group, mode):
+    """Only rank 0 reads, from rank 1; rank 2 has nothing to say to anybody."""
+    edge_index, part = torch.tensor([[1, 1, 2, 0], [0, 0, 2, 0]]), torch.arange(3)
+    mine = share(group, edge_index, part, mode=mode)
+    x = torch.full((1, 2), float(dist.get_rank(group) + 1), requires_grad=True)
+    with record_traffic(mine.edge_index) as records:
+        reduce_rows(mine.edge_index.graph, x, "sum").sum().backward()
+    return x.grad[0, 0].item(), records[0].forward_received, records[0].backward_received
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_empty_travels(pool, mode):
+    assert pool.run(3, lonely, mode) == [(1.0, 8, 0), (2.0, 0, 8), (1.0, 0, 0)]
+
+
+# Workers that lose each other. ``group`` gives up after two seconds, and the pool counts those that did not end.
+
+
+def impatient(group):
+    return dist.new_group(range(group.size()), timeout=timedelta(seconds=2))
+
+
+def fail(group, where, mode, name="gat"):
+    """Rank 1 raises or exits in its forward or backward pass."""
+    it, rank = setup(group, CASES[name], mode=mode), dist.get_rank(group)
+    end = os._exit if where.startswith("exit") else None
+
+    def boom(*args):
+        raise ValueError("boom") if end is None else end(3)
+
+    def second(x, *args, **kwargs):
+        x = type(it.layer).forward(it.layer, x, *args)
+        if rank == 1 and where.endswith("forward"):
+            boom()
+        if rank == 1:
+            x.register_hook(boom)
+        return it.layer.forward_again(x, *args)
+
+    again = Case("GATConv", (12, 4), CASES[name].kwargs).build()
+    it.layer.forward_again = again.forward
+    it.layer.forward = second
+    it().sum().backward()
+
+
+@pytest.mark.parametrize("mode", (1, 3))
+@pytest.mark.parametrize("where", ["forward", "backward", "exit in forward", "exit in backward"])
+def test_others_end_with_the_first(pool, where, mode):
+    """Long before the timeout of 30 seconds, in which the pool would cut them off."""
+    outcomes = pool.outcomes(4, fail, where, mode, timeout=20)
+    first = outcomes.pop(1)
+    assert first == ("died", 3) if where.startswith("exit") else first[:3] == ("error", "ValueError", "boom")
+    for outcome in outcomes:
+        assert outcome[:2] == ("error", "RuntimeError")
+        assert "Lost the other workers while" in outcome[2]
+        assert "the first error among all ranks" in outcome[2]
+
+
+def disagree(group, what, mode):
+    """Rank 1 does something else than the others."""
+    group = impatient(group)
+    odd = dist.get_rank(group) == 1
+    size = {"width": (12, torch.float32), "type": (8, torch.float64), "bytes": (4, torch.float64)}
+    width, dtype = size.get(what, (8, torch.float32)) if odd else (8, torch.float32)
+    mine = share(group, edges(), assignment("random", 4), mode=3 if what == "mode" and odd else mode)
+    x = torch.randn(len(mine.src), width, dtype=dtype, requires_grad=not (odd and what == "requires_grad"))
+    graph = mine.edge_index.graph
+    for _ in range(1 if odd and what == "layers" else 2):
+        out = reduce_rows(graph, x, "max" if what == "mode" else "sum")
+    out.sum().backward() if out.requires_grad else None
+    return out
+
+
+@pytest.mark.parametrize("mode", (1, 3))
+@pytest.mark.parametrize("what", ["width", "type", "bytes", "requires_grad", "layers"])
+def test_workers_that_disagree_end(pool, what, mode):
+    """With an error on those that wait for another, never an abort, and never a result from somebody else's bytes."""
+    outcomes = pool.outcomes(4, disagree, what, mode, timeout=20)
+    odd = outcomes.pop(1)
+    assert odd[0] in ("error", "ok"), odd  # it may have done all it wanted
+    for outcome in outcomes:
+        assert outcome[:2] == ("error", "RuntimeError"), outcome
+        assert "inputs of the same width, 'dtype' and 'requires_grad'" in outcome[2]
+        assert "worker " in outcome[2]
+
+
+def test_workers_in_different_modes_end(pool):
+    outcomes = pool.outcomes(4, disagree, "mode", 1, timeout=20)
+    assert {o[0] for o in outcomes} <= {"error", "ok"}
+    assert sum("Lost the other workers" in o[2] for o in outcomes if o[0] == "error") >= 3
+
+
+def tags(group):
+    """Tags of the messages of two layers, of one layer twice, and of their gradients."""
+    seen, make = [], Peers.tag
+
+    def tag(peers, what, tensor):
+        seen.append((what, make(peers, what, tensor)))
+        return seen[-1][1]
+
+    with mock.patch.object(Peers, "tag", tag):
+        it = setup(group, CASES["sage"])
+        (it() + it()).sum().backward()
+    return seen
+
+
+def test_messages_of_different_calls_differ(pool):
+    for seen in pool.run(2, tags):
+        assert [what for what, _ in seen] == ["source rows"] * 4 + ["gradients"] * 4
+        assert len({tag for _, tag in seen}) == 8
+        assert all(0 <= tag < 2**31 for _, tag in seen)
+
+
+def test_rows_that_do_not_fit_are_refused(pool: Pool):
+    for outcome in pool.outcomes(2, wrong_rows):
+        assert outcome[1] == "ValueError"
+        assert f"this worker's {NUM_NODES - 1}" in outcome[2] or "this worker's" in outcome[2]
+
+
+def wrong_rows(group):
+    it = setup(group, CASES["sage"])
+    it.layer(it.x[:-1], it.share.edge_index)

@@ -1,0 +1,56 @@
+"""Each file imports only what stands below it, and third parties only where they belong."""
+
+import ast
+from pathlib import Path
+
+import pyg_sar
+import pytest
+
+ROOT = Path(pyg_sar.__file__).parent
+BELOW = {
+    "graph": set(),
+    "ops": set(),
+    "dropout": set(),
+    "reduce": {"graph", "ops"},
+    "stream": {"graph", "reduce"},
+    "edge_index": {"graph"},
+}
+THIRD_PARTY = {
+    "torch_geometric": {"nn", "distributed/partition.py", "distributed/datasets.py", "distributed/load.py"},
+    "torch.distributed": {"distributed"},
+    "pymetis": {"distributed/partition.py"},
+    "safetensors": {"distributed/store.py"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module}
+    return found
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_core_imports_only_what_is_below(name):
+    own = {i.split(".")[1] for i in imports(ROOT / f"{name}.py") if i.startswith("pyg_sar.")}
+    assert own <= BELOW[name]
+
+
+@pytest.mark.parametrize("package", THIRD_PARTY)
+def test_third_parties_are_imported_where_they_belong(package):
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if any(i == package or i.startswith(f"{package}.") for i in imports(path))
+    }
+    allowed = THIRD_PARTY[package]
+    assert users, f"nobody imports {package}: is this test out of date?"
+    assert {u for u in users if u not in allowed and u.split("/")[0] not in allowed} == set()
+
+
+def test_layers_know_workers_only_through_collectives():
+    for path in (ROOT / "nn").glob("*.py"):
+        assert {i for i in imports(path) if i.startswith("pyg_sar.distributed")} <= {"pyg_sar.distributed.collectives"}
