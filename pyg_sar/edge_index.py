@@ -298,10 +298,10 @@ def select(func: Callable, args: Any, kwargs: Any) -> Any:
 def gather(func: Callable, target: Tensor, dim: int, index: Any) -> Tensor:
     """Read rows of nodes by sources: fetch those of other workers, then index."""
     it = next(sharded(index))
-    graph, rows = it._graph, tuple(target.shape)
-    if it is not index or it._kind != SOURCES or it.dim() != 1 or not rows or rows[dim] != graph.num_src:
-        refuse(func, (it,), {}, f"it reads a tensor of shape {list(rows)} by the {it._kind}, which can read "
-               f"{graph.num_src} rows of nodes in dimension {dim}")  # fmt: skip
+    graph, shape = it._graph, list(target.shape)
+    if it is not index or it._kind != SOURCES or it.dim() != 1 or not shape or shape[dim] != graph.num_src:
+        refuse(func, (it,), {}, f"it reads dimension {dim} of a tensor of shape {shape} by the {it._kind}, which reads "
+               f"the rows of {graph.num_src} nodes")  # fmt: skip
     fetched = Halo.apply(target.movedim(dim, 0), graph)
     return fetched.index_select(0, plain(it)).movedim(0, dim)
 
@@ -313,8 +313,8 @@ def scatter(func: Callable, args: Any, kwargs: Any) -> Any:
         refuse(func, args, kwargs)
     graph, size = index._graph, list(target.shape)
     if index._kind != SOURCES or size[dim] != graph.num_src:
-        refuse(func, args, kwargs, f"it adds onto a tensor of shape {size} by the {index._kind}, which can write "
-               f"{graph.num_src} rows of nodes in dimension {dim}")  # fmt: skip
+        refuse(func, args, kwargs, f"it adds onto dimension {dim} of a tensor of shape {size} by the {index._kind}, "
+               f"which reaches the rows of {graph.num_src} nodes")  # fmt: skip
     size[dim] += graph.exchange.merge().num_halo
     sums = src.new_zeros(size).scatter_add(dim, plain(index), src)
     out = Home.apply(sums.movedim(dim, 0), graph).movedim(0, dim)
@@ -380,6 +380,7 @@ WHOLE_GRAPH = {
     "EquilibriumAggregation": "optimises over all nodes at once",
     "QuantileAggregation": "needs in-edges at the first node of every worker; mean, max, min work on every graph",
     "ChebConv": "takes 'lambda_max' from all edge weights unless it is given (2.0 suits the normalisation 'sym')",
+    "FeaStConv": "needs an edge on every worker",
     "GPSConv": "attends over all nodes",
     "HANConv": "averages over all nodes in its semantic attention",
     "MeshCNNConv": "reads edges by their position",
@@ -402,6 +403,7 @@ UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph], bool]] = {
     "LayerNorm": lambda layer, call, graph: getattr(layer, "mode", "node") == "node",
     "QuantileAggregation": lambda layer, call, graph: graph.num_dst == 0 or bool(graph.degree[0] > 0),
     "ChebConv": lambda layer, call, graph: call.get("lambda_max", call) is not None,
+    "FeaStConv": lambda layer, call, graph: graph.num_edges > 0 or (layer.add_self_loops and graph.num_dst > 0),
     "RGCNConv": lambda layer, call, graph: decides_alike(sys.modules["torch_geometric"]),
     "SuperGATConv": lambda layer, call, graph: not layer.training,
     "CorrectAndSmooth": lambda layer, call, graph: not layer.autoscale,

@@ -22,7 +22,7 @@ from torch_geometric.utils import index_to_mask
 
 KINDS = (
     "'Class' or 'Class/name' of torch_geometric.datasets (Planetoid/Cora), 'ogbn-...', 'Community', "
-    "'Community/NODES/EDGES', or a file .pt, .npz, .csv, .tsv, .txt"
+    "'Community/NODES/EDGES' (or 'Relations', which has edge types), or a file .pt, .npz, .csv, .tsv, .txt"
 )
 
 
@@ -31,7 +31,7 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
 
     * ``Class`` or ``Class/name``: a data set of :mod:`torch_geometric.datasets`, kept in ``root/Class``.
     * ``ogbn-...``: a node data set of OGB (needs ``ogb``), kept in ``root``.
-    * ``Community`` or ``Community/NODES/EDGES``: :func:`community_graph`.
+    * ``Community`` or ``Community/NODES/EDGES``: :func:`community_graph`; ``Relations`` is the same with ``edge_type``.
     * ``FILE.pt``: a saved :class:`~torch_geometric.data.Data`, or a dictionary of its attributes.
     * ``FILE.npz``: ``edge_index``, or ``edge_src`` and ``edge_dst``, or ``indptr`` and ``indices`` (CSR, edges from row
       to column); every other array becomes an attribute of the same name. The number of nodes is ``num_nodes``, else
@@ -55,10 +55,12 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
             data = _READERS[path.suffix](path)
         except Exception as error:  # each format breaks in many ways
             raise ValueError(f"'{name}' could not be read as {_FORMATS[path.suffix]}: {error}") from error
-    elif kind == "Community":
+    elif kind in ("Community", "Relations"):
         if len(args) not in (0, 2) or not all(arg.isdecimal() for arg in args):
-            raise ValueError(f"Expected 'Community' or 'Community/NODES/EDGES', got '{name}'.")
+            raise ValueError(f"Expected '{kind}' or '{kind}/NODES/EDGES', got '{name}'.")
         data = community_graph(*map(int, args))
+        if kind == "Relations":
+            data.edge_type = _relations(data)
     else:
         data = _ogb(name, root) if kind.startswith("ogbn-") else _pyg(name, root)
     if isinstance(data, HeteroData):
@@ -104,6 +106,16 @@ def community_graph(
     center = 2 * torch.randn(num_classes, num_features, generator=generator) / num_features**0.5
     x = center[y] + torch.randn(num_nodes, num_features, generator=generator)
     return _split(Data(x=x, edge_index=edge_index, y=y, num_classes=num_classes), seed)
+
+
+def _relations(data: Data, num_relations: int = 4, seed: int = 0) -> Tensor:
+    """Draw a relation for each edge, which tells in seven of ten cases whether it joins nodes of one class."""
+    generator = torch.Generator().manual_seed(seed)
+    src, dst = data.edge_index
+    draw = torch.randint(num_relations // 2, src.shape, generator=generator)
+    told = torch.rand(src.shape, generator=generator) < 0.7
+    same = torch.where(told, data.y[src] == data.y[dst], torch.rand(src.shape, generator=generator) < 0.5)
+    return 2 * draw + same
 
 
 def _pairs(y: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -78,6 +78,8 @@ class Log:
         try:
             yield self.records
         finally:
+            if outer is not None:
+                outer += self.records
             self.records = outer
 
 

@@ -1,0 +1,325 @@
+"""Reductions against the generic one, against PyG where values are equal, and at low precision."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from layer_check import inputs, leaf, run
+from problem import NUM_NODES, assignment, close, edges, share
+from pyg_sar import nn, shard
+from pyg_sar.dropout import dropout_factors
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.reduce import Extremum, Message, Softmax, Sum
+from pyg_sar.stream import aggregate
+from torch import Tensor
+from torch_geometric.nn import GATConv, GCNConv, RGCNConv, SAGEConv
+from torch_geometric.utils import scatter, softmax
+
+MODES = (1, 2, 3)
+H, C = 2, 3
+
+
+def graph_of(group, mode) -> tuple[ShardedGraph, object]:
+    mine = share(group, edges(), assignment("random", group.size()), mode=mode)
+    return mine.edge_index.graph, mine
+
+
+def gradients(out, *leaves):
+    """Output and gradients under a loss that weighs every entry differently."""
+    weight = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    return out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)
+
+
+def equal(found, expected, what):
+    assert len(found) == len(expected)
+    for k, (f, e) in enumerate(zip(found, expected, strict=True)):
+        close(f, e, f"{what} {k}")
+
+
+# Oracles: the same numbers from `Message`, which lets autograd differentiate the message.
+
+
+def weighted_sum(group, mode, heads):
+    graph, _ = graph_of(group, mode)
+    x = torch.randn(graph.num_src, *([H] if heads else []), C, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(graph.num_edges, *([H] if heads else []), dtype=torch.float64, requires_grad=True)
+
+    def message(block, x, rows):
+        return x[block.col] * rows.edge[0].unsqueeze(-1)
+
+    oracle = gradients(aggregate(graph, Message(message, x.shape[1:]), x, edge=[w]), x, w)
+    equal(gradients(aggregate(graph, Sum(learn_weight=True), x, edge=[w]), x, w), oracle, "learnt weights")
+    constant = aggregate(graph, Sum(), x, edge=[w.detach()])
+    equal(gradients(constant, x), oracle[:2], "constant weights")
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_weighted_sum_equals_the_generic_one(pool, mode, heads):
+    pool.run(3, weighted_sum, mode, heads)
+
+
+def attention(group, mode, p):
+    """Softmax attention with every kind of input, against two generic sums: numerator and normaliser."""
+    graph, mine = graph_of(group, mode)
+    n, m, e = graph.num_src, graph.num_dst, graph.num_edges
+    z, a_src, a_dst, edge, const = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((n, H * C), (n, H), (m, H), (e, 4), (H, 4))
+    )
+
+    def score(block, terms, rows):
+        logits = terms[block.col] + rows.dst[0][block.row] + rows.edge[0] @ rows.const[0].t()
+        return F.leaky_relu(logits, 0.2)
+
+    def factors(block):
+        return dropout_factors(mine.edge[block.edges], H, p, 12345, torch.float64)
+
+    def message(block, x, rows):
+        weight = score(block, x[:, H * C :], rows).exp()
+        values = x[block.col, : H * C].view(-1, H, C) * (weight * factors(block)).unsqueeze(-1)
+        return torch.cat([values, weight.unsqueeze(-1)], -1)
+
+    rest = {"dst": [a_dst], "edge": [edge], "const": [const]}
+    leaves = (z, a_src, a_dst, edge, const)
+    reduce = Softmax(H, C, score, factors if p > 0 else None)
+    both = aggregate(graph, Message(message, (H, C + 1)), torch.cat([z, a_src], 1), **rest)
+    total = both[..., C:]
+    oracle = both[..., :C] / torch.where(total > 0, total, 1)
+    equal(
+        gradients(aggregate(graph, reduce, torch.cat([z, a_src], 1), **rest), *leaves), gradients(oracle, *leaves), "attend"
+    )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.6])
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_equals_the_generic_sum(pool, mode, p):
+    pool.run(3, attention, mode, p)
+
+
+def dropped_messages(group, mode):
+    """Dropout inside a message that is rebuilt in backward: the mask is a function of the edge's id."""
+    graph, mine = graph_of(group, mode)
+    g = torch.Generator().manual_seed(0)
+    x_all = torch.randn(NUM_NODES, H, generator=g, dtype=torch.float64)
+    scale_all = torch.randn(H, generator=g, dtype=torch.float64)
+
+    def body(x_j, scale, ids):
+        return (x_j * scale).tanh() * dropout_factors(ids, H, 0.5, 77, torch.float64)
+
+    def message(block, x, rows):
+        return body(x[block.col], rows.const[0], mine.edge[block.edges])
+
+    src, dst = edges()
+    x, scale = leaf(x_all), leaf(scale_all)
+    whole = scatter(body(x[src], scale, torch.arange(src.numel())), dst, 0, NUM_NODES)
+    weight = torch.randn(NUM_NODES, H, generator=g, dtype=torch.float64)
+    expected = torch.autograd.grad((whole * weight).sum(), (x, scale))
+
+    mine_x, mine_scale = leaf(x_all[mine.src]), leaf(scale_all)
+    out = aggregate(graph, Message(message, (H,)), mine_x, const=[mine_scale])
+    d_x, d_scale = torch.autograd.grad((out * weight[mine.dst]).sum(), (mine_x, mine_scale))
+    dist.all_reduce(d_scale, group=group)
+    close(out, whole[mine.dst], "output")
+    close(d_x, expected[0][mine.src], "d x")
+    close(d_scale, expected[1], "d scale")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_dropout_in_a_rematerialised_message(pool, workers, mode):
+    pool.run(workers, dropped_messages, mode)
+
+
+def test_gradients_of_all_reductions_numerically():
+    """By finite differences, in one process with three shards."""
+    edge_index = edges()[:, :150]
+    graph = shard(edge_index, NUM_NODES, 3).graph
+    g = torch.Generator().manual_seed(0)
+    x, terms, w = (
+        leaf(torch.randn(n, k, generator=g, dtype=torch.float64)) for n, k in ((61, H * C), (61, H), (150, 1))
+    )
+
+    def score(block, terms, rows):
+        return terms[block.col] * rows.edge[0]
+
+    def drop(block):
+        return dropout_factors(torch.arange(150)[block.edges], H, 0.3, 5, torch.float64)
+
+    softmax = Softmax(H, C, score, drop)
+    checks = [
+        (lambda x: aggregate(graph, Sum(), x), (x,)),
+        (lambda x, w: aggregate(graph, Sum(True), x, edge=[w.view(-1)]), (x, w)),
+        (lambda x: aggregate(graph, Extremum(-1), x), (x,)),
+        (lambda x, t, w: aggregate(graph, softmax, torch.cat([x, t], 1), edge=[w]), (x, terms, w)),
+    ]
+    for function, leaves in checks:
+        torch.autograd.gradcheck(function, leaves, fast_mode=True)
+
+
+# Maxima and minima.
+
+
+def extrema(group, mode, values):
+    """Equal values in several shards; nodes without in-edges; the zeros of a ReLU."""
+    graph, mine = graph_of(group, mode)
+    g = torch.Generator().manual_seed(3)
+    make = {
+        "ties": lambda: torch.randint(-1, 2, (NUM_NODES, 16), generator=g).double(),
+        "equal": lambda: torch.ones(NUM_NODES, 16, dtype=torch.float64),
+        "relu": lambda: torch.randn(NUM_NODES, 16, generator=g, dtype=torch.float64).relu(),
+        "negative": lambda: -torch.rand(NUM_NODES, 16, generator=g, dtype=torch.float64),
+    }
+    x_all, (src, dst) = make[values](), edges()
+    weight = torch.randn(NUM_NODES, 16, generator=g, dtype=torch.float64)
+    for sign, name in ((1, "max"), (-1, "min")):
+        x = leaf(x_all)
+        whole = scatter(x[src], dst, 0, NUM_NODES, name)
+        (whole * weight).sum().backward()
+        mine_x = leaf(x_all[mine.src])
+        out = aggregate(graph, Extremum(sign), mine_x)
+        (out * weight[mine.dst]).sum().backward()
+        assert torch.equal(out, whole[mine.dst])
+        close(mine_x.grad, x.grad[mine.src], f"{name} of {values}")
+        assert torch.equal(mine_x.grad == 0, x.grad[mine.src] == 0)
+    return out[torch.isin(mine.dst, dst, invert=True)]
+
+
+@pytest.mark.parametrize("values", ["ties", "equal", "relu", "negative"])
+@pytest.mark.parametrize("mode", MODES)
+def test_extrema_share_gradients_as_in_pyg(pool, mode, values):
+    rows = torch.cat(pool.run(4, extrema, mode, values))
+    assert len(rows) > 5, "nodes without in-edges"
+    assert not rows.any()
+
+
+def split_tie(group, mode):
+    """Rank 0 reads the same maximum from all three; exact thirds, by PyG's rule that zeros count once more."""
+    mine = share(group, torch.tensor([[0, 1, 2], [0, 0, 0]]), torch.arange(3), mode=mode)
+    found = []
+    for value in (5.0, 0.0):
+        x = torch.full((1, 1), value, requires_grad=True)
+        aggregate(mine.edge_index.graph, Extremum(1), x).sum().backward()
+        found.append(x.grad.item())
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tie_across_three_workers(pool, mode):
+    assert pool.run(3, split_tie, mode) == [pytest.approx([1 / 3, 1 / 4])] * 3
+
+
+# Attention with extreme scores.
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish():
+    src, dst = edges()
+    graph = shard(edges(), NUM_NODES, 4).graph
+    g = torch.Generator().manual_seed(0)
+    terms = torch.randn(NUM_NODES, 1, generator=g) * 1000
+    values = leaf(torch.randn(NUM_NODES, 2, generator=g))
+
+    def score(block, terms, rows):
+        return terms[block.col]
+
+    out = aggregate(graph, Softmax(1, 2, score), torch.cat([values, terms], 1)).squeeze(1)
+    alpha = softmax(terms[src], dst, num_nodes=NUM_NODES)
+    expected = scatter(alpha * values[src], dst, 0, NUM_NODES)
+    close(out, expected, "output", 1e-5)
+    (d_out,), (d_expected,) = (torch.autograd.grad(o.square().sum(), values) for o in (out, expected))
+    close(d_out, d_expected, "gradient", 1e-4)
+
+
+def test_attention_to_a_hub_stays_finite_in_half_precision():
+    """Normalised as it goes along; PyG's own normaliser overflows here."""
+    n = 70_000
+    edge_index = torch.stack([torch.arange(n), torch.zeros(n, dtype=torch.long)])
+    conv = nn.GATConv(4, 4, add_self_loops=False).half()
+    conv.lin.weight.data.copy_(torch.eye(4))
+    x = torch.full((n, 4), 2.0, dtype=torch.float16)
+    assert conv(x, shard(edge_index, n, 4))[0].tolist() == [2.0] * 4
+
+
+# Precision: errors against double precision, at most twice those of PyG.
+
+LAYERS = [
+    (SAGEConv, (16, 8), {}, ""),
+    (SAGEConv, (16, 8), {"aggr": "sum"}, ""),
+    (SAGEConv, (16, 8), {"aggr": "max"}, ""),
+    (GCNConv, (16, 8), {}, ""),
+    (GCNConv, (16, 8), {}, "w"),
+    (GATConv, (16, 8), {"heads": 3}, ""),
+    (RGCNConv, (16, 8, 5), {}, "t"),
+]
+
+
+class As(torch.nn.Module):
+    """A layer whose output has the type of its input, which PyG's RGCNConv forgets."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, *rest):
+        return self.layer(x, *rest).to(x.dtype)
+
+
+def error(found: Tensor, truth: Tensor) -> Tensor:
+    return (found.double() - truth).square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("layer", "args", "kwargs", "roles"), LAYERS)
+def test_error_at_most_twice_that_of_pyg(layer, args, kwargs, roles, dtype):
+    """Root mean square over four random graphs with a hub, for the output and every gradient."""
+    n, e, errors = 200, 4000, {}
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        edge_index = torch.randint(n, (2, e), generator=g)
+        edge_index[1, :400] = 3
+        torch.manual_seed(seed)
+        x = torch.randn(n, 16).to(dtype)
+        rest = inputs(roles, e, dtype)
+        reference = As(layer(*args, **kwargs).to(dtype))
+        weights = reference.state_dict()
+        ours = As(getattr(nn, layer.__name__)(*args, **kwargs).to(dtype))
+        exact = As(layer(*args, **kwargs).double())
+        for other in (ours, exact):
+            other.load_state_dict(weights)
+
+        def results(model, edge_index, dtype, x=x, rest=rest):
+            cast = [leaf(t.to(dtype) if t.is_floating_point() else t) for t in (x, *rest)]
+            return run(model, cast[0], edge_index, cast[1:], torch.arange(n), n)
+
+        truth, theirs = results(exact, edge_index, torch.float64), results(reference, edge_index, dtype)
+        for graph in (shard(edge_index, n, 3), shard(edge_index, n, 1)):
+            found = results(ours, graph, dtype)
+            for key, value in truth.items():
+                if value is not None:
+                    assert found[key].dtype == dtype, key
+                    mine, his = errors.setdefault((key, len(graph.graph.blocks)), [0, 0])
+                    errors[key, len(graph.graph.blocks)] = [
+                        mine + error(found[key], value), his + error(theirs[key], value)
+                    ]  # fmt: skip
+    for key, (mine, his) in errors.items():
+        assert mine.sqrt() <= 2 * his.sqrt(), (key, mine.sqrt(), his.sqrt())
+
+
+def low_precision(group, dtype, mode):
+    """All layers on the wire in half precision: types as in one process, and nearly the same numbers."""
+    mine = share(group, edges(), assignment("random", group.size()), mode=mode)
+    for layer, args, kwargs, roles in LAYERS:
+        torch.manual_seed(0)
+        conv = getattr(nn, layer.__name__)(*args, **kwargs).to(dtype)
+        x_all, rest = torch.randn(NUM_NODES, 16).to(dtype), inputs(roles, edges().size(1), dtype)
+        x = leaf(x_all[mine.src])
+        out = conv(x, mine.edge_index, *(t[mine.edge] for t in rest))
+        out.sum().backward()
+        assert out.dtype == x.grad.dtype == dtype
+        close(out.float(), conv(x_all, edges(), *rest)[mine.dst].float(), layer.__name__, 0.05)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_across_workers(pool, dtype, mode):
+    pool.run(3, low_precision, dtype, mode)

@@ -1,0 +1,256 @@
+"""The streaming loop as a citizen of autograd: every layer x mode on several workers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import CASES, Case, setup, whole
+from problem import assignment, close, edges, share
+from pyg_sar import shard
+from pyg_sar.nn import GATConv, GCNConv, RGCNConv, SAGEConv
+from pyg_sar.reduce import Extremum, Sum
+from pyg_sar.stream import aggregate
+
+MODES = (1, 2, 3)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def same(found, expected, what):
+    assert found.keys() == expected.keys(), what
+    for name, value in expected.items():
+        close(found[name], value, f"{what}: {name}")
+
+
+def backward_twice(group, mode):
+    for name, case in CASES.items():
+        it = setup(group, case, mode=mode)
+        loss = it.loss()
+        loss.backward(retain_graph=True)
+        first = it.grads()
+        assert "x" in first
+        loss.backward()
+        same(it.grads(), first, name)
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+@every_mode
+def test_backward_twice_gives_the_same(pool, mode):
+    pool.run(3, backward_twice, mode)
+
+
+def some_gradients(group, mode):
+    for name, case in CASES.items():
+        it = setup(group, case, mode=mode)
+        it.loss().backward()
+        expected = it.grads()
+        for chosen in (["x"], [n for n in expected if n != "x"]):
+            got = torch.autograd.grad(it.loss(), [it.leaves()[n] for n in chosen])
+            same(dict(zip(chosen, got, strict=True)), {n: expected[n] for n in chosen}, f"{name} {chosen}")
+        assert it.grads() == {}
+
+
+@every_mode
+def test_gradients_of_inputs_only_and_of_parameters_only(pool, mode):
+    pool.run(3, some_gradients, mode)
+
+
+def accumulate(group, mode):
+    """Two graphs, two inputs and one layer: apart, in turn, nested and summed."""
+    for name, case in CASES.items():
+        first, second = (setup(group, case, mode=mode, seed=s) for s in (0, 1))
+        second.layer = first.layer
+        parts = []
+        for it in (first, second):
+            it.loss().backward()
+            parts.append(it.grads())
+        weights = {n for n in parts[0] if n != "x" and not n.startswith("extra")}
+        both = {n: parts[0][n] + parts[1][n] if n in weights else parts[0][n] for n in parts[0]}
+
+        first.loss().backward()
+        second.loss().backward()
+        same(first.grads(), both, f"{name}, accumulated")
+        second.grads()
+        loss = first.loss()
+        (loss + second.loss()).backward()
+        same(first.grads(), both, f"{name}, one backward")
+        second.grads()
+
+
+@every_mode
+def test_several_graphs_and_accumulation(pool, mode):
+    pool.run(3, accumulate, mode)
+
+
+def twice_in_one_model(group, mode):
+    """The same layer twice in one forward pass, as in PyG on the whole graph."""
+    for name, case in CASES.items():
+        width, heads = (4, {"heads": 2}) if "heads" in case.kwargs else (8, {})
+        square = Case(case.layer, (8, width, *case.args[2:]), {**case.kwargs, **heads}, case.roles, case.learn)
+        results = []
+        for it in (setup(group, square, mode=mode), whole(square)):
+            inner = it.layer
+            it.layer = torch.nn.Module()
+            it.layer.inner, it.layer.forward = inner, lambda x, *rest, f=inner: f(f(x, *rest).relu(), *rest)
+            it.loss().backward()
+            results.append((it.share, it.grads()))
+        (mine, found), (_, expected) = results
+        for key, value in expected.items():
+            if key == "x":
+                value = value[mine.src]
+            elif key.startswith("extra"):
+                value = value[mine.edge]
+            else:
+                dist.all_reduce(found[key], group=group)
+            close(found[key], value, f"{name} {key}")
+
+
+@every_mode
+def test_same_layer_twice(pool, mode):
+    pool.run(3, twice_in_one_model, mode)
+
+
+def in_place(group, mode):
+    """Changing an output in place gives PyG's gradients or torch's own error."""
+    for name, case in CASES.items():
+        for bias in (True, False):
+            plain = Case(case.layer, case.args, {**case.kwargs, "bias": bias}, case.roles, case.learn)
+            it = setup(group, plain, mode=mode)
+            it().relu().sum().backward()
+            expected = it.grads()
+            it().relu_().sum().backward()
+            same(it.grads(), expected, f"{name} bias={bias}")
+
+
+@every_mode
+def test_outputs_may_be_changed_in_place(pool, mode):
+    pool.run(2, in_place, mode)
+
+
+def change_too_early(group, mode):
+    """What backward reads was changed between forward and backward."""
+    mine = share(group, edges(), assignment("random", group.size()), mode=mode)
+    graph = mine.edge_index.graph
+    x = torch.rand(len(mine.src), 3, requires_grad=True)
+    refused = 0
+    for reduce, change in ((Extremum(1), "out"), (Extremum(1), "x")):
+        h = x * 1
+        out = aggregate(graph, reduce, h)
+        loss = out.sum()
+        with torch.no_grad():
+            (out if change == "out" else h).mul_(2)
+        try:
+            (got,) = torch.autograd.grad(loss, x)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            refused += 1
+        else:  # backward has a copy of its own
+            (expected,) = torch.autograd.grad(aggregate(graph, reduce, x * 1).sum(), x)
+            close(got, expected, change)
+    return refused
+
+
+@every_mode
+def test_changes_of_what_backward_reads_are_noticed(pool, mode):
+    assert pool.run(2, change_too_early, mode) == [1 if mode == 3 else 2] * 2
+
+
+def sums_read_nothing(group):
+    """Case 1 does not read its input again, so that it may be changed."""
+    mine = share(group, edges(), assignment("random", group.size()))
+    x = torch.rand(len(mine.src), 3, requires_grad=True)
+    h = x * 1
+    loss = aggregate(mine.edge_index.graph, Sum(), h).sum()
+    h.data.zero_()
+    with torch.no_grad():
+        h.zero_()
+    loss.backward()
+    close(x.grad, torch.autograd.grad(aggregate(mine.edge_index.graph, Sum(), x).sum(), x)[0], "x")
+
+
+def test_sums_do_not_keep_their_input(pool):
+    pool.run(2, sums_read_nothing)
+
+
+def twice_differentiable(group, mode):
+    for case in CASES.values():
+        it = setup(group, case, mode=mode)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            # The gradient of the output is a constant: torch's own check would let it pass, and be wrong.
+            torch.autograd.grad(it().sum(), it.x, create_graph=True)
+
+
+@every_mode
+def test_second_derivatives_are_refused(pool, mode):
+    pool.run(2, twice_differentiable, mode)
+
+
+def infer_first(group, mode, context):
+    """What inference leaves behind on the graph must serve training."""
+    for name, case in CASES.items():
+        expected, it = setup(group, case, mode=mode), setup(group, case, mode=mode)
+        with context():
+            out = it()
+        assert not out.requires_grad
+        loss = expected.loss()
+        close(out, expected(), name)
+        loss.backward()
+        it.loss().backward()
+        same(it.grads(), expected.grads(), name)
+
+
+@every_mode
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_inference_before_training(pool, mode, context):
+    pool.run(2, infer_first, mode, context)
+
+
+def test_edge_types_made_in_inference_mode():
+    edge_index = edges()
+    types = torch.zeros(edge_index.size(1), dtype=torch.long)
+    conv, graph, x = RGCNConv(8, 4, 2), shard(edge_index, 61, 2), torch.rand(61, 8)
+    with torch.inference_mode():
+        close(conv(x, graph, types.clone()), conv(x, edge_index, types), "output", 1e-5)
+
+
+def layouts(group, mode):
+    """Inputs that are not contiguous, and a batch of node features on one graph."""
+    n, part = 61, assignment("random", group.size())
+    whole_x = torch.rand(2, 8, n, dtype=torch.float64)
+    mine = share(group, edges(), part, mode=mode)
+    ways = {
+        "transposed": (whole_x[0].t(), whole_x[0][:, mine.src].t()),
+        "strided": (whole_x.movedim(-1, 0)[:, 0], whole_x[:, :, mine.src].movedim(-1, 0)[:, 0]),
+        "expanded": (torch.ones(n, 8).double(), torch.ones(1, 1).double().expand(len(mine.src), 8)),
+        "batch": (whole_x.mT.contiguous(), whole_x[:, :, mine.src].mT),
+    }
+    for conv in (SAGEConv(8, 4), SAGEConv(8, 4, aggr="max"), GCNConv(8, 4), GATConv(8, 4)):
+        conv = conv.double()
+        for way, (x, x_mine) in ways.items():
+            if way == "batch" and isinstance(conv, GATConv):
+                continue
+            x_mine = x_mine.detach().requires_grad_()
+            out, expected = conv(x_mine, mine.edge_index), conv(x, edges())
+            close(out, expected.index_select(-2, mine.dst), f"{conv} {way}")
+            out.sum().backward()
+            assert x_mine.grad.shape == x_mine.shape
+
+
+@every_mode
+def test_layouts(pool, mode):
+    pool.run(2, layouts, mode)
+
+
+def wrong_rows(group):
+    mine = share(group, edges(), assignment("random", group.size()))
+    graph, x = mine.edge_index.graph, torch.rand(len(mine.src), 2)
+    for arguments, says in (
+        ((x[1:],), f"{len(x)} source rows"),
+        ((x, [x[1:]]), f"{len(x)} destinations"),
+        ((x, [], [x]), f"{graph.num_edges} edges"),
+    ):
+        with pytest.raises(ValueError, match=f"rank {dist.get_rank(group)}.*{says}"):
+            aggregate(graph, Sum(), *arguments)
+
+
+def test_tensors_of_the_wrong_length_are_refused(pool):
+    pool.run(2, wrong_rows)
