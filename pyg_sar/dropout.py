@@ -28,8 +28,8 @@ def dropout_factors(e_id: Tensor, heads: int, p: float, seed: int, dtype: torch.
         seed: Seed of this call.
         dtype: Type of the factors.
     """
-    # Scrambled before they meet: were they merely added, the masks of seeds 0 and 1 would be the same numbers in another
-    # order. One key for the edges and one for each head.
+    # Scrambled before they meet: were they merely added, the masks of seeds 0 and 1 would be the same numbers in
+    # another order. One key is for the edges and one for each head.
     keys = mix(torch.arange(1, heads + 2, device=e_id.device))
     keys = mix(mix(keys ^ (seed & WORD)) ^ (seed >> 32 & WORD))
     h = mix(mix(e_id & WORD) ^ (e_id >> 32 & WORD) ^ keys[0])

@@ -53,7 +53,8 @@ class ShardedEdgeIndex(Tensor):
 
     @property
     def graph(self) -> ShardedGraph:
-        """The sharded graph; only the ``edge_index`` as it was loaded has one."""
+        """The sharded graph, which layers stream over; only the ``edge_index`` as it was loaded has one."""
+        refuse_whole_graph(self)
         if self._data is not None:
             raise AttributeError(
                 f"This {self._kind} was derived by an operation on a sharded 'edge_index' and has no blocks to stream"
@@ -74,6 +75,7 @@ class ShardedEdgeIndex(Tensor):
         return ShardedEdgeIndex(self.graph.replace(**changes))
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer an operation exactly, or refuse it."""
         # Operators of other libraries may share a name with one of torch's functions, but not its meaning.
@@ -119,16 +121,19 @@ NUMBERING = "its numbers mean something on this worker alone"
 
 
 def refuse(func: Callable, args: Any, kwargs: Any, why: str = NUMBERING) -> NoReturn:
-    """Raise an error that names the way out."""
-    error = sys.exc_info()[1]
-    if isinstance(error, NotImplementedError) and "'pyg_sar.nn'" in str(error):
-        raise error  # PyG looks at the numbers to explain a failed index_select, but this error explains itself
+    """Raise because of an operation."""
     it = next(sharded(args, kwargs))
-    rank = getattr(it._graph.exchange, "rank", getattr(getattr(it._graph.exchange, "peers", None), "rank", 0))
+    name = getattr(func, "__name__", func)
+    fail(it, f"'{name}' cannot be computed exactly on the {it._kind} of a sharded graph: {why}")
+
+
+def fail(it: ShardedEdgeIndex, what: str) -> NoReturn:
+    """Raise an error that names the way out."""
+    exchange = it._graph.exchange
+    rank = getattr(exchange, "rank", getattr(getattr(exchange, "peers", None), "rank", 0))
     raise NotImplementedError(
-        f"[rank {rank}] '{getattr(func, '__name__', func)}' cannot be computed exactly on the {it._kind} of a sharded "
-        f"graph: {why}. Use the layer of this name in 'pyg_sar.nn' if there is one; global ids are in 'data.n_id' and "
-        f"'data.e_id'."
+        f"[rank {rank}] {what}. Use the layer of this name in 'pyg_sar.nn' if there is one; global ids are in "
+        f"'data.n_id' and 'data.e_id'."
     )
 
 
@@ -208,9 +213,9 @@ def flip(func: Callable, args: Any, kwargs: Any) -> Any:
     return ShardedEdgeIndex(it._graph, FLIPPED if it._kind == EDGES else EDGES, plain(it).flip(0))
 
 
-def row(func: Callable, it: ShardedEdgeIndex, which: int) -> Tensor:
+def row(it: ShardedEdgeIndex, which: int) -> Tensor:
     """Return one row of the edges: sources, which stay sharded, or destinations, which are rows of this worker."""
-    refuse_whole_graph(func, it)
+    refuse_whole_graph(it)
     out = plain(it)[which]
     holds_sources = (which % 2 == 0) == (it._kind == EDGES)
     return ShardedEdgeIndex(it._graph, SOURCES, out) if holds_sources else out
@@ -221,7 +226,7 @@ def unbind(func: Callable, args: Any, kwargs: Any) -> Any:
     it, dim = bind(args, kwargs, "input", "dim")
     if it._kind == SOURCES or dim not in (None, 0, -2):
         refuse(func, args, kwargs)
-    return row(func, it, 0), row(func, it, 1)
+    return row(it, 0), row(it, 1)
 
 
 def stack(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -243,7 +248,7 @@ def get(func: Callable, args: Any, kwargs: Any) -> Any:
         return pick(func, target, index)
     which, columns = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
     if type(which) is int:
-        return pick(func, row(func, target, which), columns, target)
+        return pick(func, row(target, which), columns, target)
     if which is not Ellipsis and not everything(which):
         refuse(func, args, kwargs)
     return pick(func, target, columns)
@@ -290,9 +295,7 @@ def index_select(func: Callable, args: Any, kwargs: Any) -> Any:
 def select(func: Callable, args: Any, kwargs: Any) -> Any:
     """``t.select(dim, k)``."""
     target, dim, which = bind(args, kwargs, "input", "dim", "index")
-    if target._kind == SOURCES or dim not in (0, -2):
-        refuse(func, args, kwargs, "it chooses edges by their position")
-    return row(func, target, which)
+    return get(func, (target, which if dim in (0, -2) else (slice(None), which)), {})
 
 
 def gather(func: Callable, target: Tensor, dim: int, index: Any) -> Tensor:
@@ -325,34 +328,44 @@ class Halo(torch.autograd.Function):
     """Own rows -> own rows followed by those of other workers; the gradients go home."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, graph: ShardedGraph, meter: Any = None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, graph: ShardedGraph, traffic: Any = None) -> Tensor:
         """Fetch."""
-        ctx.graph, ctx.traffic = graph, graph.exchange.log.open()
-        ((_, rows),) = graph.exchange.merge().pull(x.contiguous(), meter or ctx.traffic.forward)
+        meter = counted(ctx, graph, traffic)
+        ((_, rows),) = graph.exchange.merge().pull(x.contiguous(), meter)
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Send home."""
-        return Home.apply(grad, ctx.graph, ctx.traffic.backward), None, None
+        return Home.apply(grad, ctx.graph, ctx.traffic), None, None
 
 
 class Home(torch.autograd.Function):
     """Rows in local-first order -> sums at their owners; the gradients are fetched."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, graph: ShardedGraph, meter: Any = None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, graph: ShardedGraph, traffic: Any = None) -> Tensor:
         """Send home."""
-        ctx.graph, ctx.traffic = graph, graph.exchange.log.open()
-        sink = graph.exchange.merge().sink(rows.new_zeros(graph.num_src, *rows.shape[1:]), meter or ctx.traffic.forward)
+        meter = counted(ctx, graph, traffic)
+        sink = graph.exchange.merge().sink(rows.new_zeros(graph.num_src, *rows.shape[1:]), meter)
         sink.push(0, rows)
         return sink.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Fetch."""
-        return Halo.apply(grad, ctx.graph, ctx.traffic.backward), None, None
+        return Halo.apply(grad, ctx.graph, ctx.traffic), None, None
 
+
+def counted(ctx: Any, graph: ShardedGraph, traffic: Any) -> Callable[[int, int], None]:
+    """Return what counts the bytes: a new record, or the backward side of the one that is being differentiated."""
+    ctx.graph, ctx.traffic = graph, traffic or graph.exchange.log.open()
+    return ctx.traffic.backward if traffic else ctx.traffic.forward
+
+
+# Aggregations that fill a dense matrix, which is as wide as the largest degree of the whole graph.
+DENSE = "GRU LCM LSTM MLP PatchTransformer SetTransformer Sort"
+ORDERED = "needs the edges of the whole graph in the order of their destinations"
 
 # Layers and packages that look at all nodes or edges by other means than 'edge_index'.
 WHOLE_GRAPH = {
@@ -364,19 +377,8 @@ WHOLE_GRAPH = {
     "GraphSizeNorm": "divides by the number of all nodes",
     "PairNorm": "normalises over all nodes",
     "MeanSubtractionNorm": "subtracts the mean of all nodes",
-    **dict.fromkeys(
-        (
-            "GRUAggregation",
-            "GraphMultisetTransformer",
-            "LCMAggregation",
-            "LSTMAggregation",
-            "MLPAggregation",
-            "PatchTransformerAggregation",
-            "SetTransformerAggregation",
-            "SortAggregation",
-        ),
-        "needs the edges of the whole graph in the order of their destinations",
-    ),
+    "GraphMultisetTransformer": ORDERED,
+    **{f"{name}Aggregation": ORDERED for name in DENSE.split()},
     "EquilibriumAggregation": "optimises over all nodes at once",
     "QuantileAggregation": "needs in-edges at the first node of every worker; mean, max, min work on every graph",
     "ChebConv": "takes 'lambda_max' from all edge weights unless it is given (2.0 suits the normalisation 'sym')",
@@ -416,20 +418,21 @@ def decides_alike(pyg: Any) -> bool:
     return not pyg.typing.WITH_SEGMM or pyg.backend.use_segment_matmul is not None
 
 
-def refuse_whole_graph(func: Callable, it: ShardedEdgeIndex) -> None:
+def refuse_whole_graph(it: ShardedEdgeIndex) -> None:
     """Look at the layers that are running and at all that is in them, and refuse what would be silently local."""
     frame: Any = sys._getframe(2)
     seen: set[torch.nn.Module] = set()
     while frame is not None:
         # Only methods: to ask a frame for its variables keeps them alive until it is asked again.
-        call = frame.f_locals if frame.f_code.co_varnames[:1] == ("self",) else {}
+        call = frame.f_locals if "self" in frame.f_code.co_varnames else {}
         layer = call.get("self")
         if isinstance(layer, torch.nn.Module):
             for module in layer.modules():
                 new = module is layer or module not in seen
                 why = whole_graph(module, call if module is layer else {}, it._graph) if new else ""
                 if why:
-                    refuse(func, (it,), {}, f"'{type(module).__name__}' in '{type(layer).__name__}' {why}")
+                    names = f"'{type(module).__name__}' in '{type(layer).__name__}'"
+                    fail(it, f"{names} cannot run on a share of the graph, because it {why}")
                 seen.add(module)
         frame = frame.f_back
 
@@ -472,8 +475,11 @@ def export(func: Callable, args: Any, kwargs: Any) -> NoReturn:
     refuse(func, args, kwargs, "it belongs to this process; load the partition again instead")
 
 
-def count(func: Callable, args: Any, kwargs: Any) -> NoReturn:
-    """Refuse to tell the largest number, by which PyG counts the nodes where it is not told."""
+def extreme(func: Callable, args: Any, kwargs: Any) -> NoReturn:
+    """Refuse to tell the largest number, by which PyG counts nodes, or explains why an ``index_select`` failed."""
+    error = sys.exc_info()[1]
+    if isinstance(error, RuntimeError):
+        raise error  # it explains itself
     refuse(func, args, kwargs, f"{NUMBERING} (pass 'num_nodes' or 'dim_size' to functions that ask for it)")
 
 
@@ -499,6 +505,6 @@ OPERATIONS: dict[Callable[[Callable, Any, Any], Any], str] = {
     move: "to cpu cuda",
     describe: "__repr__ __format__ __str__",
     export: "__reduce_ex__ __reduce__ numpy tolist __array__",
-    count: "max amax",
+    extreme: "max min amax amin",
 }
 HANDLERS = {name: handler for handler, names in OPERATIONS.items() for name in names.split()}

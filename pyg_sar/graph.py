@@ -82,23 +82,23 @@ class Block:
         """Sort edges by destination, keeping the given order among the edges of one destination."""
         perm = torch.argsort(row, stable=True)
         rowptr = compress(row[perm], num_dst)
+        if num_src > torch.iinfo(torch.int32).max:
+            rowptr = rowptr.long()
         return cls(rowptr, col[perm].to(rowptr.dtype), ids, num_src, edges[perm])
 
     def rows(self, start: int, end: int) -> Block:
         """Return the edges into a range of destinations."""
         first, last = self.rowptr[[start, end]].tolist()
-        span = slice(self.edges.start + first, self.edges.start + last) if isinstance(self.edges, slice) else None
-        return dataclasses.replace(
-            self,
-            rowptr=self.rowptr[start : end + 1] - first,
-            col=self.col[first:last],
-            edges=self.edges[first:last] if span is None else span,
-        )
+        edges = self.edges
+        edges = slice(edges.start + first, edges.start + last) if isinstance(edges, slice) else edges[first:last]
+        rowptr = self.rowptr[start : end + 1] - first
+        return dataclasses.replace(self, rowptr=rowptr, col=self.col[first:last], edges=edges)
 
     def to(self, device: torch.device | str) -> Block:
         """Move the index tensors to ``device``."""
-        move = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Block(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in move.items()})
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}
+        return Block(**moved)
 
 
 class Seeds:

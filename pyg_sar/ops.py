@@ -1,7 +1,8 @@
 r"""The block-level operations under every layer, in plain PyTorch.
 
-An operation takes index tensors and rows and knows nothing of workers. None of them materialises a message of the full
-width for every edge, except where its docstring says so.
+An operation takes index tensors and rows and knows nothing of workers. :func:`spmm` and :func:`sddmm` are
+:func:`~torch.nn.functional.embedding_bag` and its gradient: the one sum over gathered rows in PyTorch that gathers no
+row into memory, on every device and for every floating-point type.
 """
 
 from __future__ import annotations
@@ -9,11 +10,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-# Numbers at a time where rows of the full width must be gathered for every edge: a few MiB stay in the cache, and the
-# allocator of the C library keeps them instead of giving them back to the system every time.
-CHUNK = 1 << 19
-
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which rows of ``dtype`` are summed: at least single precision."""
@@ -44,23 +40,24 @@ def spmm(ptr: Tensor, index: Tensor, x: Tensor, weight: Tensor | None = None) ->
     return out.view(shape)
 
 
-def sddmm(row: Tensor, col: Tensor, y: Tensor, x: Tensor, heads: bool) -> Tensor:
+def sddmm(ptr: Tensor, row: Tensor, col: Tensor, y: Tensor, x: Tensor, heads: bool) -> Tensor:
     r"""Return the dot product of two rows for each edge, :math:`\langle \mathbf{y}_{row_e}, \mathbf{x}_{col_e}\rangle`.
 
     Args:
-        row: Row of ``y`` for each edge.
+        ptr: Row pointer of the edges over the rows of ``y``.
+        row: Row of ``y`` for each edge, sorted.
         col: Row of ``x`` for each edge.
         y: Rows ``[*, ...]``.
         x: Rows ``[*, ...]``.
         heads: Whether dimension 1 counts heads, each of which has a product of its own.
     """
-    y, x = (t.flatten(2 if heads else 1) if t.dim() > (2 if heads else 1) else t.unsqueeze(-1) for t in (y, x))
-    out = y.new_empty(row.numel(), *y.shape[1:-1])
-    step = max(1, CHUNK // max(1, y[:1].numel()))
-    for start in range(0, row.numel(), step):
-        part = slice(start, start + step)
-        torch.sum(y[row[part]] * x[col[part]], -1, out=out[part])
-    return out
+    if heads:
+        each = [sddmm(ptr, row, col, y[:, h], x[:, h], heads=False) for h in range(y.size(1))]
+        return torch.stack(each, 1) if each else y.new_empty(row.numel(), 0)
+    if row.numel() == 0 or x.numel() == 0:
+        return y.new_zeros(row.numel())
+    y, x = (t.flatten(1) if t.dim() > 1 else t.unsqueeze(1) for t in (y, x))
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(y, x, col, ptr, row.to(col.dtype), 0)
 
 
 def segment_sum(row: Tensor, num_rows: int, values: Tensor) -> Tensor:

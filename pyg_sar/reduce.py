@@ -26,9 +26,9 @@ class Rows(NamedTuple):
         const: Tensors that all edges share, such as parameters.
     """
 
-    dst: Sequence[Tensor] = ()
-    edge: Sequence[Tensor] = ()
-    const: Sequence[Tensor] = ()
+    dst: Sequence[Any] = ()
+    edge: Sequence[Any] = ()
+    const: Sequence[Any] = ()
 
 
 class Needs(NamedTuple):
@@ -99,8 +99,8 @@ class Sum(Reduce):
             source = spmm(ptr, row, out, *(w[perm] for w in rows.edge))
         if self.needs_source:
             assert x is not None
-            weight = sddmm(block.row, block.col, out, x, heads=rows.edge[0].dim() == 2)
-        return source, Rows(edge=[weight] if rows.edge else [])  # type: ignore[list-item]
+            weight = sddmm(block.rowptr, block.row, block.col, out, x, heads=rows.edge[0].dim() == 2)
+        return source, Rows(edge=[weight] if rows.edge else [])
 
 
 class Message(Reduce):
@@ -256,7 +256,7 @@ class Softmax(Reduce):
         values, terms = self.unpack(x)
         alpha = (self.score(block, terms, rows).to(lse.dtype) - lse[row]).exp_()
         drop = None if self.dropout is None else self.dropout(block)
-        inner = sddmm(row, block.col, out, values, heads=True).to(lse.dtype)
+        inner = sddmm(block.rowptr, row, block.col, out, values, heads=True).to(lse.dtype)
         if drop is not None:
             inner = inner * drop
         d_score = alpha * (inner - (out * result).sum(-1, dtype=lse.dtype)[row])
@@ -290,6 +290,6 @@ def rebuild(
     else:
         got = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
         found = dict(zip(map(id, wanted), got, strict=True))
-    pick = Rows(*([found.get(id(t)) for t in ts] for ts in leaves))  # type: ignore[misc]
+    pick = Rows(*([found.get(id(t)) for t in ts] for ts in leaves))
     source = found.get(id(leaf))
     return (torch.zeros_like(x) if source is None and needs.source else source), pick

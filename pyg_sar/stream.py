@@ -71,8 +71,9 @@ def _unflatten(flat: Sequence[Any], counts: tuple[int, int, int]) -> Rows:
 class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, graph: ShardedGraph, reduce: Reduce, keep: bool, counts: tuple[int, int, int], x: Tensor, *flat: Tensor
+        ctx: Any, graph: ShardedGraph, reduce: Reduce, keep: bool, counts: tuple[int, int, int], *inputs: Tensor
     ) -> Tensor:
+        x, *flat = inputs
         rows, traffic = _unflatten(flat, counts), graph.exchange.log.open()
         traffic.case = 2 if reduce.needs_source else 1
         keep = keep and any(ctx.needs_input_grad)

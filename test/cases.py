@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyg_sar.nn
 import torch
 import torch_geometric.nn
 from layer_check import inputs, leaf
 from problem import NUM_NODES, Share, assignment, edges, share
 from torch import Tensor
+
+import pyg_sar.nn
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ class Setup:
 
     def leaves(self) -> dict[str, Tensor]:
         """Return all tensors that require a gradient."""
-        named = {"x": self.x, **{f"extra {k}": t for k, t in enumerate(self.rest[1:])}, **dict(self.layer.named_parameters())}
+        named = {
+            "x": self.x,
+            **{f"extra {k}": t for k, t in enumerate(self.rest[1:])},
+            **dict(self.layer.named_parameters()),
+        }
         return {name: t for name, t in named.items() if t.requires_grad}
 
     def loss(self) -> Tensor:

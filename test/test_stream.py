@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Case, setup, whole
 from problem import assignment, close, edges, share
+
 from pyg_sar import shard
 from pyg_sar.nn import GATConv, GCNConv, RGCNConv, SAGEConv
 from pyg_sar.reduce import Extremum, Sum

@@ -106,6 +106,4 @@ def check_assignment(assignment: Tensor, num_nodes: int, num_parts: int) -> None
             f"{list(assignment.shape)})"
         )
     if num_nodes > 0 and not 0 <= int(assignment.min()) <= int(assignment.max()) < num_parts:
-        raise ValueError(
-            f"Expected parts in [0, {num_parts}) (got {int(assignment.min())} to {int(assignment.max())})"
-        )
+        raise ValueError(f"Expected parts in [0, {num_parts}) (got {int(assignment.min())} to {int(assignment.max())})")

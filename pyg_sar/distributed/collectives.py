@@ -25,10 +25,10 @@ def talking(doing: str, group: Any = None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"[rank {dist.get_rank(group)}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). Either "
-            f"a worker ended (look for the first error among all ranks), or the workers ran different code: every rank "
-            f"must call the same layers in the same order with inputs of the same width, 'dtype' and 'requires_grad', "
-            f"even if it holds no nodes, edges or labels."
+            f"[rank {dist.get_rank(group)}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). "
+            f"Either a worker ended (look for the first error among all ranks), or the workers ran different code: "
+            f"every rank must call the same layers in the same order with inputs of the same width, 'dtype' and "
+            f"'requires_grad', even if it holds no nodes, edges or labels."
         ) from error
 
 
@@ -89,15 +89,18 @@ def describe(module: torch.nn.Module, grads: bool = False) -> list[tuple[str, to
     return [(name, t.dtype, list(t.shape)) for name, t in named if t.requires_grad or not grads]
 
 
-def agree(what: str, mine: Any, group: Any = None) -> None:
-    """Raise on every worker unless ``mine`` is the same on all; a collective of another size would end the process."""
+def agree(what: str, mine: list[Any], group: Any = None) -> None:
+    """Raise on every worker unless ``mine`` is the same on all: gloo would abort, or add up what does not belong."""
     said = gather_objects(zlib.crc32(repr(mine).encode()), group)
-    if len(set(said)) > 1:
-        same = [r for r, s in enumerate(said) if s == said[0]]
-        raise RuntimeError(
-            f"[rank {dist.get_rank(group)}] The workers differ in {what}: ranks {same} have others than the rest. Make "
-            f"the same model on every rank. This rank has {mine}."
-        )
+    if len(set(said)) == 1:
+        return
+    everything = [set(map(str, one)) for one in gather_objects(mine, group)]
+    odd = sorted({m for one in everything for m in one if any(m not in other for other in everything)})
+    same = [r for r, s in enumerate(said) if s == said[0]]
+    raise RuntimeError(
+        f"[rank {dist.get_rank(group)}] The workers differ in {what}: ranks {same} have others than the rest "
+        f"({', '.join(odd[:3]) or 'in another order'}{', ...' if len(odd) > 3 else ''}). Make them all alike."
+    )
 
 
 def sum_flat(parameters: list[torch.nn.Parameter], group: Any) -> None:

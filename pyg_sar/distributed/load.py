@@ -38,7 +38,7 @@ def load(
 
     Returns:
         A :class:`torch_geometric.data.Data` with this worker's rows of every node-level and edge-level tensor, with
-        ``edge_index`` (a :class:`~pyg_sar.edge_index.ShardedEdgeIndex`), ``n_id`` and ``e_id`` (global ids of the rows).
+        ``edge_index`` (a :class:`~pyg_sar.edge_index.ShardedEdgeIndex`), ``n_id`` and ``e_id`` (global ids of rows).
 
     Raises:
         RuntimeError: On every worker, if any worker cannot read its part, or the parts do not belong together.

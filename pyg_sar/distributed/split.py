@@ -91,4 +91,3 @@ def _edge_order(edge_index: Tensor, src_part: Tensor, dst_part: Tensor, num_part
     order = torch.argsort(edge_index[1], stable=True)
     key = dst_part[edge_index[1][order]].long() * num_parts + src_part[edge_index[0][order]]
     return order[torch.argsort(key, stable=True)]
-

@@ -123,7 +123,8 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, count: int, group: Any
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, count: int,
+        group: Any,
     ) -> Tensor:  # fmt: skip
         """Normalise."""
         ctx.save_for_backward(x, weight, mean, rstd)

@@ -43,7 +43,7 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         """Whether messages are summed or averaged."""
         return self.aggr in ("sum", "add", "mean")
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Any,
         edge_index: Any,

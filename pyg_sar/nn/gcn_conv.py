@@ -45,14 +45,14 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
         scale = degree(graph, edge_weight, x.dtype).pow(-0.5)
         scale = scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
         x = self.lin(x) * scale
-        out = reduce_rows(graph, x, self.aggr, edge_weight, self.node_dim) * scale  # type: ignore[arg-type]
+        out = reduce_rows(graph, x, self.aggr, edge_weight, self.node_dim) * scale
         return out if self.bias is None else out + self.bias
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``, weighted by ``edge_weight``."""
         weight = kwargs["edge_weight"]
         weight = None if weight is None else weight.view(-1)
-        return reduce_rows(graph, kwargs["x"], self.aggr, weight, self.node_dim)  # type: ignore[arg-type]
+        return reduce_rows(graph, kwargs["x"], self.aggr, weight, self.node_dim)
 
 
 def degree(graph: ShardedGraph, edge_weight: Tensor | None, dtype: torch.dtype) -> Tensor:

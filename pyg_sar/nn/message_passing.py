@@ -50,7 +50,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         """Aggregate the arguments of :meth:`propagate` over ``graph``."""
         raise NotImplementedError
 
-    def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Stream if possible, else run PyG's own code."""
         graph = self.streamed(edge_index)
         if graph is not None:
@@ -65,7 +65,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
                 f"{edge_index.size(1)} edges ({error}). The aggregations {', '.join(SIMPLE)} work on every graph."
             ) from error
 
-    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Run PyG's own code; the generated one does not know the arguments of an overridden ``forward``."""
         return EDGE_UPDATER(self, edge_index, size=size, **kwargs)
 

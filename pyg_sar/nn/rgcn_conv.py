@@ -8,7 +8,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.graph import ShardedGraph, TypedGraph
+from pyg_sar.graph import TypedGraph
 from pyg_sar.nn.message_passing import SIMPLE, MessagePassing, reduce_rows
 
 
@@ -58,7 +58,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
     def transform(self, typed: TypedGraph, x: Tensor) -> Tensor:
         """Aggregate rows for each pair, then multiply them by the weights of its relation."""
-        h = reduce_rows(typed.graph, x, self.aggr)  # type: ignore[arg-type]
+        h = reduce_rows(typed.graph, x, self.aggr)
         weight = self.weight
         if self.num_bases is not None:
             weight = (self.comp @ weight.flatten(1)).view(self.num_relations, *weight.shape[1:])
@@ -90,4 +90,4 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         if self.num_bases is not None:
             weight = (self.comp @ weight.flatten(1)).view(self.num_relations, *weight.shape[1:])
         graphs = typed.relations()
-        return torch.cat([reduce_rows(g, w[ids], self.aggr) for g, w in zip(graphs, weight, strict=True)])  # type: ignore[arg-type]
+        return torch.cat([reduce_rows(g, w[ids], self.aggr) for g, w in zip(graphs, weight, strict=True)])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Case, setup
 from problem import assignment, edges, share
+
 from pyg_sar import record_traffic
 from pyg_sar.distributed.exchange import OneShotSink, Peers, PeerSink
 from pyg_sar.nn.message_passing import reduce_rows
@@ -307,5 +308,3 @@ def test_messages_of_different_calls_differ(pool):
         assert [what for what, _ in seen] == ["source rows"] * 4 + ["gradients"] * 4
         assert len({tag for _, tag in seen}) == 8
         assert all(0 <= tag < 2**31 for _, tag in seen)
-
-

@@ -1,0 +1,327 @@
+"""Sums of gradients, losses and metrics over workers that differ in what they hold."""
+
+import copy
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import CASES, setup, whole
+from problem import NUM_NODES, assignment, close, edges, share
+from torch.nn.parallel import DistributedDataParallel
+
+from pyg_sar import accuracy, all_reduce, broadcast_parameters, global_mean, sum_gradients
+from pyg_sar.distributed import collectives
+from pyg_sar.nn import SAGEConv
+
+GRADS = {
+    "everywhere": lambda rank: True,
+    "on one rank only": lambda rank: rank == 1,
+    "on all but one": lambda rank: rank != 0,
+    "nowhere": lambda rank: False,
+}
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of several types and shapes, some of which are frozen."""
+
+    def __init__(self):
+        super().__init__()
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            for name in GRADS:
+                key = f"{name.replace(' ', '_')}_{str(dtype)[6:]}"
+                self.register_parameter(key, torch.nn.Parameter(torch.ones(3, 2, dtype=dtype)))
+        self.scalar = torch.nn.Parameter(torch.tensor(2.0))
+        self.empty = torch.nn.Parameter(torch.ones(0, 4))
+        self.transposed = torch.nn.Parameter(torch.ones(4, 2).t())
+        self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("counter", torch.tensor(7))
+        self.register_buffer("flags", torch.tensor([True, False]))
+
+
+def sum_mixed(group):
+    rank, model = dist.get_rank(group), Mixed()
+    for name, p in model.named_parameters():
+        wants = next((f for key, f in GRADS.items() if name.startswith(key.replace(" ", "_"))), GRADS["everywhere"])
+        if p.requires_grad and wants(rank):
+            p.grad = torch.full_like(p, rank + 1)
+    kept = model.scalar.grad
+    sum_gradients(model, group)
+    assert model.scalar.grad is kept  # whoever holds it sees the sum
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_sum_of_gradients_that_some_workers_lack(pool):
+    sums = {"everywhere": 6.0, "on one rank only": 2.0, "on all but one": 5.0, "nowhere": None}
+    for grads in pool.run(3, sum_mixed):
+        assert grads.pop("frozen") is None
+        for name, p in Mixed().named_parameters():
+            if name == "frozen":
+                continue
+            expected = next((v for key, v in sums.items() if name.startswith(key.replace(" ", "_"))), 6.0)
+            if expected is None:
+                assert grads[name] is None, name
+            else:
+                assert torch.equal(grads[name], torch.full_like(p, expected)), name
+                assert grads[name].dtype == p.dtype
+
+
+def count_reductions(group):
+    model, calls = Mixed(), []
+    real = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", lambda t, **kw: calls.append(t.dtype) or real(t, **kw)):
+        sum_gradients(model, group)
+    return calls
+
+
+def test_one_reduction_for_each_type(pool):
+    for calls in pool.run(2, count_reductions):
+        assert sorted(map(str, calls)) == ["torch.bfloat16", "torch.float16", "torch.float32", "torch.float64"]
+
+
+def differ(group, what):
+    torch.manual_seed(dist.get_rank(group))
+    odd = dist.get_rank(group) == 1
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 5 if odd and what == "shape" else 4))
+    if what == "frozen":
+        model[int(odd)].requires_grad_(False)  # as many numbers on every rank, but not the same ones
+    if what == "type" and odd:
+        model.double()
+    broadcast_parameters(model, group) if what != "frozen" else sum_gradients(model, group)
+
+
+@pytest.mark.parametrize("what", ["shape", "type", "frozen"])
+def test_models_that_differ_are_refused_everywhere(pool, what):
+    for rank, outcome in enumerate(pool.outcomes(3, differ, what)):
+        assert outcome[:2] == ("error", "RuntimeError")
+        assert f"[rank {rank}] The workers differ in" in outcome[2]
+        assert "ranks [0, 2]" in outcome[2]
+        assert "weight" in outcome[2]
+
+
+def broadcast(group):
+    torch.manual_seed(dist.get_rank(group))
+    model = Mixed()
+    for t in (*model.parameters(), *model.buffers()):
+        t.data.fill_(dist.get_rank(group) % 2 + 3)
+    model.batch_norm = torch.nn.BatchNorm1d(3)
+    model.batch_norm.num_batches_tracked += dist.get_rank(group)
+    torch.nn.init.normal_(model.batch_norm.weight)
+    pointer = model.scalar.data_ptr()
+    broadcast_parameters(model, group)
+    assert model.scalar.data_ptr() == pointer  # optimisers hold it
+    return model.state_dict()
+
+
+def test_parameters_and_buffers_become_those_of_rank_0(pool):
+    first, *others = pool.run(3, broadcast)
+    assert first["counter"] == 3
+    for other in others:
+        assert other.keys() == first.keys()
+        for name, value in first.items():
+            assert torch.equal(other[name], value), name
+
+
+def mean_of(group, held, dtype):
+    """Mean of 0, 1, 2, ... of which rank r holds ``held[r]``."""
+    rank = dist.get_rank(group)
+    start = sum(held[:rank])
+    values = torch.arange(start, start + held[rank], dtype=dtype, requires_grad=True)
+    mean = global_mean(values * 2, group)
+    mean.backward()
+    return mean.detach(), values.grad
+
+
+@pytest.mark.parametrize("held", [[2, 3, 1], [0, 4, 0], [0, 0, 1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_global_mean_and_its_gradient(pool, held, dtype):
+    n = sum(held)
+    for k, (mean, grad) in zip(held, pool.run(3, mean_of, held, dtype), strict=True):
+        assert mean.dtype == dtype
+        close(mean, torch.tensor(n - 1.0, dtype=dtype), "mean", 1e-6)
+        close(grad, torch.full((k,), 2 / n, dtype=dtype), "gradient", 1e-6)
+
+
+def test_global_mean_alone():
+    x = torch.rand(5, requires_grad=True)
+    mean = global_mean(x)
+    mean.backward()
+    close(mean, x.mean(), "mean", 1e-6)
+    close(x.grad, torch.full((5,), 0.2), "gradient", 1e-6)
+    assert global_mean(torch.tensor([True, False, True, True])).item() == 0.75
+    assert global_mean(torch.rand(0)).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_global_mean_of_many_values_in_half_precision(dtype):
+    """Neither their sum nor their count fits."""
+    x = torch.full((70_000,), 3.0, dtype=dtype, requires_grad=True)
+    mean = global_mean(x)
+    mean.backward()
+    assert mean.item() == 3.0
+    close(x.grad.double(), torch.full((70_000,), 1 / 70_000).double(), "gradient", 1e-6)
+
+
+class Many(torch.Tensor):
+    """Values that nobody could hold."""
+
+    count = 2**24 + 1
+
+    def numel(self):
+        return self.count
+
+
+def mean_of_many(group):
+    values = torch.ones(1, dtype=torch.float64).as_subclass(Many)
+    seen, real = [], dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", lambda t, **kw: (real(t, **kw), seen.append(t.clone()))[0]):
+        global_mean(values, group)
+    return seen[0].as_subclass(torch.Tensor)
+
+
+def test_counts_of_values_are_exact_beyond_single_precision(pool):
+    for both in pool.run(3, mean_of_many):
+        assert both.dtype == torch.float64
+        assert both[1].item() == 3 * (2**24 + 1)
+
+
+def metric(group, masks):
+    rank = dist.get_rank(group)
+    pred, y = torch.arange(4) % 2, torch.zeros(4, dtype=torch.long)
+    mask = torch.tensor(masks[rank]).bool() if masks else None
+    return accuracy(pred, y, mask, group)
+
+
+def test_accuracy(pool):
+    assert pool.run(3, metric, None) == [0.5] * 3
+    assert pool.run(3, metric, [[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 0]]) == [0.75] * 3
+    assert pool.run(3, metric, [[0, 0, 0, 0]] * 3) == [0.0] * 3
+
+
+def reduce_once(group):
+    x = torch.full((2,), dist.get_rank(group) + 1.0, requires_grad=True)
+    total = all_reduce(x, group)
+    assert not total.requires_grad
+    gathered = collectives.all_gather(x.view(2, 1).t(), group)
+    return x.detach(), total, gathered, collectives.gather_objects(dist.get_rank(group), group)
+
+
+def test_all_reduce_and_gather_leave_their_input_alone(pool):
+    for rank, (x, total, gathered, objects) in enumerate(pool.run(3, reduce_once)):
+        assert x.tolist() == [rank + 1.0] * 2
+        assert total.tolist() == [6.0, 6.0]
+        assert gathered.tolist() == [[[1.0, 1.0]], [[2.0, 2.0]], [[3.0, 3.0]]]
+        assert objects == [0, 1, 2]
+
+
+def lose(group, function):
+    """Rank 1 ends while the others wait for it."""
+    if dist.get_rank(group) == 1:
+        raise ValueError("boom")
+    model = torch.nn.Linear(2, 2)
+    {
+        "all_reduce": lambda: all_reduce(torch.ones(1), group),
+        "global_mean": lambda: global_mean(torch.ones(1), group),
+        "sum_gradients": lambda: sum_gradients(model, group),
+        "broadcast_parameters": lambda: broadcast_parameters(model, group),
+        "accuracy": lambda: accuracy(torch.ones(1), torch.ones(1), None, group),
+    }[function]()
+
+
+@pytest.mark.parametrize("function", ["all_reduce", "global_mean", "sum_gradients", "broadcast_parameters", "accuracy"])
+def test_a_lost_worker_is_named(pool, function):
+    first, second, third = pool.outcomes(3, lose, function, timeout=20)
+    assert second[1:3] == ("ValueError", "boom")
+    for rank, outcome in ((0, first), (2, third)):
+        assert outcome[1] == "RuntimeError"
+        assert f"[rank {rank}] Lost the other workers while" in outcome[2]
+
+
+# Workers without labels, edges or nodes, in a whole model.
+
+
+def poor(group, lacks):
+    """The last worker holds no labels, edges or nodes; the gradients are those of the whole graph nevertheless."""
+    last = group.size() - 1
+    edge_index, n = edges(), NUM_NODES
+    part = assignment("empty" if lacks == "nodes" else "random", group.size())
+    if lacks == "edges":
+        edge_index = edge_index[:, (part[edge_index[1]] != last) & (part[edge_index[0]] != last)]
+    labelled = torch.arange(n) % 3 == 0
+    if lacks == "labels":
+        labelled &= part != last
+    g = torch.Generator().manual_seed(0)
+    x, target = torch.randn(2, n, 8, generator=g, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([SAGEConv(8, 8), SAGEConv(8, 8, aggr="max"), SAGEConv(8, 8)]).double()
+    never = torch.nn.Parameter(torch.ones(1))
+    model.register_parameter("never", never)
+
+    def forward(x, edge_index):
+        for conv in model:
+            x = conv(x, edge_index).relu()
+        return x
+
+    expected = torch.autograd.grad(
+        (forward(x, edge_index) - target)[labelled].square().mean(), [p for p in model.parameters() if p is not never]
+    )
+    mine = share(group, edge_index, part)
+    values = (forward(x[mine.src], mine.edge_index) - target[mine.src])[labelled[mine.src]].square()
+    global_mean(values, group).backward()
+    sum_gradients(model, group)
+    for p, e in zip([p for p in model.parameters() if p is not never], expected, strict=True):
+        close(p.grad, e, lacks)
+    assert never.grad is None
+    return len(mine.src), mine.edge_index.size(1), values.numel()
+
+
+@pytest.mark.parametrize(("lacks", "what"), [("nodes", 0), ("edges", 1), ("labels", 2)])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_workers_that_lack_something(pool, workers, lacks, what):
+    assert pool.run(workers, poor, lacks)[-1][what] == 0
+
+
+# DistributedDataParallel averages over workers, where `sum_gradients` sums: multiply the loss by their number.
+
+
+class Network(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, torch.nn.LazyLinear(3).double()
+
+    def forward(self, x, *rest):
+        return self.head(self.layer(x, *rest).relu())
+
+
+def wrapped(group, mode):
+    warnings.simplefilter("error")
+    size = group.size()
+    for name, case in CASES.items():
+        grads = {}
+        for way in ("ddp", "sum", "whole"):
+            it = whole(case) if way == "whole" else setup(group, case, mode=mode)
+            it.layer = model = Network(it.layer)
+            it()  # the lazy layer gets its shape
+            torch.manual_seed(1)
+            model.head.reset_parameters()
+            if way == "ddp":
+                it.layer = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+                for _ in range(2):  # buckets are rebuilt after the first pass
+                    it.layer.zero_grad()
+                    (it.loss() * size).backward()
+                model = it.layer.module
+            else:
+                it.loss().backward()
+            if way == "sum":
+                sum_gradients(model, group)
+            grads[way] = {n: p.grad for n, p in model.named_parameters()}
+        for key, value in grads["whole"].items():
+            close(grads["sum"][key], value, f"{name} {key}, summed")
+            close(grads["ddp"][key], value, f"{name} {key}, averaged")
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_distributed_data_parallel(pool, workers, mode):
+    pool.run(workers, wrapped, mode)
