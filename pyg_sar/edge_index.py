@@ -14,6 +14,7 @@ so that degrees, self-loops, normalisation and messages come out exactly. What c
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -182,7 +183,7 @@ def compare(func: Callable, args: Any, kwargs: Any) -> Any:
 
 def refuse_two_sets(func: Callable, args: Any, graph: ShardedGraph) -> None:
     """Self-loops need one set of nodes."""
-    if graph.num_src != graph.num_dst:
+    if graph.bipartite:
         refuse(func, args, {}, "it looks for self-loops between two sets of nodes (pass 'add_self_loops=False')")
 
 
@@ -363,40 +364,31 @@ def counted(ctx: Any, graph: ShardedGraph, traffic: Any) -> Callable[[int, int],
     return ctx.traffic.backward if traffic else ctx.traffic.forward
 
 
-# Aggregations that fill a dense matrix, which is as wide as the largest degree of the whole graph.
-DENSE = "GRU LCM LSTM MLP PatchTransformer SetTransformer Sort"
-ORDERED = "needs the edges of the whole graph in the order of their destinations"
-
-# Layers and packages that look at all nodes or edges by other means than 'edge_index'.
-WHOLE_GRAPH = {
-    "_BatchNorm": "takes its statistics over all nodes or edges",
-    "HeteroBatchNorm": "takes its statistics over all nodes",
-    "InstanceNorm": "normalises over all nodes",
-    "LayerNorm": "normalises over all nodes (unless mode='node')",
-    "GraphNorm": "normalises over all nodes",
-    "GraphSizeNorm": "divides by the number of all nodes",
-    "PairNorm": "normalises over all nodes",
-    "MeanSubtractionNorm": "subtracts the mean of all nodes",
-    "GraphMultisetTransformer": ORDERED,
-    **{f"{name}Aggregation": ORDERED for name in DENSE.split()},
-    "EquilibriumAggregation": "optimises over all nodes at once",
-    "QuantileAggregation": "needs in-edges at the first node of every worker; mean, max, min work on every graph",
-    "ChebConv": "takes 'lambda_max' from all edge weights unless it is given (2.0 suits the normalisation 'sym')",
-    "FeaStConv": "needs an edge on every worker",
-    "GPSConv": "attends over all nodes",
-    "HANConv": "averages over all nodes in its semantic attention",
-    "MeshCNNConv": "reads edges by their position",
-    "RGCNConv": "chooses its code by a worker's edges (unless 'torch_geometric.backend.use_segment_matmul' is set)",
-    "SuperGATConv": "averages its training loss over sampled edges",
-    "WLConv": "numbers the colours of all nodes",
-    "AttentiveFP": "sums over all nodes of a graph",
-    "CorrectAndSmooth": "scales by the error of all nodes",
-    "DeepGraphInfomax": "summarises all nodes",
-    "MetaLayer": "has a model of the whole graph",
-    "NeuralFingerprint": "sums over all nodes of a graph",
-    "torch_geometric.nn.attention": "attends over all nodes",
-    "torch_geometric.nn.pool": "compares all nodes",
+# What layers and packages do that look at all nodes or edges by other means than 'edge_index'.
+REASONS = {
+    "takes its statistics over all nodes or edges": "_BatchNorm HeteroBatchNorm",
+    "normalises over all nodes": "GraphNorm GraphSizeNorm InstanceNorm MeanSubtractionNorm PairNorm",
+    "normalises over all nodes (unless mode='node')": "LayerNorm",
+    "needs the edges in the order of their destinations": "GRUAggregation GraphMultisetTransformer "
+    "LCMAggregation LSTMAggregation MLPAggregation PatchTransformerAggregation SetTransformerAggregation "
+    "SortAggregation",
+    "optimises over all nodes at once": "EquilibriumAggregation",
+    "fails in PyG if a worker's first node has no in-edges; mean, max, min work on every graph": "QuantileAggregation",
+    "fails in PyG on a worker without edges": "FeaStConv",
+    "takes 'lambda_max' from all edge weights unless it is given (2.0 suits the normalisation 'sym')": "ChebConv",
+    "attends over all nodes": "GPSConv torch_geometric.nn.attention",
+    "averages over all nodes in its semantic attention": "HANConv",
+    "averages its training loss over sampled edges": "SuperGATConv",
+    "chooses its code by a worker's edges (unless 'torch_geometric.backend.use_segment_matmul' is set)": "RGCNConv",
+    "compares all nodes": "torch_geometric.nn.pool",
+    "has a model of the whole graph": "MetaLayer",
+    "looks for neighbours among all nodes": "DynamicEdgeConv GravNetConv XConv",
+    "numbers the colours of all nodes": "WLConv",
+    "reads edges by their position": "MeshCNNConv",
+    "scales by the error of all nodes": "CorrectAndSmooth",
+    "sums up all nodes of a graph": "AttentiveFP DeepGraphInfomax NeuralFingerprint",
 }
+WHOLE_GRAPH = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
 # When they do not: (layer, the local variables of its running method, graph) -> bool.
 UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph], bool]] = {
@@ -439,16 +431,22 @@ def refuse_whole_graph(it: ShardedEdgeIndex) -> None:
 
 def whole_graph(module: torch.nn.Module, call: dict[str, Any], graph: ShardedGraph) -> str:
     """Return what a module does with all nodes or edges at once, or an empty string."""
-    for cls in type(module).__mro__:
-        package = cls.__module__.split(".")
+    cls: Any = type(module)
+    found = (WHOLE_GRAPH[n] for n in entries(cls) if not (n in UNLESS and UNLESS[n](module, call, graph)))
+    return next(found, "")
+
+
+@functools.cache
+def entries(cls: type) -> list[str]:
+    """Return the entries that a class of torch or PyG and its subclasses have; pyg_sar's own ones know what they do."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        package = base.__module__.split(".")
         if package[0] == "pyg_sar":
-            return ""
-        if package[0] not in ("torch", "torch_geometric"):
-            continue
-        for name in (cls.__name__, ".".join(package[:3])):
-            if name in WHOLE_GRAPH and not (name in UNLESS and UNLESS[name](module, call, graph)):
-                return WHOLE_GRAPH[name]
-    return ""
+            break
+        if package[0] in ("torch", "torch_geometric"):
+            names += [base.__name__, ".".join(package[:3])]
+    return [name for name in names if name in WHOLE_GRAPH]
 
 
 def move(func: Callable, args: Any, kwargs: Any) -> Any:

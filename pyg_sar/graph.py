@@ -133,6 +133,7 @@ class ShardedGraph:
         n_id: Global ids of the own source rows, or None if they are ``0 ... num_src - 1``.
         e_id: Global ids of the edges, or None if they are ``0 ... num_edges - 1``.
         seeds: Source of the seeds for attention dropout.
+        bipartite: Whether sources and destinations are different sets of nodes, whatever their numbers.
     """
 
     blocks: tuple[Block, ...]
@@ -143,6 +144,7 @@ class ShardedGraph:
     n_id: Tensor | None = None
     e_id: Tensor | None = None
     seeds: Seeds = field(default_factory=lambda: Seeds(0))
+    bipartite: bool = False
     _typed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
 
     @property
@@ -209,7 +211,7 @@ class ShardedGraph:
         Returns:
             The new graph, and the positions of the removed self-loops among the old edges.
         """
-        if self.num_src != self.num_dst:
+        if self.bipartite:
             raise ValueError(
                 f"Self-loops need one set of nodes, but this sharded graph joins {self.num_src} sources with "
                 f"{self.num_dst} destinations. Construct the layer with 'add_self_loops=False'."

@@ -76,6 +76,13 @@ def simple(aggr: Callable[[], gnn.Aggregation]) -> Callable[[], torch.nn.Module]
     return lambda: gnn.SimpleConv(aggr())
 
 
+def bare(cls: type[torch.nn.Module]) -> torch.nn.Module:
+    """A layer whose constructor asks for a kernel that is absent."""
+    layer = cls.__new__(cls)
+    torch.nn.Module.__init__(layer)
+    return layer
+
+
 def chain(layer: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
     return lambda: gnn.Sequential("x, edge_index", [(layer(), "x, edge_index -> x"), Linear(F, F)])
 
@@ -190,18 +197,24 @@ LAYERS: dict[str, Case] = {
     ),
 }
 
-NOT_RUNNABLE = {
-    "MessagePassing": "the abstract base class",
-    "SplineConv": "needs the spline kernels of pyg-lib or torch-spline-conv",
-    "GravNetConv": "builds its edges by the kNN kernel of pyg-lib or torch-cluster; has no `edge_index`",
-    "DynamicEdgeConv": "builds its edges by the kNN kernel of pyg-lib or torch-cluster; has no `edge_index`",
-    "XConv": "builds its edges by the kNN kernel of pyg-lib or torch-cluster; has no `edge_index`",
-    "PANConv": "needs the sparse matrices of torch-sparse",
-    "FusedGATConv": "needs the kernels of dgNN; takes CSR and CSC instead of `edge_index`",
-    "CuGraphSAGEConv": "needs pylibcugraphops",
-    "CuGraphGATConv": "needs pylibcugraphops",
-    "CuGraphRGCNConv": "needs pylibcugraphops",
+KERNEL = "finds its edges by a kNN kernel of pyg-lib or torch-cluster instead of `edge_index`"
+
+# Why they are not run, and what fails for this reason.
+NOT_RUNNABLE: dict[str, tuple[str, Callable[[], Any]]] = {
+    "SplineConv": ("needs the spline kernels of pyg-lib or torch-spline-conv", lambda: gnn.SplineConv(F, F, 2, 3)),
+    "GravNetConv": (KERNEL, lambda: gnn.GravNetConv(F, F, 2, 2, 3)),
+    "DynamicEdgeConv": (KERNEL, lambda: gnn.DynamicEdgeConv(mlp(2 * F), 3)),
+    "XConv": (KERNEL, lambda: gnn.XConv(F, F, 3, 3)),
+    "PANConv": ("needs torch-sparse", lambda: gnn.PANConv(F, F, 2)(torch.randn(NUM_NODES, F), edges())),
+    "FusedGATConv": (
+        "needs dgNN; takes CSR and CSC instead of `edge_index`",
+        lambda: gnn.FusedGATConv(F, F, add_self_loops=False),
+    ),
+    "CuGraphSAGEConv": ("needs pylibcugraphops", lambda: gnn.CuGraphSAGEConv(F, F)),
+    "CuGraphGATConv": ("needs pylibcugraphops", lambda: gnn.CuGraphGATConv(F, F)),
+    "CuGraphRGCNConv": ("needs pylibcugraphops", lambda: gnn.CuGraphRGCNConv(F, F, T)),
 }
+ABSTRACT = {"MessagePassing", "Aggregation"}
 
 ORDER = "order of their destinations"
 
@@ -246,9 +259,9 @@ NORMS = {
     "LayerNorm": (lambda: gnn.LayerNorm(F), "unless mode='node'"),
     "LayerNorm node": (lambda: gnn.LayerNorm(F, mode="node"), ""),
     "GraphNorm": (lambda: gnn.GraphNorm(F), "normalises over all nodes"),
-    "GraphSizeNorm": (lambda: gnn.GraphSizeNorm(), "number of all nodes"),
+    "GraphSizeNorm": (lambda: gnn.GraphSizeNorm(), "normalises over all nodes"),
     "PairNorm": (lambda: gnn.PairNorm(), "normalises over all nodes"),
-    "MeanSubtractionNorm": (lambda: gnn.MeanSubtractionNorm(), "mean of all nodes"),
+    "MeanSubtractionNorm": (lambda: gnn.MeanSubtractionNorm(), "normalises over all nodes"),
     "DiffGroupNorm": (lambda: gnn.DiffGroupNorm(F, 2), "takes its statistics"),
 }
 
@@ -377,15 +390,21 @@ OPTIONS: dict[str, Case] = {
     "TopKPooling": Case(lambda: gnn.TopKPooling(F), says="compares all nodes"),
     "SAGPooling": Case(lambda: gnn.SAGPooling(F), says="compares all nodes"),
     "GraphUNet": Case(lambda: gnn.GraphUNet(F, F, F, 2), says="compares all nodes"),
-    "AttentiveFP": Case(lambda: gnn.AttentiveFP(F, 8, F, D, 2, 2), A + " batch=node_type", "sums over all nodes"),
-    "NeuralFingerprint": Case(lambda: gnn.NeuralFingerprint(F, 8, F, 2), says="sums over all nodes"),
+    "AttentiveFP": Case(lambda: gnn.AttentiveFP(F, 8, F, D, 2, 2), A + " batch=node_type", "sums up all nodes"),
+    "NeuralFingerprint": Case(lambda: gnn.NeuralFingerprint(F, 8, F, 2), says="sums up all nodes"),
     "DeepGraphInfomax": Case(
         lambda: gnn.DeepGraphInfomax(F, gnn.SAGEConv(F, F), lambda z, *args: z.mean(0), lambda *args: args),
-        says="summarises all nodes",
+        says="sums up all nodes",
     ),
     "LINKX": Case(lambda: gnn.LINKX(NUM_NODES, F, 8, F, 2), says="takes its statistics"),
     **{f"Net {norm}": Case(lambda make=make: Net(make()), says=says) for norm, (make, says) in NORMS.items()},
     "Net attention": Case(lambda: Net(gnn.attention.PerformerAttention(F, 2)), says="attends over all nodes"),
+    **{
+        f"Net {name}": Case(
+            lambda name=name: Net(bare(getattr(gnn, name))), says="looks for neighbours among all nodes"
+        )
+        for name in ("DynamicEdgeConv", "GravNetConv", "XConv")
+    },
     "Net batch": Case(lambda: Net(torch.nn.BatchNorm1d(F)), says="'BatchNorm1d' in 'Net'"),
     "Net batch eval": Case(lambda: Net(torch.nn.BatchNorm1d(F)), train=False),
 }

@@ -136,12 +136,13 @@ def test_gradients_of_all_reductions_numerically():
     edge_index = edges()[:, :150]
     graph = shard(edge_index, NUM_NODES, 3).graph
     g = torch.Generator().manual_seed(0)
-    x, terms, w = (
-        leaf(torch.randn(n, k, generator=g, dtype=torch.float64)) for n, k in ((61, H * C), (61, H), (150, 1))
+    x, terms, dst, w, scale = (
+        leaf(torch.randn(*shape, generator=g, dtype=torch.float64))
+        for shape in ((61, H * C), (61, H), (61, H), (150, 1), (H,))
     )
 
     def score(block, terms, rows):
-        return terms[block.col] * rows.edge[0]
+        return (terms[block.col] * rows.edge[0] + rows.dst[0][block.row]) * rows.const[0]
 
     def drop(block):
         return dropout_factors(torch.arange(150)[block.edges], H, 0.3, 5, torch.float64)
@@ -151,7 +152,10 @@ def test_gradients_of_all_reductions_numerically():
         (lambda x: aggregate(graph, Sum(), x), (x,)),
         (lambda x, w: aggregate(graph, Sum(True), x, edge=[w.view(-1)]), (x, w)),
         (lambda x: aggregate(graph, Extremum(-1), x), (x,)),
-        (lambda x, t, w: aggregate(graph, softmax, torch.cat([x, t], 1), edge=[w]), (x, terms, w)),
+        (
+            lambda x, t, d, w, c: aggregate(graph, softmax, torch.cat([x, t], 1), dst=[d], edge=[w], const=[c]),
+            (x, terms, dst, w, scale),
+        ),
     ]
     for function, leaves in checks:
         torch.autograd.gradcheck(function, leaves, fast_mode=True)
@@ -323,3 +327,23 @@ def low_precision(group, dtype, mode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_across_workers(pool, dtype, mode):
     pool.run(3, low_precision, dtype, mode)
+
+
+def mixed_precision(group):
+    """Layers in single precision under autocast: types as in PyG, and its numbers to that precision."""
+    mine = share(group, edges(), assignment("random", group.size()))
+    for layer, args, kwargs, roles in [*LAYERS, (GATConv, (16, 8), {"edge_dim": 3}, "a")]:
+        torch.manual_seed(0)
+        conv = getattr(nn, layer.__name__)(*args, **kwargs)
+        x_all, rest = torch.randn(NUM_NODES, 16), inputs(roles, edges().size(1), torch.float32)
+        x = leaf(x_all[mine.src])
+        with torch.autocast("cpu", torch.bfloat16):
+            out, expected = conv(x, mine.edge_index, *(t[mine.edge] for t in rest)), conv(x_all, edges(), *rest)
+        out.float().sum().backward()
+        assert out.dtype == expected.dtype
+        assert all(p.grad.dtype == torch.float32 for p in (x, *conv.parameters()))
+        close(out.float(), expected[mine.dst].float(), layer.__name__, 0.05)
+
+
+def test_autocast(pool):
+    pool.run(2, mixed_precision)

@@ -1,15 +1,35 @@
 """Every layer of PyG as it is, on a sharded graph: it computes what it does on the whole graph, or it refuses."""
 
+import importlib.util
+from pathlib import Path
+
 import conv_zoo
 import pytest
+import torch_geometric
 import torch_geometric.nn as gnn
-from conv_zoo import AGGREGATIONS, CASES, LAYERS, NOT_RUNNABLE
+from conv_zoo import ABSTRACT, AGGREGATIONS, CASES, LAYERS, NOT_RUNNABLE
 
 
 def test_every_layer_has_its_case():
-    known = {*LAYERS, *NOT_RUNNABLE}
-    assert set(gnn.conv.classes) - known == set(), "new in this release of PyG: give them a case"
-    assert set(gnn.aggr.classes) - {*AGGREGATIONS, "Aggregation"} == set()
+    """A new release of PyG may bring new layers: they need a case in ``conv_zoo``."""
+    assert set(gnn.conv.classes) - {*LAYERS, *NOT_RUNNABLE, *ABSTRACT} == set()
+    assert set(gnn.aggr.classes) - {*AGGREGATIONS, *ABSTRACT} == set()
+
+
+@pytest.mark.parametrize("name", NOT_RUNNABLE)
+def test_what_cannot_run_lacks_a_package(name):
+    with pytest.raises(ImportError):
+        NOT_RUNNABLE[name][1]()
+
+
+def test_the_page_is_current():
+    path = Path(__file__).parents[1] / "docs" / "make_unmodified_layers.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    if f"PyG {torch_geometric.__version__} " not in page.PATH.read_text():
+        pytest.skip("the page is about another release of PyG")
+    assert page.PATH.read_text() == page.text(), "run docs/make_unmodified_layers.py"
 
 
 @pytest.mark.parametrize(

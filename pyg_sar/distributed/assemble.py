@@ -32,7 +32,15 @@ def assemble(
     else:
         exchange = Peers(topology.serve, topology.num_src, group, prefetch)
     return ShardedGraph(
-        blocks, num_src, topology.dst_id.numel(), exchange, remat, topology.src_id, topology.e_id, Seeds(seed)
+        blocks,
+        num_src,
+        topology.dst_id.numel(),
+        exchange,
+        remat,
+        topology.src_id,
+        topology.e_id,
+        Seeds(seed),
+        bipartite=topology.dst_id is not topology.src_id,
     )
 
 
@@ -79,7 +87,14 @@ def shard(
         col = src - i.start if isinstance(i, slice) else torch.searchsorted(i, src)
         size = i.stop - i.start if isinstance(i, slice) else i.numel()
         blocks.append(Block.from_coo(dst, col, i, size, num_dst, edges))
-    graph = ShardedGraph(tuple(blocks), num_src, num_dst, Local(ids), seeds=Seeds(torch.initial_seed()))
+    graph = ShardedGraph(
+        tuple(blocks),
+        num_src,
+        num_dst,
+        Local(ids),
+        seeds=Seeds(torch.initial_seed()),
+        bipartite=not isinstance(num_nodes, int),
+    )
     return ShardedEdgeIndex(graph)
 
 

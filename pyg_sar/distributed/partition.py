@@ -19,6 +19,8 @@ from tqdm import tqdm
 from pyg_sar.distributed import store
 from pyg_sar.distributed.split import split
 
+RESERVED = ("n_id", "e_id", "total_nodes")
+
 
 def partition(
     data: Data,
@@ -224,7 +226,10 @@ def _checked(data: Data) -> Data:
         )
     for key in list(data.keys()):
         value = _plain(data[key])
-        if _storable(value, (data.num_nodes, data.num_edges)):
+        if key in RESERVED:
+            warnings.warn(f"'{key}' of the graph is left out: 'load' sets an attribute of this name.", stacklevel=3)
+            del data[key]
+        elif _storable(value, (data.num_nodes, data.num_edges)):
             data[key] = value  # setting it also makes PyG forget the level of a former value
         else:
             warnings.warn(f"'{key}' ({type(value).__name__}) is left out: only tensors travel.", stacklevel=3)

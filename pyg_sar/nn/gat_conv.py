@@ -13,6 +13,7 @@ from torch_geometric.utils import scatter
 from pyg_sar.dropout import dropout_factors
 from pyg_sar.graph import Block, ShardedGraph
 from pyg_sar.nn.message_passing import MessagePassing
+from pyg_sar.ops import accumulator
 from pyg_sar.reduce import Rows, Softmax
 from pyg_sar.stream import aggregate
 
@@ -98,11 +99,11 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
 
         drop = None
         if self.training and self.dropout > 0:
-            seed, e_id, p = graph.seeds.draw(), graph.e_id, self.dropout
+            seed, e_id, p, dtype = graph.seeds.draw(), graph.e_id, self.dropout, accumulator(z.dtype)
 
             def drop(block: Block) -> Tensor:
                 positions = torch.arange(graph.num_edges, device=graph.device) if e_id is None else e_id
-                return dropout_factors(positions[block.edges], self.heads, p, seed, z.dtype)
+                return dropout_factors(positions[block.edges], self.heads, p, seed, dtype)
 
         out = aggregate(
             graph,

@@ -15,6 +15,8 @@ from problem import assignment, edges, share
 from pyg_sar import record_traffic
 from pyg_sar.distributed.exchange import OneShotSink, Peers, PeerSink
 from pyg_sar.nn.message_passing import reduce_rows
+from pyg_sar.reduce import Extremum
+from pyg_sar.stream import aggregate
 
 MODES = (1, 2, 3)
 
@@ -183,16 +185,17 @@ def test_blocks_alive_in_modes_2_and_3(pool, name, mode, blocks):
 
 
 def watch_inference(group, mode, context):
-    it, watch = setup(group, CASES["gcn learnt"], mode=mode), Watch()
+    graph, watch = share(group, edges(), assignment("random", group.size()), mode=mode).edge_index.graph, Watch()
+    x = torch.rand(graph.num_src, 8, requires_grad=True)
     with watch(), context():
-        out = it()
+        out = aggregate(graph, Extremum(1), x)
     assert not out.requires_grad
     return watch.peak["rows"], watch.alive()
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_nothing_is_kept_without_gradients(pool, context):
-    """In mode 2 either, although the edge weights require a gradient."""
+    """In mode 2 either, although the input requires a gradient."""
     assert pool.run(4, watch_inference, 2, context) == [(2, 0)] * 4
 
 

@@ -62,29 +62,33 @@ def test_without_torchrun_it_is_a_group_of_one():
 
 
 def member(rank, store, ends, pipe):
-    """A worker whose block ends in some way; reports how the exit from the block went."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    init = dist.init_process_group
+    """Rank 0 ends its block in some way, rank 1 after half a second.
+
+    Reports the error that left the block, when the block ended and was left, and whether there still is a group.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    init, error, ended = dist.init_process_group, "", 0.0
 
     def with_file_store(backend, timeout):
         init(backend, timeout=timeout, store=dist.FileStore(store, 2), rank=rank, world_size=2)
 
     try:
-        with mock.patch.object(dist, "init_process_group", with_file_store), pyg_sar.process_group("gloo", 20) as me:
-            assert me == rank
+        with mock.patch.object(dist, "init_process_group", with_file_store), pyg_sar.process_group("gloo", 20):
             if rank == 1:
-                time.sleep(0.5)  # the other one is at the end of its block by then
-                pyg_sar.all_reduce(pyg_sar.nn.SAGEConv(1, 1).lin_l.weight) if ends == "raise" else None
-            end = {"return": lambda: None, "exit 0": sys.exit, "exit None": lambda: sys.exit(None)}
-            if ends == "raise" and rank == 0:
-                raise ValueError("boom")
-            if ends == "exit 3" and rank == 0:
-                sys.exit(3)
-            end.get(ends, lambda: None)() if rank == 0 else None
-    except BaseException as error:
-        pipe.send((type(error).__name__, str(error), dist.is_initialized()))
-    else:
-        pipe.send(("", "", dist.is_initialized()))
+                time.sleep(0.5)
+            ended = time.monotonic()
+            if rank == 0:
+                ENDS[ends]()
+    except BaseException as e:
+        error = type(e).__name__
+    pipe.send((error, ended, time.monotonic(), dist.is_initialized()))
+
+
+def boom():
+    raise ValueError("boom")
+
+
+ENDS = {"return": int, "exit 0": lambda: sys.exit(0), "exit": sys.exit, "raise": boom, "exit 3": lambda: sys.exit(3)}
 
 
 def run_two(tmp_path, ends):
@@ -103,18 +107,18 @@ def run_two(tmp_path, ends):
     return reports
 
 
-@pytest.mark.parametrize("ends", ["return", "exit 0", "exit None"])
+@pytest.mark.parametrize("ends", ["return", "exit 0", "exit"])
 def test_waits_for_the_others_before_it_leaves(tmp_path, ends):
-    """Rank 0 ends first; had it left, the barrier of rank 1 would fail."""
-    first, second = run_two(tmp_path, ends)
-    assert first[0] == ("SystemExit" if ends.startswith("exit") else "")
-    assert second == ("", "", False)
-    assert not first[2]
+    (error, _, left, group), (other, ended, _, other_group) = run_two(tmp_path, ends)
+    assert (error, other) == ("" if ends == "return" else "SystemExit", "")
+    assert left >= ended
+    assert not group and not other_group
 
 
-@pytest.mark.parametrize(("ends", "error"), [("raise", "ValueError"), ("exit 3", "SystemExit")])
-def test_leaves_at_once_after_an_error(tmp_path, ends, error):
-    first, second = run_two(tmp_path, ends)
-    assert first[0] == error
-    assert first[2]  # no barrier, no farewell
-    assert second[0] == "RuntimeError"
+@pytest.mark.parametrize("ends", ["raise", "exit 3"])
+def test_leaves_at_once_after_an_error(tmp_path, ends):
+    (error, _, left, group), (other, ended, _, _) = run_two(tmp_path, ends)
+    assert error == ("ValueError" if ends == "raise" else "SystemExit")
+    assert left < ended
+    assert group  # no barrier, no farewell
+    assert other == "RuntimeError"
