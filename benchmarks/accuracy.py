@@ -12,11 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pyg_sar
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from launch import answer, launch
+
+import pyg_sar
 from pyg_sar.distributed.datasets import dataset
 
 # data set, layer, hidden width, epochs, seeds
@@ -37,7 +38,10 @@ class Net(torch.nn.Module):
         if kind == "gcn":
             self.convs = [nn.GCNConv(in_channels, hidden), nn.GCNConv(hidden, out_channels)]
         elif kind == "gat":
-            self.convs = [nn.GATConv(in_channels, hidden, 8, dropout=0.6), nn.GATConv(8 * hidden, out_channels, dropout=0.6)]
+            self.convs = [
+                nn.GATConv(in_channels, hidden, 8, dropout=0.6),
+                nn.GATConv(8 * hidden, out_channels, dropout=0.6),
+            ]
         elif kind == "sage":
             self.convs = [nn.SAGEConv(in_channels, hidden), nn.SAGEConv(hidden, out_channels)]
         else:

@@ -16,7 +16,11 @@ def launch(script: str, workers: int, args: list[str], threads: int = 1) -> list
     command = [sys.executable]
     if workers > 0:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
+    }
     done = subprocess.run([*command, script, "--worker", *args], env=env, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode != 0 or len(lines) != max(workers, 1):

@@ -16,12 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pyg_sar
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from launch import answer, launch
 from models import GNN
+
+import pyg_sar
 from pyg_sar.distributed.datasets import dataset
 
 WORKERS = (1, 2, 4, 8)
@@ -105,8 +106,8 @@ def main(args: argparse.Namespace) -> None:
 
 def write_table(args: argparse.Namespace, path: Path, found: dict, peer: float | None, nodes: int, edges: int) -> None:
     lines = [
-        f"Peak MiB per worker in a training step of the 3-layer {args.model.upper()} (above loaded data and model), and "
-        f"MiB received by a worker in a step; {nodes:,} nodes, {edges:,} edges, prefetch {args.prefetch}, float32.",
+        f"Peak MiB per worker in a training step of the 3-layer {args.model.upper()} (above loaded data and model), "
+        f"and MiB received by a worker in a step; {nodes:,} nodes, {edges:,} edges, prefetch {args.prefetch}, float32.",
         "",
         "| workers | " + " | ".join(f"{name} | received" for name in MODES.values()) + " |",
         "|---" * (1 + 2 * len(MODES)) + "|",

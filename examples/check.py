@@ -8,14 +8,15 @@ Given trained weights (``--weights``), it also compares their predictions on the
 import argparse
 import sys
 
-import pyg_sar
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from models import GNN
+from safetensors.torch import load_file
+
+import pyg_sar
 from pyg_sar.distributed.collectives import gather_objects
 from pyg_sar.distributed.datasets import dataset
-from safetensors.torch import load_file
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data", help="a folder made by 'pyg-sar partition'")
@@ -78,7 +79,9 @@ def main(args: argparse.Namespace, rank: int) -> int:
     torch.set_num_threads(torch.multiprocessing.cpu_count())
     whole = dataset(args.dataset, args.root)
     whole.x = whole.x.double()
-    reference = GNN(torch_geometric.nn, args.model, whole.x.size(1), args.hidden, whole.num_classes, dropout=0.0).double()
+    reference = GNN(
+        torch_geometric.nn, args.model, whole.x.size(1), args.hidden, whole.num_classes, dropout=0.0
+    ).double()
     reference.load_state_dict(start)
     ref_losses, ref_out = fit(reference, whole, args.epochs)
     found = torch.empty_like(ref_out)

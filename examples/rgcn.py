@@ -9,12 +9,13 @@ Lines marked with ``# sar`` are what a script for one process would not have.
 import argparse
 import time
 
-import pyg_sar  # sar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 from train import peak_memory, report
+
+import pyg_sar  # sar
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data", help="a folder made by 'pyg-sar partition'")
@@ -48,7 +49,7 @@ def main(args: argparse.Namespace, rank: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
 
     loaded = peak_memory()
-    times, layers, bar = [], [], tqdm(range(1, args.epochs + 1), disable=rank != 0)
+    times, bar = [], tqdm(range(1, args.epochs + 1), disable=rank != 0)
     for epoch in bar:
         start = time.perf_counter()
         model.train()
@@ -63,7 +64,9 @@ def main(args: argparse.Namespace, rank: int) -> None:
         times.append(time.perf_counter() - start)
         with torch.no_grad():
             pred = model(x, data.edge_index, data.edge_type).argmax(-1)
-        accs = [pyg_sar.accuracy(pred, data.y, mask) for mask in (data.train_mask, data.train_mask, data.test_mask)]  # sar
+        accs = [
+            pyg_sar.accuracy(pred, data.y, mask) for mask in (data.train_mask, data.train_mask, data.test_mask)
+        ]  # sar
         if rank == 0:
             bar.write(f"epoch {epoch:3d}  loss {loss.item():.4f}  train {accs[0]:.4f}  test {accs[2]:.4f}")
     report(args, accs, times, loaded, layers, rank)

@@ -10,12 +10,13 @@ import argparse
 import resource
 import time
 
-import pyg_sar  # sar
 import torch
 import torch.nn.functional as F
 from models import GNN
 from safetensors.torch import save_file
 from tqdm import tqdm
+
+import pyg_sar  # sar
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data", help="a folder made by 'pyg-sar partition'")
@@ -67,7 +68,7 @@ def main(args: argparse.Namespace, rank: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
     loaded = peak_memory()
-    times, layers, bar = [], [], tqdm(range(1, args.epochs + 1), disable=rank != 0)
+    times, bar = [], tqdm(range(1, args.epochs + 1), disable=rank != 0)
     for epoch in bar:
         start = time.perf_counter()
         with pyg_sar.record_traffic(data.edge_index) as layers:
@@ -92,10 +93,9 @@ def report(
     median = sorted(times)[len(times) // 2]
     lines = [f"peak memory {peak_memory():.0f} MiB, of which {loaded:.0f} MiB before training"]
     for k, t in enumerate(layers):
-        lines.append(
-            f"layer {k}, case {t.case}: forward sent {t.forward_sent / 2**20:.2f} received {t.forward_received / 2**20:.2f}"
-            f" MiB, backward sent {t.backward_sent / 2**20:.2f} received {t.backward_received / 2**20:.2f} MiB"
-        )
+        counts = (t.forward_sent, t.forward_received, t.backward_sent, t.backward_received)
+        sizes = "forward sent {:.2f} received {:.2f} MiB, backward sent {:.2f} received {:.2f} MiB"
+        lines.append(f"layer {k}, case {t.case}: " + sizes.format(*(n / 2**20 for n in counts)))
     gathered = pyg_sar.distributed.collectives.gather_objects("\n".join(f"  {line}" for line in lines))
     if rank == 0:
         print(f"\n{args.model}: test accuracy {accs[2]:.4f}, median epoch {median:.3f} s")

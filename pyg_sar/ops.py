@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which rows of ``dtype`` are summed: at least single precision."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,8 +1,8 @@
 r"""How messages combine: each reduction is a few small functions over one block, without communication.
 
 A reduction is a state that takes one source block after the other (``init``, ``step``, ``finish``) and the gradient of
-one block (``grad``). ``needs_source`` says whether that gradient needs the source rows again: *case 2* of the SAR paper,
-against *case 1*, in which walking the transposed block is enough.
+one block (``grad``). ``needs_source`` says whether that gradient needs the source rows again: *case 2* of the SAR
+paper, against *case 1*, in which walking the transposed block is enough.
 """
 
 from __future__ import annotations

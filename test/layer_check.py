@@ -3,12 +3,13 @@
 import itertools
 from typing import Any
 
-import pyg_sar.nn
 import torch
 import torch.distributed as dist
 import torch_geometric.nn
 from problem import NUM_NODES, assignment, backward, close, edges, share
 from torch import Tensor
+
+import pyg_sar.nn
 
 METHODS = ("metis", "random", "empty")
 GRIDS = {

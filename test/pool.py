@@ -74,9 +74,7 @@ class Pool:
         self._size = size
         self._workers: list[Worker] = []
 
-    def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
-    ) -> list:
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list:
         """Calls ``fn(group, *args)`` on every rank and returns the results in the order of ranks.
 
         Args:
@@ -92,15 +90,11 @@ class Pool:
         """
         reports = self._job(world_size, fn, args, timeout, GRACE)
         if not all(_is_ok(report) for report in reports):
-            stories = (
-                f"--- rank {r} of {world_size} {report.story}" for r, report in enumerate(reports)
-            )
+            stories = (f"--- rank {r} of {world_size} {report.story}" for r, report in enumerate(reports))
             raise RankError(f"{fn.__module__}.{fn.__qualname__} failed\n" + "\n".join(stories))
         return [report.outcome[1] for report in reports]
 
-    def outcomes(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
-    ) -> list[tuple]:
+    def outcomes(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[tuple]:
         """As ``run``, for tests that expect failures: returns what became of every rank.
 
         Each of them is one of::
@@ -126,9 +120,7 @@ class Pool:
         if any(code != 0 for code in codes):
             raise RuntimeError(f"exit codes of the workers at the end of the session: {codes}")
 
-    def _job(
-        self, world_size: int, fn: Callable[..., Any], args: tuple, timeout: float, grace: float
-    ) -> list[Report]:
+    def _job(self, world_size: int, fn: Callable[..., Any], args: tuple, timeout: float, grace: float) -> list[Report]:
         if world_size > MAX_WORKERS:
             raise ValueError(f"{world_size} ranks: the pool has at most {MAX_WORKERS}")
         # Python's own pickler copies tensors, where a Connection's would share their memory.
@@ -147,9 +139,7 @@ class Pool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             stack = folder / f"stack-{rank}"
-            process = context.Process(
-                target=_work, args=(rank, size, folder / "store", stack, theirs), daemon=True
-            )
+            process = context.Process(target=_work, args=(rank, size, folder / "store", stack, theirs), daemon=True)
             process.start()
             theirs.close()  # the worker has the only copy, so its end closes when it dies
             self._workers.append(Worker(process, ours, stack))

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch_geometric.data import Data
+
 from pyg_sar import ShardedEdgeIndex
 from pyg_sar.distributed.assemble import assemble
 from pyg_sar.distributed.partition import assign
 from pyg_sar.distributed.split import split
-from torch import Tensor
-from torch_geometric.data import Data
 
 NUM_NODES = 61
 MODES = {1: "rematerialise", 2: "keep", 3: "one shot"}

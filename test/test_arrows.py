@@ -3,8 +3,9 @@
 import ast
 from pathlib import Path
 
-import pyg_sar
 import pytest
+
+import pyg_sar
 
 ROOT = Path(pyg_sar.__file__).parent
 BELOW = {

@@ -2,6 +2,8 @@ r"""Builds a :class:`~pyg_sar.graph.ShardedGraph` from a worker's :class:`~pyg_s
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -74,7 +76,7 @@ def shard(
         raise ValueError(f"Expected 'num_parts' to be at least 1 (got {num_parts})")
     if assignment is None:
         ends = torch.linspace(0, num_src, num_parts + 1).long().tolist()
-        ids: list[Index] = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        ids: list[Index] = [slice(a, b) for a, b in pairwise(ends)]
         part = torch.bucketize(edge_index[0], torch.tensor(ends[1:], device=edge_index.device), right=True)
     else:
         check_assignment(assignment, num_src, num_parts)

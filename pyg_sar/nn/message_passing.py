@@ -21,8 +21,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     r"""Base class for layers that stream source shards through their aggregation.
 
     A subclass says how it streams by :meth:`stream`. Given an ordinary ``edge_index`` it is PyG's layer; given a
-    :class:`~pyg_sar.edge_index.ShardedEdgeIndex` that it cannot stream (hooks on messages, ``explain``, another flow, an
-    aggregation without a streaming form) it runs PyG's own code in one shot, which is exact too or raises.
+    :class:`~pyg_sar.edge_index.ShardedEdgeIndex` that it cannot stream (hooks on messages, ``explain``, another flow,
+    an aggregation without a streaming form) it runs PyG's own code in one shot, which is exact too or raises.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -21,14 +21,14 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
 
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.RGCNConv`. On a sharded graph all relations
-    stream at once: rows are aggregated for every pair :math:`(r, i)` that has an edge, where PyG runs over the graph once
-    for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows. Sums and means fetch no row twice (case 1
-    of the SAR paper, which has this layer in case 2). Without input features (``x=None``, or node ids in place of
-    ``x``) each node selects a row of the weights: ``in_channels`` is then the number of nodes of the whole graph.
+    stream at once: rows are aggregated for every pair :math:`(r, i)` that has an edge, where PyG runs over the graph
+    once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows. Sums and means fetch no row twice
+    (case 1 of the SAR paper, which has this layer in case 2). Without input features (``x=None``, or node ids in place
+    of ``x``) each node selects a row of the weights: ``in_channels`` is then the number of nodes of the whole graph.
 
     Shapes:
-        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, global node ids :math:`(|\mathcal{V}|)` or None, or a
-          tuple if bipartite, this worker's rows if sharded; edge indices :math:`(2, |\mathcal{E}|)`; edge types
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, global node ids :math:`(|\mathcal{V}|)` or None,
+          or a tuple if bipartite, this worker's rows if sharded; edge indices :math:`(2, |\mathcal{E}|)`; edge types
           :math:`(|\mathcal{E}|)`
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
     """

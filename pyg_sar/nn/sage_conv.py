@@ -20,9 +20,9 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         \mathrm{mean}_{j \in \mathcal{N}(i)} \mathbf{x}_j
 
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.SAGEConv`. The aggregations ``"mean"``,
-    ``"sum"``, ``"max"`` and ``"min"`` stream; sums and means fetch no row twice (case 1 of the SAR paper). Others run in
-    one shot where that is exact (``"median"``, ``"std"``, a list, ...), and raise where the result depends on the largest
-    degree of the whole graph (``"lstm"``, ``"gru"``).
+    ``"sum"``, ``"max"`` and ``"min"`` stream; sums and means fetch no row twice (case 1 of the SAR paper). Others run
+    in one shot where that is exact (``"median"``, ``"std"``, a list, ...), and raise where the result depends on the
+    order or the largest degree of the whole graph (``"lstm"``, ``"gru"``).
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

@@ -1,9 +1,10 @@
 """Every option of every layer, on 1 to 4 workers, equals PyG on the whole graph."""
 
-import pyg_sar.nn
 import pytest
 import torch
 from layer_check import GRIDS, WORKERS, check_layer
+
+import pyg_sar.nn
 
 S, C, A, R = "SAGEConv", "GCNConv", "GATConv", "RGCNConv"
 FULL = [
@@ -56,7 +57,9 @@ OPTIONS = [
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(("name", "args", "kwargs", "how"), FULL)
 def test_all_modes_partitions_and_prefetches(pool, workers, name, args, kwargs, how):
-    done = pool.run(workers, check_layer, name, args, kwargs, how.get("roles", ""), "", "full", how.get("edge_grad", True))
+    done = pool.run(
+        workers, check_layer, name, args, kwargs, how.get("roles", ""), "", "full", how.get("edge_grad", True)
+    )
     assert done == [len(GRIDS["full"])] * workers
 
 
@@ -87,5 +90,5 @@ def test_an_aggregation_that_fails_in_pyg_says_what_works():
 def test_an_aggregation_that_depends_on_the_largest_degree_is_refused(aggr):
     kwargs = {"in_channels": 8, "out_channels": 8} if aggr == "gru" else {}
     layer = pyg_sar.nn.SAGEConv(8, 4, aggr=aggr, aggr_kwargs=kwargs)
-    with pytest.raises(NotImplementedError, match="'pyg_sar.nn'"):
+    with pytest.raises(NotImplementedError, match=r"'pyg_sar\.nn'"):
         layer(torch.randn(3, 8), pyg_sar.shard(torch.tensor([[0, 1], [2, 2]]), 3, 2))
