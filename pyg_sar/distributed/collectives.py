@@ -66,7 +66,7 @@ def sum_gradients(module: torch.nn.Module, group: Any = None) -> None:
     r"""Sum the gradients of all parameters over the workers, in one all-reduce for each type of parameter.
 
     Call it after ``loss.backward()``. A parameter without a gradient here counts as zero; one that has a gradient on no
-    worker keeps none. Every worker must have the same parameters with the same ``requires_grad``, or all of them raise.
+    worker keeps none. Every worker must have the same parameters with the same ``requires_grad``, else all raise.
 
     :class:`torch.nn.parallel.DistributedDataParallel` can take its place. It averages where this sums: multiply the
     loss by the number of workers.
