@@ -25,7 +25,7 @@ TASKS = [
     ("Planetoid/Cora", "gcn", 16, 200, 10),
     ("Planetoid/Cora", "gat", 8, 200, 5),
     ("Coauthor/Physics", "sage", 64, 30, 3),
-    ("Entities/AIFB", "rgcn", 16, 50, 10),
+    ("Entities/AIFB", "rgcn", 16, 50, 5),
 ]
 
 

@@ -112,7 +112,12 @@ class Seeds:
         self.seed, self.drawn = seed, 0
 
     def draw(self) -> int:
-        """Return the next seed."""
+        """Return the next seed; refuse to be run once more in a backward pass, which would need the same one again."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "Attention dropout cannot be recomputed by 'torch.utils.checkpoint'. Leave the layer out of it: on a "
+                "sharded graph it keeps no messages anyway."
+            )
         self.drawn += 1
         return (self.seed * 0x9E3779B1 + self.drawn) % (1 << 62)
 

@@ -253,6 +253,7 @@ LAYERS = [
     (GCNConv, (16, 8), {}, ""),
     (GCNConv, (16, 8), {}, "w"),
     (GATConv, (16, 8), {"heads": 3}, ""),
+    (GATConv, (16, 8), {"edge_dim": 3}, "a"),
     (RGCNConv, (16, 8, 5), {}, "t"),
 ]
 
@@ -332,7 +333,7 @@ def test_low_precision_across_workers(pool, dtype, mode):
 def mixed_precision(group):
     """Layers in single precision under autocast: types as in PyG, and its numbers to that precision."""
     mine = share(group, edges(), assignment("random", group.size()))
-    for layer, args, kwargs, roles in [*LAYERS, (GATConv, (16, 8), {"edge_dim": 3}, "a")]:
+    for layer, args, kwargs, roles in LAYERS:
         torch.manual_seed(0)
         conv = getattr(nn, layer.__name__)(*args, **kwargs)
         x_all, rest = torch.randn(NUM_NODES, 16), inputs(roles, edges().size(1), torch.float32)

@@ -369,3 +369,12 @@ def test_real_hetero(root):
 def test_real_npz(name, num_nodes, num_edges):
     data = dataset(str(REAL / "npz" / f"{name}.npz"))
     assert data.edge_index.max() < data.num_nodes == num_nodes and data.num_edges == num_edges
+
+
+def test_relations_tell_something_of_the_classes():
+    data, plain = dataset("Relations/300/4000"), dataset("Community/300/4000")
+    assert data.num_relations == 4 and data.edge_index.equal(plain.edge_index) and "edge_type" not in plain
+    same = data.y[data.edge_index[0]] == data.y[data.edge_index[1]]
+    told = (data.edge_type % 2 == same).float().mean()
+    assert 0.75 < told < 0.95  # 0.7 are told, half of the others by chance
+    assert data.edge_type.equal(dataset("Relations/300/4000").edge_type)

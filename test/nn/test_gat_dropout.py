@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from problem import NUM_NODES, assignment, close, edges, share
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.utils import scatter, softmax
 
 from pyg_sar import shard
@@ -160,3 +161,11 @@ def test_extreme_rates(p):
     assert x.grad.isfinite().all()
     expected = conv.eval()(x, edges()) if p == 0 else conv.bias.expand_as(out)
     close(out, expected, "output")
+
+
+def test_recomputation_by_checkpoint_is_refused():
+    conv = GATConv(4, 4, dropout=0.5)
+    x, sharded = torch.randn(5, 4, requires_grad=True), shard(torch.tensor([[0, 1], [2, 3]]), 5, 2)
+    out = checkpoint(conv, x, sharded, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint"):
+        out.sum().backward()
