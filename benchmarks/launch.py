@@ -11,16 +11,16 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = "RESULT "
 
 
-def launch(script: str, workers: int, args: list[str], threads: int = 1) -> list[Any]:
-    """Run ``script --worker`` on ``workers`` processes; 0 means one process without ``torch.distributed.run``."""
+def launch(script: str, workers: int, args: list[str], threads: int = 1, **settings: str) -> list[Any]:
+    """Run ``script --worker`` on ``workers`` processes; 0 means one process without ``torch.distributed.run``.
+
+    ``settings`` are environment variables.
+    """
     command = [sys.executable]
     if workers > 0:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
-    }
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths, **settings}
     done = subprocess.run([*command, script, "--worker", *args], env=env, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode != 0 or len(lines) != max(workers, 1):

@@ -3,9 +3,10 @@
     python benchmarks/memory.py --out docs
 
 For every mode and number of workers it measures, in each worker, the peak of resident memory during two training steps
-above what the process held before them (libraries, graph, features, model), and takes the largest worker. PyG in one
-process is the peer. Workers beyond the cores are there for memory and traffic only: their times mean nothing, and none
-are printed. Writes ``memory-<model>.md`` and ``memory-<model>.png``.
+above what the process held before them (libraries, graph, features, model), and takes the largest worker. Tensors of
+1 MiB and more are given back to the system when they are freed (``MALLOC_MMAP_THRESHOLD_``), or what the C library
+keeps would count, too. PyG in one process is the peer. Workers beyond the cores are there for memory and traffic only:
+their times mean nothing, and none are printed. Writes ``memory-<model>.md`` and ``memory-<model>.png``.
 """
 
 import argparse
@@ -81,7 +82,7 @@ def measure(args: argparse.Namespace, workers: int, folder: str | None, mode: in
     options = ["--model", args.model, "--graph", args.graph, "--mode", str(mode), "--prefetch", str(args.prefetch)]
     options += ["--hidden", str(args.hidden)] if args.hidden else []
     options += ["--folder", folder] if folder else []
-    rows = launch(__file__, workers, options)
+    rows = launch(__file__, workers, options, MALLOC_MMAP_THRESHOLD_=str(1 << 20))
     print(workers, mode, rows, file=sys.stderr)
     return max(row[2] for row in rows), sum(row[3] for row in rows) / len(rows)
 

@@ -66,8 +66,9 @@ def main(args: argparse.Namespace, rank: int) -> int:
     weights = load_file(args.weights) if args.weights else None
     logits = None
     if weights is not None:
-        hidden = weights["norms.0.module.weight"].numel() // (4 if args.model == "gat" else 1)
-        trained = GNN(pyg_sar.nn, args.model, data.x.size(1), hidden, data.num_classes).eval()
+        heads = weights["convs.0.att_src"].size(1) if args.model == "gat" else 1
+        hidden = weights["norms.0.module.weight"].numel() // heads
+        trained = GNN(pyg_sar.nn, args.model, data.x.size(1), hidden, data.num_classes, heads).eval()
         trained.load_state_dict(weights)
         with torch.no_grad():
             logits = gather_objects((data.n_id, trained(data.x.float(), data.edge_index)))
@@ -96,7 +97,7 @@ def main(args: argparse.Namespace, rank: int) -> int:
     for name, error in errors.items():
         print(f"  largest relative difference, {name:10s} {error:.2e}")
     if weights is not None:
-        trained = GNN(torch_geometric.nn, args.model, whole.x.size(1), hidden, whole.num_classes).eval()
+        trained = GNN(torch_geometric.nn, args.model, whole.x.size(1), hidden, whole.num_classes, heads).eval()
         trained.load_state_dict(weights)
         with torch.no_grad():
             expected = trained(whole.x.float(), whole.edge_index)

@@ -77,7 +77,7 @@ def main(args: argparse.Namespace, rank: int) -> None:
         accs = test(model, data)
         if rank == 0:
             bar.write(f"epoch {epoch:3d}  loss {loss:.4f}  train {accs[0]:.4f}  val {accs[1]:.4f}  test {accs[2]:.4f}")
-    report(args, accs, times, loaded, layers, rank)
+    report(args.model, accs[2], times, loaded, layers, rank)
     if rank == 0 and args.save:
         save_file({k: v.contiguous() for k, v in model.state_dict().items()}, args.save)
 
@@ -87,9 +87,7 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def report(
-    args: argparse.Namespace, accs: list[float], times: list[float], loaded: float, layers: list, rank: int
-) -> None:
+def report(name: str, accuracy: float, times: list[float], loaded: float, layers: list, rank: int) -> None:
     median = sorted(times)[len(times) // 2]
     lines = [f"peak memory {peak_memory():.0f} MiB, of which {loaded:.0f} MiB before training"]
     for k, t in enumerate(layers):
@@ -98,7 +96,7 @@ def report(
         lines.append(f"layer {k}, case {t.case}: " + sizes.format(*(n / 2**20 for n in counts)))
     gathered = pyg_sar.distributed.collectives.gather_objects("\n".join(f"  {line}" for line in lines))
     if rank == 0:
-        print(f"\n{args.model}: test accuracy {accs[2]:.4f}, median epoch {median:.3f} s")
+        print(f"\n{name}: test accuracy {accuracy:.4f}, median epoch {median:.3f} s")
         for r, text in enumerate(gathered):
             print(f"worker {r}\n{text}")
 

@@ -7,9 +7,9 @@ own rows are :math:`0 \ldots n-1`, the rows it reads from others follow, grouped
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -214,7 +214,7 @@ class ShardedGraph:
         The edges of the new graph are the remaining ones in their order, followed by one loop for each node.
 
         Returns:
-            The new graph, and the positions of the removed self-loops among the old edges.
+            The new graph, and a mask of the old edges that remain.
         """
         if self.bipartite:
             raise ValueError(
@@ -238,7 +238,7 @@ class ShardedGraph:
         e_id = torch.arange(self.num_edges, device=device) if self.e_id is None else self.e_id
         # Negative ids cannot collide with those of edges.
         graph = self.replace(blocks=blocks, e_id=torch.cat([e_id[keep], -1 - n_id]))
-        return graph, (~keep).nonzero().view(-1)
+        return graph, keep
 
     def _loop_block(self, block: Block, keep: Tensor, position: Tensor, num_kept: int) -> Block:
         ids = torch.arange(block.ids.start, block.ids.stop) if isinstance(block.ids, slice) else block.ids
@@ -260,7 +260,8 @@ class ShardedGraph:
     def by_type(self, edge_type: Tensor, num_types: int) -> TypedGraph:
         """Return the graph whose destinations are the pairs (edge type, destination) that have an edge.
 
-        It is built once for an ``edge_type`` tensor and kept as long as that tensor lives unchanged.
+        It is built once for an ``edge_type`` tensor and kept as long as that tensor lives unchanged (changes behind
+        autograd's back, through ``.data``, go unnoticed).
         """
         if edge_type.is_inference():  # nobody counts its changes
             return self._group(edge_type, num_types)
@@ -272,20 +273,23 @@ class ShardedGraph:
 
     @ordinary_mode
     def _group(self, edge_type: Tensor, num_types: int) -> TypedGraph:
+        if edge_type.shape != (self.num_edges,) or edge_type.is_floating_point():
+            raise ValueError(
+                f"Expected 'edge_type' to hold an integer for each of this worker's {self.num_edges} edges (got "
+                f"{edge_type.dtype} of shape {list(edge_type.shape)}). Take it from the loaded data."
+            )
+        if edge_type.numel() > 0 and not 0 <= int(edge_type.min()) <= int(edge_type.max()) < num_types:
+            raise ValueError(
+                f"Expected edge types from 0 to {num_types - 1} (got {int(edge_type.min())} to "
+                f"{int(edge_type.max())}). Is 'num_relations' right?"
+            )
         key = torch.empty(self.num_edges, dtype=torch.int64, device=self.device)
         for block in self.blocks:
             key[block.edges] = edge_type[block.edges].long() * self.num_dst + block.row
         pairs, pair = torch.unique(key, return_inverse=True)
         position = torch.arange(self.num_edges, device=self.device)
         blocks = tuple(
-            Block.from_coo(
-                pair[b.edges],
-                b.col,
-                b.ids,
-                b.num_src,
-                pairs.numel(),
-                position[b.edges],
-            )
+            Block.from_coo(pair[b.edges], b.col, b.ids, b.num_src, pairs.numel(), position[b.edges])
             for b in self.blocks
         )
         size = max(self.num_dst, 1)
@@ -309,8 +313,12 @@ class TypedGraph:
     dst: Tensor
     ptr: list[int]
 
-    def relations(self) -> Iterator[ShardedGraph]:
-        """Yield the graph of every type, whose destinations are the pairs of that type."""
-        for start, end in zip(self.ptr, self.ptr[1:], strict=False):
+    @cached_property
+    @ordinary_mode
+    def relations(self) -> list[ShardedGraph]:
+        """The graph of every type, whose destinations are the pairs of that type."""
+        graphs = []
+        for start, end in pairwise(self.ptr):
             blocks = tuple(block.rows(start, end) for block in self.graph.blocks)
-            yield self.graph.replace(blocks=blocks, num_dst=end - start)
+            graphs.append(self.graph.replace(blocks=blocks, num_dst=end - start))
+        return graphs

@@ -58,6 +58,10 @@ class Reduce:
         """Return the output and what backward needs of it."""
         raise NotImplementedError
 
+    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+        """Turn what was saved, once, into what ``grad`` reads for every block; ``out`` is the output's gradient."""
+        return saved
+
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
     ) -> Grads:
@@ -172,13 +176,17 @@ class Extremum(Reduce):
         out = (best * self.sign).masked_fill_(best == -torch.inf, 0)
         return out, (out, (count + (out == 0)).to(dtype))
 
+    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+        """Return the extrema and the share of each edge that attains one."""
+        best, count = saved
+        return best, out / count
+
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
     ) -> Grads:
         """Share the gradient among the edges that attain the extremum."""
         assert x is not None
-        best, count = saved
-        row, share = block.row, out / count
+        (best, share), row = saved, block.row
         hit = (x[block.col] == best[row]) * share[row]
         return segment_sum(block.col.long(), block.num_src, hit), Rows()
 
@@ -247,19 +255,24 @@ class Softmax(Reduce):
         out = (out / total.where(some, 1).unsqueeze(-1)).to(dtype)
         return out, (out, torch.where(some, peak + total.log(), 0))
 
+    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+        """Return the log-sum-exp and the product of output and gradient."""
+        result, lse = saved
+        return lse, (out * result).sum(-1, dtype=lse.dtype)
+
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
     ) -> Grads:
         """Rebuild the coefficients from the log-sum-exp; the gradient of the score itself is left to autograd."""
         assert x is not None
-        (result, lse), row = saved, block.row
+        (lse, inner_out), row = saved, block.row
         values, terms = self.unpack(x)
         alpha = (self.score(block, terms, rows).to(lse.dtype) - lse[row]).exp_()
         drop = None if self.dropout is None else self.dropout(block)
         inner = sddmm(block.rowptr, row, block.col, out, values, heads=True).to(lse.dtype)
         if drop is not None:
             inner = inner * drop
-        d_score = alpha * (inner - (out * result).sum(-1, dtype=lse.dtype)[row])
+        d_score = alpha * (inner - inner_out[row])
         d_terms, d_rows = rebuild(
             lambda terms, rows: [self.score(block, terms, rows)], [d_score.to(terms.dtype)], terms, rows, needs
         )

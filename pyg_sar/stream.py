@@ -112,6 +112,7 @@ class _Aggregate(torch.autograd.Function):
         total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
                        for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
         grad_out = grad_out.contiguous()
+        saved = reduce.prepare(saved, grad_out)
         for q, x_q in source:
             block = graph.blocks[q]
             if block.num_edges > 0:

@@ -53,12 +53,12 @@ def test_rows_of_a_block(sharded):
 
 
 def test_self_loops_are_replaced_by_one_each(sharded):
-    looped, removed = sharded.with_self_loops()
+    looped, keep = sharded.with_self_loops()
     rest, _ = remove_self_loops(edges())
     nodes = torch.arange(NUM_NODES).expand(2, -1)
     assert torch.equal(looped.coo(), torch.cat([rest, nodes], 1))
-    assert torch.equal(removed, (edges()[0] == edges()[1]).nonzero().view(-1))
-    kept = (edges()[0] != edges()[1]).nonzero().view(-1)
+    assert torch.equal(keep, edges()[0] != edges()[1])
+    kept = keep.nonzero().view(-1)
     assert torch.equal(looped.e_id, torch.cat([kept, -1 - torch.arange(NUM_NODES)]))
     assert torch.equal(looped.with_self_loops()[0].coo(), looped.coo())
     assert contains_self_loops(edges()) and not contains_self_loops(rest)
@@ -96,7 +96,7 @@ def test_types_and_destinations_make_pairs(sharded):
     assert torch.equal(typed.dst[typed.graph.row], edges()[1])
     assert torch.equal(pair_type[typed.graph.row], types)
     assert typed.graph.num_dst == len(set(zip(edges()[1].tolist(), types.tolist(), strict=True)))
-    for graph_of_type, kind in zip(typed.relations(), range(3), strict=True):
+    for graph_of_type, kind in zip(typed.relations, range(3), strict=True):
         assert graph_of_type.num_edges == (types == kind).sum()
 
 
@@ -178,3 +178,23 @@ def test_types_times_nodes_beyond_32_bits():
     pair = it.replace(num_dst=2**30).by_type(torch.tensor([3, 900, 900], dtype=torch.int32), 1000)
     assert pair.dst.tolist() == [0, 1]
     assert (pair.ptr[3], pair.ptr[4], pair.ptr[900], pair.ptr[901]) == (0, 1, 1, 2)
+
+
+def test_ranges_of_shards_beyond_single_precision():
+    last = 2**24
+    graph = shard(torch.tensor([[0, last], [0, 0]]), (last + 1, 1), 2).graph
+    assert graph.num_edges == 2 and graph.blocks[1].ids == slice(last // 2, last + 1)
+
+
+@pytest.mark.parametrize(
+    ("types", "says"),
+    [
+        (torch.zeros(3, dtype=torch.long), "an integer for each of this worker's 2 edges"),
+        (torch.zeros(2), "an integer for each"),
+        (torch.tensor([0, 5]), "from 0 to 4"),
+        (torch.tensor([-1, 0]), "from 0 to 4"),
+    ],
+)
+def test_bad_edge_types(types, says):
+    with pytest.raises(ValueError, match=says):
+        shard(torch.tensor([[0, 1], [1, 2]]), 3, 2).graph.by_type(types, 5)

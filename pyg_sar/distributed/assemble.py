@@ -75,7 +75,7 @@ def shard(
     if num_parts < 1:
         raise ValueError(f"Expected 'num_parts' to be at least 1 (got {num_parts})")
     if assignment is None:
-        ends = torch.linspace(0, num_src, num_parts + 1).long().tolist()
+        ends = [num_src * k // num_parts for k in range(num_parts + 1)]
         ids: list[Index] = [slice(a, b) for a, b in pairwise(ends)]
         part = torch.bucketize(edge_index[0], torch.tensor(ends[1:], device=edge_index.device), right=True)
     else:

@@ -290,6 +290,7 @@ class OneShot:
     def pull(self, x: Tensor, meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield the own rows and those of all peers as one piece."""
         peers, n = self.peers, x.size(0)
+        peers.turn += 1
         rows = peers.buffer(n + self.num_halo, x)
         rows[:n] = x
         halo, transfers = rows[n:], []
@@ -314,6 +315,7 @@ class OneShotSink:
     def push(self, q: int, grad: Tensor) -> None:
         """Take the gradients of the own rows and of all others."""
         peers, n = self.exchange.peers, self.grad.size(0)
+        peers.turn += 1
         self.grad += grad[:n]
         halo = grad[n:].contiguous()
         pending = []

@@ -230,6 +230,8 @@ def _checked(data: Data) -> Data:
             warnings.warn(f"'{key}' of the graph is left out: 'load' sets an attribute of this name.", stacklevel=3)
             del data[key]
         elif _storable(value, (data.num_nodes, data.num_edges)):
+            if key != "edge_index" and isinstance(value, Tensor) and ("index" in key or key == "face"):
+                warnings.warn(f"'{key}' keeps the ids of the whole graph ('n_id' tells those of a part).", stacklevel=3)
             data[key] = value  # setting it also makes PyG forget the level of a former value
         else:
             warnings.warn(f"'{key}' ({type(value).__name__}) is left out: only tensors travel.", stacklevel=3)

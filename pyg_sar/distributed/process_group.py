@@ -20,7 +20,8 @@ def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterato
     worker leaves at once, so that the others see a lost connection instead of waiting.
 
     Args:
-        backend: ``"gloo"`` or ``"nccl"``; by default NCCL if there is a GPU for every local worker.
+        backend: As for :func:`torch.distributed.init_process_group`; by default gloo for CPU tensors, and NCCL for CUDA
+            tensors if there is a GPU for every local worker.
         timeout: Seconds after which a worker gives up waiting for another one.
     """
     if "WORLD_SIZE" not in os.environ:
@@ -28,8 +29,8 @@ def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterato
         return
     if backend is None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        backend = "nccl" if 0 < local <= torch.cuda.device_count() else "gloo"
-    if backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl" if 0 < local <= torch.cuda.device_count() else "gloo"
+    if "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:

@@ -122,12 +122,10 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
 
 def replace_self_loops(graph: ShardedGraph, edge_attr: Tensor | None, fill: Any) -> tuple[ShardedGraph, Tensor | None]:
     """Give every node exactly one self-loop, whose features are ``fill`` or reduced from the other edges, as in PyG."""
-    looped, removed = graph.with_self_loops()
+    looped, keep = graph.with_self_loops()
     if edge_attr is None:
         return looped, None
-    keep = torch.ones(graph.num_edges, dtype=torch.bool, device=graph.device)
-    keep[removed] = False
-    rest, n = edge_attr[keep] if removed.numel() else edge_attr, graph.num_dst
+    rest, n = edge_attr[keep], graph.num_dst
     if isinstance(fill, str):
         loops = scatter(rest, graph.row[keep], 0, n, fill)
     elif isinstance(fill, Tensor):

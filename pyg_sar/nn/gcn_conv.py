@@ -22,7 +22,7 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
 
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.GCNConv`. On a sharded graph degrees are global
     and no edge is ever normalised: rows are scaled by :math:`\mathbf{\hat{D}}^{-1/2}` before and after a plain sum, so
-    that nothing as long as the edges is stored and nothing travels for the degrees. ``cached`` has no effect there. No
+    that no normalised weights are stored and nothing travels for the degrees. ``cached`` has no effect there. No
     row is fetched twice unless edge weights need a gradient.
 
     Shapes:
@@ -69,11 +69,9 @@ def add_remaining_self_loops(
 
     As in PyG, ``fill`` counts only where there are edge weights.
     """
-    looped, removed = graph.with_self_loops()
+    looped, keep = graph.with_self_loops()
     if edge_weight is None:
         return looped, None
-    keep = torch.ones(graph.num_edges, dtype=torch.bool, device=graph.device)
-    keep[removed] = False
     loops = edge_weight.new_full((graph.num_dst,), fill)
-    loops = loops.index_put((graph.row[removed],), edge_weight[removed])
+    loops = loops.index_put((graph.row[~keep],), edge_weight[~keep])
     return looped, torch.cat([edge_weight[keep], loops])

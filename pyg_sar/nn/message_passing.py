@@ -2,6 +2,7 @@ r"""The base of all layers: PyG's ``propagate``, which streams when it is given 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     r"""Base class for layers that stream source shards through their aggregation.
 
     A subclass says how it streams by :meth:`stream`. Given an ordinary ``edge_index`` it is PyG's layer; given a
-    :class:`~pyg_sar.edge_index.ShardedEdgeIndex` that it cannot stream (hooks on messages, ``explain``, another flow,
-    an aggregation without a streaming form) it runs PyG's own code in one shot, which is exact too or raises.
+    :class:`~pyg_sar.edge_index.ShardedEdgeIndex` that it cannot stream (a subclass with a message of its own, hooks on
+    messages, ``explain``, another flow, an aggregation without a streaming form) it runs PyG's own code in one shot,
+    which is exact too or raises.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -37,10 +39,12 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         """Return the sharded graph if this call can stream over it."""
         if not isinstance(edge_index, ShardedEdgeIndex) or not edge_index.streams:
             return None
-        watched = any(hooks for name, hooks in self.__dict__.items() if name.endswith("_hooks") and is_message(name))
-        if watched or self.explain or self.decomposed_layers > 1 or self.flow != "source_to_target":
+        hooked = any(hooks for name, hooks in self.__dict__.items() if name.endswith("_hooks") and is_message(name))
+        watched = hooked or self.explain or self.decomposed_layers > 1
+        cls: Any = type(self)
+        if watched or self.flow != "source_to_target" or overridden(cls) or not self.can_stream():
             return None
-        return edge_index.graph if self.can_stream() else None
+        return edge_index.graph
 
     def can_stream(self) -> bool:
         """Whether the options of this layer have a streaming form."""
@@ -68,6 +72,14 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Run PyG's own code; the generated one does not know the arguments of an overridden ``forward``."""
         return EDGE_UPDATER(self, edge_index, size=size, **kwargs)
+
+
+@functools.cache
+def overridden(cls: type) -> bool:
+    """Whether a subclass has a message or aggregation of its own, which PyG's code runs in one shot."""
+    base = next(c for c in cls.__mro__ if c.__module__.startswith("torch_geometric."))
+    names = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
+    return any(getattr(cls, name) is not getattr(base, name) for name in names)
 
 
 def is_message(name: str) -> bool:

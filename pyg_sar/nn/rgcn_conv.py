@@ -25,6 +25,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows. Sums and means fetch no row twice
     (case 1 of the SAR paper, which has this layer in case 2). Without input features (``x=None``, or node ids in place
     of ``x``) each node selects a row of the weights: ``in_channels`` is then the number of nodes of the whole graph.
+    There, without ``num_bases`` or with ``aggr="max"``, relations stream one by one, as each has rows of its own.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, global node ids :math:`(|\mathcal{V}|)` or None,
@@ -48,9 +49,16 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         ids = torch.arange(graph.num_src, device=graph.device) if graph.n_id is None else graph.n_id
         x_src = ids if x_src is None else x_src
         x_dst = x_src if x_dst is None else x_dst
+        if x_src.is_floating_point() != x_dst.is_floating_point():
+            raise ValueError(
+                f"Expected features of sources and of destinations, or node ids of both (got {x_src.dtype} and "
+                f"{x_dst.dtype})"
+            )
         typed = graph.by_type(edge_type, self.num_relations)
 
         messages = self.embed(typed, x_src) if not x_src.is_floating_point() else self.transform(typed, x_src)
+        # PyG adds to zeros of the default type.
+        messages = messages.to(torch.promote_types(messages.dtype, torch.get_default_dtype()))
         out = messages.new_zeros(graph.num_dst, self.out_channels).index_add(0, typed.dst, messages)
         if self.root is not None:
             out = out + (x_dst @ self.root if x_dst.is_floating_point() else self.root[x_dst])
@@ -89,5 +97,5 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         weight = self.weight
         if self.num_bases is not None:
             weight = (self.comp @ weight.flatten(1)).view(self.num_relations, *weight.shape[1:])
-        graphs = typed.relations()
+        graphs = typed.relations
         return torch.cat([reduce_rows(g, w[ids], self.aggr) for g, w in zip(graphs, weight, strict=True)])

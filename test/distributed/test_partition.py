@@ -391,3 +391,10 @@ def test_prepare_refuses_to_lose_edge_attributes(option):
     data = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2, edge_type=torch.tensor([0]))
     with pytest.raises(ValueError, match=r"The added self-loops have no edge_type.*AddSelfLoops"):
         prepare(data, **{option: True})
+
+
+def test_node_ids_that_stay_global_are_named(tmp_path):
+    data = random_data()
+    data.edge_label_index = torch.zeros(2, 5, dtype=torch.long)
+    with pytest.warns(UserWarning, match="'edge_label_index' keeps the ids of the whole graph"):
+        partition(data, 2, tmp_path / "graph")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from layer_check import GRIDS, WORKERS, check_layer
+from problem import NUM_NODES, edges
 
 import pyg_sar.nn
 
@@ -92,3 +93,33 @@ def test_an_aggregation_that_depends_on_the_largest_degree_is_refused(aggr):
     layer = pyg_sar.nn.SAGEConv(8, 4, aggr=aggr, aggr_kwargs=kwargs)
     with pytest.raises(NotImplementedError, match=r"'pyg_sar\.nn'"):
         layer(torch.randn(3, 8), pyg_sar.shard(torch.tensor([[0, 1], [2, 2]]), 3, 2))
+
+
+class Doubled(pyg_sar.nn.SAGEConv):
+    def message(self, x_j):
+        return 2 * x_j
+
+
+class Tripled(pyg_sar.nn.GATConv):
+    def message(self, x_j, alpha):
+        return 3 * alpha.unsqueeze(-1) * x_j
+
+
+@pytest.mark.parametrize("cls", [Doubled, Tripled])
+def test_a_message_of_ones_own_is_not_ignored(cls):
+    torch.manual_seed(0)
+    layer, x, edge_index = cls(8, 4), torch.randn(NUM_NODES, 8), edges()
+    torch.testing.assert_close(layer(x, pyg_sar.shard(edge_index, NUM_NODES, 3)), layer(x, edge_index))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rgcn_has_the_type_that_pyg_gives_it(dtype):
+    layer, types = pyg_sar.nn.RGCNConv(8, 4, 2).to(dtype), torch.tensor([0, 1])
+    x, edge_index = torch.randn(3, 8, dtype=dtype), torch.tensor([[0, 1], [2, 2]])
+    assert layer(x, pyg_sar.shard(edge_index, 3, 2), types).dtype == layer(x, edge_index, types).dtype
+
+
+def test_rgcn_refuses_features_beside_node_ids():
+    layer, sharded = pyg_sar.nn.RGCNConv((3, 8), 4, 2), pyg_sar.shard(torch.tensor([[0, 1], [2, 2]]), 3, 2)
+    with pytest.raises(ValueError, match="node ids of both"):
+        layer((None, torch.randn(3, 8)), sharded, torch.tensor([0, 1]))
