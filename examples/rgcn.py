@@ -64,9 +64,8 @@ def main(args: argparse.Namespace, rank: int) -> None:
         model.eval()
         with torch.no_grad():
             pred = model(x, data.edge_index, data.edge_type).argmax(-1)
-        train_acc, test_acc = (
-            pyg_sar.accuracy(pred, data.y, mask) for mask in (data.train_mask, data.test_mask)
-        )  # sar
+        train_acc = pyg_sar.accuracy(pred, data.y, data.train_mask)  # sar
+        test_acc = pyg_sar.accuracy(pred, data.y, data.test_mask)  # sar
         if rank == 0:
             bar.write(f"epoch {epoch:3d}  loss {loss.item():.4f}  train {train_acc:.4f}  test {test_acc:.4f}")
     report("rgcn", test_acc, times, loaded, layers, rank)

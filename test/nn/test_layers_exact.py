@@ -17,6 +17,11 @@ FULL = [
     (A, (8, 4), {"heads": 2, "edge_dim": 3}, {"roles": "a"}),
     (R, (8, 4, 5), {}, {"roles": "t"}),
     (R, (8, 4, 5), {"num_bases": 2}, {"roles": "t"}),
+    (S, ((8, 6), 4), {}, {"bipartite": "same"}),
+    (S, ((8, 6), 4), {}, {"bipartite": "two"}),
+    (A, ((8, 6), 4), {"heads": 2}, {"bipartite": "same"}),
+    (A, ((8, 6), 4), {"add_self_loops": False, "edge_dim": 3}, {"bipartite": "two", "roles": "a"}),
+    (R, ((8, 6), 4, 5), {}, {"bipartite": "two", "roles": "t"}),
 ]
 OPTIONS = [
     (S, (8, 4), {"normalize": True, "project": True}, {}),
@@ -58,9 +63,8 @@ OPTIONS = [
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(("name", "args", "kwargs", "how"), FULL)
 def test_all_modes_partitions_and_prefetches(pool, workers, name, args, kwargs, how):
-    done = pool.run(
-        workers, check_layer, name, args, kwargs, how.get("roles", ""), "", "full", how.get("edge_grad", True)
-    )
+    roles, bipartite, edge_grad = how.get("roles", ""), how.get("bipartite", ""), how.get("edge_grad", True)
+    done = pool.run(workers, check_layer, name, args, kwargs, roles, bipartite, "full", edge_grad)
     assert done == [len(GRIDS["full"])] * workers
 
 
