@@ -99,7 +99,8 @@ def test_attributes_are_cut_in_the_dimension_that_pyg_says(tmp_path):
     data = Sideways(edge_index=random_edges(60, 400), num_nodes=60)
     data.features, data.whole = torch.randn(3, 60), torch.randn(60)
     data.pair_index = torch.randint(60, (2, 400))
-    partition(data, 3, tmp_path / "graph", method="random")
+    with pytest.warns(UserWarning, match="'pair_index' keeps the ids of the whole graph"):
+        partition(data, 3, tmp_path / "graph", method="random")
     shards = read(tmp_path / "graph", 3)
     assert gathered(shards, "features", dim=1).equal(data.features)
     assert gathered(shards, "pair_index", dim=1).equal(data.pair_index)
