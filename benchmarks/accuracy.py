@@ -23,8 +23,8 @@ from pyg_sar.distributed.datasets import dataset
 # data set, layer, hidden width, epochs, seeds
 TASKS = [
     ("Planetoid/Cora", "gcn", 16, 100, 5),
-    ("Entities/AIFB", "rgcn", 16, 50, 3),
-    ("Coauthor/Physics", "gcn", 64, 15, 3),
+    ("Entities/AIFB", "rgcn", 16, 10, 3),
+    ("Coauthor/Physics", "gcn", 16, 10, 3),
 ]
 
 

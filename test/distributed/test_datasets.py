@@ -353,7 +353,11 @@ def test_real(root, tmp_path, name, num_nodes, num_edges, num_classes, num_train
     assert int(data.train_mask.sum()) == num_train
     report = partition(data, 4, tmp_path / "graph")
     assert sum(report["nodes"]) == num_nodes and sum(report["edges"]) == num_edges
-    assert report["cut_fraction"] < 0.6 and max(report["balance"].values()) < 1.8
+    assert report["cut_fraction"] < 0.6
+    # What METIS balances is the sum; its own tolerance is 3%.
+    weights = {"nodes": 2 / 5, "edges": 2 / 5, "labelled": 1 / 5}
+    load = [sum(w * report[key][p] * 4 / sum(report[key]) for key, w in weights.items()) for p in range(4)]
+    assert max(load) < 1.05
 
 
 @real
