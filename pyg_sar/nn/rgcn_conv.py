@@ -2,6 +2,7 @@ r"""Relational graph convolution."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,13 +67,17 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
     def transform(self, typed: TypedGraph, x: Tensor) -> Tensor:
         """Aggregate rows for each pair, then multiply them by the weights of its relation."""
-        h = reduce_rows(typed.graph, x, self.aggr)
-        weight = self.weight
-        if self.num_bases is not None:
-            weight = (self.comp @ weight.flatten(1)).view(self.num_relations, *weight.shape[1:])
+        h, weights = reduce_rows(typed.graph, x, self.aggr), self.relation_weights()
         if self.num_blocks is not None:
-            h = h.view(-1, *weight.shape[1:3])
-        return torch.cat([self.product(h[a:b], w) for a, b, w in zip(typed.ptr, typed.ptr[1:], weight, strict=False)])
+            h = h.view(-1, *weights.shape[1:3])
+        spans = pairwise(typed.ptr)
+        return torch.cat([self.product(h[a:b], weight) for (a, b), weight in zip(spans, weights, strict=True)])
+
+    def relation_weights(self) -> Tensor:
+        """Return the weights of every relation, composed of the bases if there are any."""
+        if self.num_bases is None:
+            return self.weight
+        return (self.comp @ self.weight.flatten(1)).view(self.num_relations, *self.weight.shape[1:])
 
     def product(self, h: Tensor, weight: Tensor) -> Tensor:
         """Multiply by one relation's weights, dense or block-diagonal."""
@@ -84,8 +89,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         """Let each node select its row of the weights."""
         if self.num_blocks is not None:
             raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
-        rows = self.weight[:, ids].transpose(0, 1)  # one row for each node and basis (or relation)
         if self.num_bases is not None and self.aggr in ("sum", "add", "mean"):
+            rows = self.weight[:, ids].transpose(0, 1)  # one for each node and basis
             h = reduce_rows(typed.graph, rows.contiguous(), self.aggr)
             relation = torch.arange(self.num_relations, device=ids.device)
             comp = self.comp[relation.repeat_interleave(torch.tensor(typed.ptr, device=ids.device).diff())]
@@ -94,8 +99,5 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
     def embed_each(self, typed: TypedGraph, ids: Tensor) -> Tensor:
         """Stream one relation after the other, as each has rows of its own."""
-        weight = self.weight
-        if self.num_bases is not None:
-            weight = (self.comp @ weight.flatten(1)).view(self.num_relations, *weight.shape[1:])
-        graphs = typed.relations
-        return torch.cat([reduce_rows(g, w[ids], self.aggr) for g, w in zip(graphs, weight, strict=True)])
+        pairs = zip(typed.relations, self.relation_weights(), strict=True)
+        return torch.cat([reduce_rows(graph, weight[ids], self.aggr) for graph, weight in pairs])
