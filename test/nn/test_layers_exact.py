@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch_geometric.nn
 from layer_check import GRIDS, WORKERS, check_layer
-from problem import NUM_NODES, edges
+from problem import NUM_NODES, assignment, backward, close, edges, share
 
 import pyg_sar.nn
 
@@ -127,3 +128,30 @@ def test_rgcn_refuses_features_beside_node_ids():
     layer, sharded = pyg_sar.nn.RGCNConv((3, 8), 4, 2), pyg_sar.shard(torch.tensor([[0, 1], [2, 2]]), 3, 2)
     with pytest.raises(ValueError, match="node ids of both"):
         layer((None, torch.randn(3, 8)), sharded, torch.tensor([0, 1]))
+
+
+def featureless(group, kwargs):
+    """R-GCN without features: every node selects its row of the weights by its global id."""
+    torch.manual_seed(0)
+    edge_index = edges()
+    types = torch.randint(5, (edge_index.size(1),))
+    reference = torch_geometric.nn.RGCNConv(NUM_NODES, 4, 5, **kwargs).double()
+    layer = pyg_sar.nn.RGCNConv(NUM_NODES, 4, 5, **kwargs).double()
+    layer.load_state_dict(reference.state_dict())
+    expected = reference(torch.arange(NUM_NODES), edge_index, types)
+    backward(expected, torch.arange(NUM_NODES), NUM_NODES)
+    for mode in (1, 2, 3):
+        layer.zero_grad()
+        mine = share(group, edge_index, assignment("random", group.size()), mode=mode)
+        for x in (None, mine.src):
+            out = layer(x, mine.edge_index, types[mine.edge])
+            close(out, expected[mine.dst], f"{kwargs} mode {mode}")
+        backward(out, mine.dst, NUM_NODES)
+        pyg_sar.sum_gradients(layer, group)
+        for (name, p), q in zip(layer.named_parameters(), reference.parameters(), strict=True):
+            close(p.grad, q.grad, f"{kwargs} mode {mode} {name}")
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_bases": 2}, {"aggr": "max"}, {"aggr": "max", "num_bases": 2}])
+def test_rgcn_without_features(pool, kwargs):
+    pool.run(3, featureless, kwargs)
