@@ -358,6 +358,8 @@ def test_real(root, tmp_path, name, num_nodes, num_edges, num_classes, num_train
     weights = {"nodes": 2 / 5, "edges": 2 / 5, "labelled": 1 / 5}
     load = [sum(w * report[key][p] * 4 / sum(report[key]) for key, w in weights.items()) for p in range(4)]
     assert max(load) < 1.05
+    if not name.startswith("Entities"):  # whose nodes PyG numbers anew in every process, and METIS with them
+        assert max(report["balance"].values()) < 1.8
 
 
 @real
