@@ -168,6 +168,14 @@ class ShardedGraph:
         """In-degree of every destination; global, because a worker holds all in-edges of its destinations."""
         return torch.stack([block.rowptr.diff() for block in self.blocks]).sum(0)
 
+    def ids_of(self, block: Block) -> Tensor:
+        """Return the global ids of the edges of a block."""
+        if self.e_id is not None:
+            return self.e_id[block.edges]
+        if isinstance(block.edges, slice):
+            return torch.arange(block.edges.start, block.edges.stop, device=self.device)
+        return block.edges
+
     def replace(self, **changes: Any) -> ShardedGraph:
         """Return a copy in which the given fields differ."""
         return dataclasses.replace(self, _typed=WeakIdKeyDictionary(), **changes)

@@ -1,74 +1,76 @@
-r"""The block-level operations under every layer, in plain PyTorch.
+r"""The block-level operators under every layer, as operators of PyTorch's dispatcher: ``torch.ops.pyg_sar``.
 
-An operation takes index tensors and rows and knows nothing of workers. :func:`spmm` and :func:`sddmm` are
-:func:`~torch.nn.functional.embedding_bag` and its gradient: the one sum over gathered rows in PyTorch that gathers no
-row into memory, on every device and for every floating-point type.
+An operator takes index tensors and rows ``[*, width]`` and knows nothing of workers. All of them add to tensors that
+are given, in the accumulator's type, and return nothing: blocks follow one another without a copy, and to
+:func:`torch.compile` and :func:`torch.export` they are opaque mutations. On CPU tensors the compiled kernels of
+``csrc/`` run if they are there (and :envvar:`PYG_SAR_KERNELS` is not ``0``), everywhere else :mod:`pyg_sar.reference`.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
+from pathlib import Path
+
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+
+from pyg_sar import reference
+
+# Where rows of several heads lie side by side, ``heads`` is the width of another argument: of weights, or of ``peak``.
+SCHEMAS = (
+    # out[i] += sum over e in i of weight[perm[e]] * x[col[e]]
+    "spmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor x, Tensor? weight, Tensor? perm) -> ()",
+    # out[e] = <y[row of e], x[col[e]]>
+    "sddmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor y, Tensor x) -> ()",
+    # best[i] = max over e in i of (-)x[col[e]], count[i]: how many edges attain it
+    "extremum_(Tensor(a!) best, Tensor(b!) count, Tensor ptr, Tensor col, Tensor x, bool largest) -> ()",
+    # out[j] += sum over e in j of share[row[e]] where best[row[e]] == x[j]
+    "extremum_grad_(Tensor(a!) out, Tensor ptr, Tensor row, Tensor x, Tensor best, Tensor share) -> ()",
+    # One block of an online softmax, and its gradient, see pyg_sar/reduce.py.
+    "attention_(Tensor(a!) peak, Tensor(b!) total, Tensor(c!) out, Tensor ptr, Tensor col, Tensor key, Tensor value, "
+    "Tensor? query, Tensor? edge, Tensor? att, int kind, float parameter, Tensor? e_id, int seed, float dropout) -> ()",
+    "attention_grad_(Tensor(a!) d_value, Tensor(b!)? d_key, Tensor(c!)? d_query, Tensor(d!)? d_edge, Tensor(e!)? d_att, "
+    "Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, Tensor? query, "
+    "Tensor? edge, Tensor? att, Tensor lse, Tensor inner, Tensor grad, int kind, float parameter, Tensor? e_id, "
+    "int seed, float dropout) -> ()",
+)
+LIBRARY = torch.library.Library("pyg_sar", "DEF")
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which rows of ``dtype`` are summed: at least single precision."""
-    return torch.promote_types(dtype, torch.float32)
+def register() -> None:
+    """Define the operators with their PyTorch implementation."""
+    for schema in SCHEMAS:
+        LIBRARY.define(schema)
+        name = schema.partition("(")[0]
+        LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"pyg_sar::{name}", lambda *args: None, lib=LIBRARY)
 
 
-def spmm(ptr: Tensor, index: Tensor, x: Tensor, weight: Tensor | None = None) -> Tensor:
-    r"""Sum rows over the edges of each destination, :math:`\mathbf{y}_i = \sum_{e \in i} w_e \mathbf{x}_{index_e}`.
-
-    Args:
-        ptr: Row pointer ``[num_rows + 1]``.
-        index: Row of ``x`` for each edge, ``[num_edges]``.
-        x: Rows ``[*, ...]``.
-        weight: Weight of each edge, ``[num_edges]``, or ``[num_edges, H]`` for rows ``[*, H, ...]``.
-    """
-    shape = (ptr.numel() - 1, *x.shape[1:])
-    if weight is not None and weight.dim() == 2:
-        heads = [spmm(ptr, index, x[:, h], weight[:, h]) for h in range(weight.size(1))]
-        return torch.stack(heads, 1) if heads else x.new_zeros(shape)
-    if index.numel() == 0 or x.numel() == 0:
-        return x.new_zeros(shape)
-    if weight is not None:
-        weight = weight.to(x.dtype)
-    out = F.embedding_bag(
-        index, x.flatten(1) if x.dim() > 1 else x.unsqueeze(1), ptr, mode="sum", include_last_offset=True,
-        per_sample_weights=weight,
-    )  # fmt: skip
-    return out.view(shape)
+def load() -> bool:
+    """Load the compiled kernels; without them, warn once and return False."""
+    if os.environ.get("PYG_SAR_KERNELS") == "0":
+        return False
+    library = Path(__file__).with_name("_kernels.abi3.so")
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        why = str(error) if library.is_file() else "they were not built"
+        warnings.warn(
+            f"pyg_sar runs without its compiled kernels, in plain PyTorch, which is exact but slower: {why}. Install it "
+            "with 'pip install --no-build-isolation .' into an environment with torch >= 2.10 and a C++ compiler (or set "
+            "PYG_SAR_KERNELS=0 to choose plain PyTorch).",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
-def sddmm(ptr: Tensor, row: Tensor, col: Tensor, y: Tensor, x: Tensor, heads: bool) -> Tensor:
-    r"""Return the dot product of two rows for each edge, :math:`\langle \mathbf{y}_{row_e}, \mathbf{x}_{col_e}\rangle`.
+register()
+KERNELS = load()
 
-    Args:
-        ptr: Row pointer of the edges over the rows of ``y``.
-        row: Row of ``y`` for each edge, sorted.
-        col: Row of ``x`` for each edge.
-        y: Rows ``[*, ...]``.
-        x: Rows ``[*, ...]``.
-        heads: Whether dimension 1 counts heads, each of which has a product of its own.
-    """
-    if heads:
-        each = [sddmm(ptr, row, col, y[:, h], x[:, h], heads=False) for h in range(y.size(1))]
-        return torch.stack(each, 1) if each else y.new_empty(row.numel(), 0)
-    if row.numel() == 0 or x.numel() == 0:
-        return y.new_zeros(row.numel())
-    y, x = (t.flatten(1) if t.dim() > 1 else t.unsqueeze(1) for t in (y, x))
-    return torch.ops.aten._embedding_bag_per_sample_weights_backward(y, x, col, ptr, row.to(col.dtype), 0)
-
-
-def segment_sum(row: Tensor, num_rows: int, values: Tensor) -> Tensor:
-    """Sum the values of the edges of each destination."""
-    index = row.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
-    return values.new_zeros(num_rows, *values.shape[1:]).scatter_add_(0, index, values)
-
-
-def segment_max(row: Tensor, num_rows: int, values: Tensor) -> Tensor:
-    """Return the largest value among the edges of each destination; minus infinity if there is none."""
-    index = row.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
-    lowest = values.new_full((num_rows, *values.shape[1:]), -torch.inf)
-    return lowest.scatter_reduce_(0, index, values, "amax")
+spmm_ = torch.ops.pyg_sar.spmm_
+sddmm_ = torch.ops.pyg_sar.sddmm_
+extremum_ = torch.ops.pyg_sar.extremum_
+extremum_grad_ = torch.ops.pyg_sar.extremum_grad_
+attention_ = torch.ops.pyg_sar.attention_
+attention_grad_ = torch.ops.pyg_sar.attention_grad_

@@ -7,6 +7,7 @@ paper, against *case 1*, in which walking the transposed block is enough.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.graph import Block
-from pyg_sar.ops import accumulator, sddmm, segment_max, segment_sum, spmm
+from pyg_sar.ops import attention_, attention_grad_, extremum_, extremum_grad_, sddmm_, spmm_
+from pyg_sar.reference import ADDITIVE, GATV2, accumulator, segment_sum
 
 
 class Rows(NamedTuple):
@@ -87,7 +89,9 @@ class Sum(Reduce):
 
     def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
         """Add the block."""
-        return state.add_(spmm(block.rowptr, block.col, x, *rows.edge))
+        weight = per_head(rows.edge[0], state.dtype) if rows.edge else None
+        spmm_(flat(state), block.rowptr, block.col, flat(x), weight, None)
+        return state
 
     def finish(self, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Round once."""
@@ -97,14 +101,19 @@ class Sum(Reduce):
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
     ) -> Grads:
         """Sum over the transposed block; weights get the product of the two rows that they join."""
-        source = weight = None
+        source = d_weight = None
+        weight = per_head(rows.edge[0], accumulator(out.dtype)) if rows.edge else None
         if needs.source:
             ptr, row, perm = block.transpose
-            source = spmm(ptr, row, out, *(w[perm] for w in rows.edge))
+            source = out.new_zeros(block.num_src, *out.shape[1:], dtype=accumulator(out.dtype))
+            spmm_(flat(source), ptr, row, flat(out), weight, perm)
+            source = source.to(out.dtype)
         if self.needs_source:
-            assert x is not None
-            weight = sddmm(block.rowptr, block.row, block.col, out, x, heads=rows.edge[0].dim() == 2)
-        return source, Rows(edge=[weight] if rows.edge else [])
+            assert x is not None and weight is not None
+            d_weight = torch.empty_like(weight)
+            sddmm_(d_weight, block.rowptr, block.col, flat(out), flat(x))
+            d_weight = d_weight.view(rows.edge[0].shape)
+        return source, Rows(edge=[d_weight] if rows.edge else [])
 
 
 class Message(Reduce):
@@ -158,22 +167,19 @@ class Extremum(Reduce):
 
     def init(self, x: Tensor, num_dst: int) -> tuple[Tensor, Tensor]:
         """Return minus infinity, held by no edge."""
-        best = x.new_full((num_dst, *x.shape[1:]), -torch.inf)
-        return best, torch.zeros_like(best, dtype=accumulator(x.dtype))
+        best = x.new_full((num_dst, *x.shape[1:]), -torch.inf, dtype=accumulator(x.dtype))
+        return best, torch.zeros_like(best)
 
     def step(self, state: tuple[Tensor, Tensor], block: Block, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Merge the block: whoever is larger brings its count."""
         best, count = state
-        row, values = block.row, x[block.col] * self.sign
-        here = segment_max(row, block.num_dst, values)
-        ties = segment_sum(row, block.num_dst, (values == here[row]).to(count.dtype))
-        new = torch.maximum(best, here)
-        return new, count * (best == new) + ties * (here == new)
+        extremum_(flat(best), flat(count), block.rowptr, block.col, flat(x), self.sign > 0)
+        return state
 
     def finish(self, state: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return 0 where there is no edge."""
         best, count = state
-        out = (best * self.sign).masked_fill_(best == -torch.inf, 0)
+        out = (best * self.sign).masked_fill_(best == -torch.inf, 0).to(dtype)
         return out, (out, (count + (out == 0)).to(dtype))
 
     def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
@@ -186,102 +192,147 @@ class Extremum(Reduce):
     ) -> Grads:
         """Share the gradient among the edges that attain the extremum."""
         assert x is not None
-        (best, share), row = saved, block.row
-        hit = (x[block.col] == best[row]) * share[row]
-        return segment_sum(block.col.long(), block.num_src, hit), Rows()
+        best, share = saved
+        ptr, row, _ = block.transpose
+        source = torch.zeros_like(x, dtype=accumulator(x.dtype))
+        extremum_grad_(flat(source), ptr, row, flat(x), flat(best), flat(share))
+        return source.to(x.dtype), Rows()
 
 
 class Softmax(Reduce):
     r"""Attention: :math:`\sum_j \alpha_{ij} \mathbf{v}_j` with :math:`\alpha_{ij} = \mathrm{softmax}_j(s_{ij})`.
 
-    A source row is packed as ``[values (H * C) | terms of the score (H)]``. The forward pass keeps a running maximum
-    :math:`m`, normaliser :math:`l` and output :math:`o` for each destination ("online softmax", Milakov & Gimelshein
-    2018) and saves the output and the log-sum-exp; backward rebuilds :math:`\alpha = e^{s - \mathrm{lse}}` and uses, as
-    FlashAttention does (Dao et al. 2022, appendix B),
+    The scores are, head by head,
+
+    .. math::
+        s_{ij} &= \mathrm{LeakyReLU}(k_j + q_i + e_{ij}) & \text{additive (GAT)}
+
+        s_{ij} &= \langle \mathbf{a}, \mathrm{LeakyReLU}(\mathbf{v}_j + \mathbf{q}_i + \mathbf{e}_{ij}) \rangle
+        & \text{GATv2}
+
+        s_{ij} &= \lambda \langle \mathbf{q}_i, \mathbf{k}_j + \mathbf{e}_{ij} \rangle & \text{dot (Transformer), which
+        adds } \mathbf{e}_{ij} \text{ to } \mathbf{v}_j \text{ as well}
+
+    with :math:`\mathbf{e}_{ij}` a linear map of the edge's features (or absent). A source row is packed as
+    ``[values (H * C) | keys (H, 0, or H * C)]``; ``rows.dst`` holds the queries, ``rows.edge`` the features of the
+    edges and ``rows.const`` their map, after :math:`\mathbf{a}` if there is one.
+
+    The forward pass keeps a running maximum :math:`m`, normaliser :math:`l` and output :math:`o` for each destination
+    ("online softmax", Milakov & Gimelshein 2018) and saves the output and the log-sum-exp; backward rebuilds
+    :math:`\alpha = e^{s - \mathrm{lse}}` and uses, as FlashAttention does (Dao et al. 2022, appendix B),
 
     .. math::
         \frac{\partial L}{\partial s_{ij}} = \alpha_{ij} \left( d_{ij} \langle \mathbf{g}_i, \mathbf{v}_j \rangle
         - \langle \mathbf{g}_i, \mathbf{o}_i \rangle \right)
 
-    with :math:`d_{ij}` the dropout factor. Only numbers for each edge and head of one block exist at a time.
+    with :math:`d_{ij}` the dropout factor. What is as long as the edges lives for one block: the mapped features, and
+    in backward a number for each edge and head, for as many heads as have rows that fit the cache together.
 
     Args:
         heads: Number of heads :math:`H`.
         channels: Number of values for each head :math:`C`.
-        score: ``score(block, terms, rows) -> [num_edges, H]`` from the terms of the source rows, ``[num_src, H]``.
-        dropout: ``dropout(block) -> [num_edges, H]`` factors, or None.
+        kind: ``ADDITIVE``, ``GATV2`` or ``DOT``.
+        parameter: The negative slope, or :math:`\lambda`.
+        dropout: Probability and seed of dropout and the ids of the edges of a block, or None.
     """
 
     def __init__(
         self,
         heads: int,
         channels: int,
-        score: Callable[[Block, Tensor, Rows], Tensor],
-        dropout: Callable[[Block], Tensor] | None = None,
+        kind: int,
+        parameter: float,
+        dropout: tuple[float, int, Callable[[Block], Tensor]] | None = None,
     ) -> None:
-        self.heads, self.channels, self.score, self.dropout = heads, channels, score, dropout
-
-    def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values ``[*, H, C]`` and the terms of the score ``[*, H]`` of packed rows."""
-        width = self.heads * self.channels
-        return x[:, :width].view(-1, self.heads, self.channels), x[:, width:]
+        self.heads, self.channels, self.kind, self.parameter, self.dropout = heads, channels, kind, parameter, dropout
 
     def init(self, x: Tensor, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the state of a destination that has seen nothing."""
         x = x.new_empty(0, dtype=accumulator(x.dtype))
         lowest = x.new_full((num_dst, self.heads), -torch.inf)
-        return lowest, torch.zeros_like(lowest), x.new_zeros(num_dst, self.heads, self.channels)
+        return lowest, torch.zeros_like(lowest), x.new_zeros(num_dst, self.heads * self.channels)
+
+    def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of packed rows."""
+        values, keys = x.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
+        # One line of memory holds the keys of several sources if they stand apart from the values.
+        return (values, values) if self.kind == GATV2 else (keys.contiguous() if self.kind == ADDITIVE else keys, values)
+
+    def arguments(self, x: Tensor, block: Block, rows: Rows) -> tuple[list[Any], list[Any]]:
+        """Return the tensors and the settings of the operators."""
+        att, edge = (rows.const[0], rows.const[1:]) if self.kind == GATV2 else (None, rows.const)
+        att = None if att is None else att.reshape(-1).to(accumulator(x.dtype))
+        mapped = embed(rows.edge[0], edge[0]).to(x.dtype) if rows.edge else None
+        p, seed, e_id = (0.0, 0, None) if self.dropout is None else (*self.dropout[:2], self.dropout[2](block))
+        query = rows.dst[0] if rows.dst else None
+        return [*self.unpack(x), query, mapped, att], [self.kind, self.parameter, e_id, seed, p]
 
     def step(
         self, state: tuple[Tensor, Tensor, Tensor], block: Block, x: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Merge the block into the running softmax."""
-        peak, total, out = state
-        values, terms = self.unpack(x)
-        score, row = self.score(block, terms, rows).to(peak.dtype), block.row
-        new = torch.maximum(peak, segment_max(row, block.num_dst, score))
-        anchor = new.masked_fill(new == -torch.inf, 0)  # a destination without edges so far
-        weight, decay = (score - anchor[row]).exp_(), (peak - anchor).exp_()
-        total = total.mul_(decay).add_(segment_sum(row, block.num_dst, weight))
-        if self.dropout is not None:
-            weight = weight * self.dropout(block)
-        out = out.mul_(decay.unsqueeze(-1)).add_(spmm(block.rowptr, block.col, values, weight))
-        return new, total, out
+        tensors, settings = self.arguments(x, block, rows)
+        attention_(*state, block.rowptr, block.col, *tensors, *settings)
+        return state
 
     def finish(self, state: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Normalise; a destination without edges gets 0."""
         peak, total, out = state
         some = total > 0
-        out = (out / total.where(some, 1).unsqueeze(-1)).to(dtype)
+        out = out.view(-1, self.heads, self.channels).div_(total.where(some, 1).unsqueeze(-1)).to(dtype)
         return out, (out, torch.where(some, peak + total.log(), 0))
 
     def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
         """Return the log-sum-exp and the product of output and gradient."""
         result, lse = saved
-        return lse, (out * result).sum(-1, dtype=lse.dtype)
+        return lse, torch.linalg.vecdot(out.to(lse.dtype), result.to(lse.dtype))
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
     ) -> Grads:
-        """Rebuild the coefficients from the log-sum-exp; the gradient of the score itself is left to autograd."""
+        """Rebuild the coefficients from the log-sum-exp."""
         assert x is not None
-        (lse, inner_out), row = saved, block.row
-        values, terms = self.unpack(x)
-        alpha = (self.score(block, terms, rows).to(lse.dtype) - lse[row]).exp_()
-        drop = None if self.dropout is None else self.dropout(block)
-        inner = sddmm(block.rowptr, row, block.col, out, values, heads=True).to(lse.dtype)
-        if drop is not None:
-            inner = inner * drop
-        d_score = alpha * (inner - inner_out[row])
-        d_terms, d_rows = rebuild(
-            lambda terms, rows: [self.score(block, terms, rows)], [d_score.to(terms.dtype)], terms, rows, needs
-        )
-        if not needs.source:
-            return None, d_rows
-        ptr, dst, perm = block.transpose
-        d_values = spmm(ptr, dst, out, (alpha if drop is None else alpha * drop)[perm])
-        assert d_terms is not None
-        return torch.cat([d_values.flatten(1), d_terms], 1), d_rows
+        tensors, settings = self.arguments(x, block, rows)
+        _, _, query, mapped, att = tensors
+        source = torch.zeros_like(x, dtype=accumulator(x.dtype))
+        values, keys = source.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
+        make = [query is not None and needs.rows.dst[0], mapped is not None, att is not None]
+        wanted = [torch.zeros_like(t, dtype=source.dtype) if m else None for t, m in zip(tensors[2:], make, strict=True)]
+        attention_grad_(
+            values, None if self.kind == GATV2 else keys, *wanted, block.rowptr, block.col, *block.transpose, *tensors,
+            *saved, out.flatten(1), *settings,
+        )  # fmt: skip
+        d_query, d_mapped, d_att = wanted
+        d_edge, d_const = [], [] if d_att is None else [d_att.view(rows.const[0].shape)]
+        if d_mapped is not None:
+            d_edge, d_map = embed_grad(d_mapped, rows.edge[0], rows.const[-1])
+            d_edge, d_const = [d_edge], [*d_const, d_map]
+        return source.to(x.dtype), Rows([d_query] if rows.dst else [], d_edge, d_const)
+
+
+def embed(edge: Tensor, weight: Tensor) -> Tensor:
+    """Map the features of edges, ``[num_edges, D]`` or ``[num_edges]``, by a matrix ``[*, D]``."""
+    return edge.view(edge.size(0), -1) @ weight.t()
+
+
+def embed_grad(grad: Tensor, edge: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both.
+
+    That of the matrix is one sum over all edges of a block: in double precision it has no larger error than PyG's way.
+    """
+    features = edge.view(edge.size(0), -1)
+    d_weight = grad.double().t() @ features.double() if grad.size(1) <= 64 else grad.t() @ features.to(grad.dtype)
+    return (grad.to(edge.dtype) @ weight).view_as(edge), d_weight.to(weight.dtype)
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return rows as a matrix that shares their memory."""
+    return x.view(x.size(0), -1) if x.numel() > 0 else x.reshape(x.size(0), math.prod(x.shape[1:]))
+
+
+def per_head(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return weights ``[num_edges]`` or ``[num_edges, H]`` as a matrix."""
+    return weight.view(weight.size(0), -1).to(dtype)
 
 
 def rebuild(

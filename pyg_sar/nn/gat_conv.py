@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from pyg_sar.dropout import dropout_factors
-from pyg_sar.graph import Block, ShardedGraph
+from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.message_passing import MessagePassing
-from pyg_sar.ops import accumulator
-from pyg_sar.reduce import Rows, Softmax
+from pyg_sar.reduce import ADDITIVE, Softmax
 from pyg_sar.stream import aggregate
 
 
@@ -86,30 +83,12 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
             # a^T (W e) = (a^T W) e: one number for each head instead of a row of the full width for each edge.
             weight = self.lin_edge.weight.view(self.heads, self.out_channels, -1)
             const = [(weight * self.att_edge.view(self.heads, self.out_channels, 1)).sum(1)]
-        slope = self.negative_slope
-
-        def score(block: Block, terms: Tensor, rows: Rows) -> Tensor:
-            total = terms[block.col]
-            if rows.dst:
-                total = total + rows.dst[0][block.row]
-            if rows.const:
-                # The gradient of the constant is one sum over all edges of a block: in double precision it has no
-                # larger error than PyG's longer way.
-                edge, const = rows.edge[0].view(block.num_edges, -1).double(), rows.const[0].double()
-                total = total + (edge @ const.t()).to(total.dtype)
-            return F.leaky_relu(total, slope)
-
         drop = None
         if self.training and self.dropout > 0:
-            seed, e_id, p, dtype = graph.seeds.draw(), graph.e_id, self.dropout, accumulator(z.dtype)
-
-            def drop(block: Block) -> Tensor:
-                positions = torch.arange(graph.num_edges, device=graph.device) if e_id is None else e_id
-                return dropout_factors(positions[block.edges], self.heads, p, seed, dtype)
-
+            drop = (self.dropout, graph.seeds.draw(), graph.ids_of)
         out = aggregate(
             graph,
-            Softmax(self.heads, self.out_channels, score, drop),
+            Softmax(self.heads, self.out_channels, ADDITIVE, self.negative_slope, drop),
             torch.cat([z, a_src], 1),
             dst=[] if a_dst is None else [a_dst],
             edge=[edge_attr] if const else [],  # type: ignore[list-item]

@@ -1,0 +1,440 @@
+// One online softmax over the in-edges of each destination, forward and backward, for three kinds of scores:
+//
+//   additive (GAT)     s = LeakyReLU(key_j + query_i + edge_ij)               one number for each head
+//   gatv2              s = <att, LeakyReLU(value_j + query_i + edge_ij)>      rows
+//   dot (Transformer)  s = parameter <query_i, key_j + edge_ij>               rows; edge_ij is added to the value, too
+//
+// No coefficient is written to memory in the forward pass. Backward first walks by source: an edge's row of the
+// output's gradient is read once for both the product with the source's value and the value's gradient; the gradients of
+// the scores go to a buffer of one number for each edge and head of a tile (two where a dot product has edge rows), from
+// which a second walk, by destination, makes the gradients of queries, edges and att.
+
+constexpr int GROUP = 16;  // heads at a time, at most
+
+// A random word for each edge and head, the same as in pyg_sar/dropout.py.
+inline uint32_t mix(uint32_t h) {
+  h = (h ^ (h >> 16)) * 0x7FEB352Du;
+  h = (h ^ (h >> 15)) * 0x846CA68Bu;
+  return h ^ (h >> 16);
+}
+
+template <class A>
+class Dropout {
+ public:
+  Dropout(const Attention& op) : e_id_(op.e_id) {
+    if (e_id_ == nullptr) return;
+    for (int64_t k = 0; k <= op.heads; ++k)
+      keys_.push_back(mix(mix(mix(uint32_t(k + 1)) ^ uint32_t(op.seed)) ^ uint32_t(uint64_t(op.seed) >> 32)));
+    threshold_ = uint64_t(std::nearbyint(op.dropout * 0x1p32));
+    scale_ = op.dropout < 1 ? A(1) / A(1 - op.dropout) : A(0);
+  }
+  explicit operator bool() const { return e_id_ != nullptr; }
+  A operator()(int64_t position, int64_t head) const {
+    const uint64_t id = uint64_t(e_id_[position]);
+    const uint32_t h = mix(mix(uint32_t(id)) ^ uint32_t(id >> 32) ^ keys_[0]);
+    return uint64_t(mix(h ^ keys_[head + 1])) >= threshold_ ? scale_ : A(0);
+  }
+
+ private:
+  const int64_t* e_id_;
+  std::vector<uint32_t> keys_;
+  uint64_t threshold_ = 0;
+  A scale_ = 1;
+};
+
+// What both passes read of a block, for the heads [from, to).
+template <Score S, class T, class I>
+struct Edges {
+  using A = Acc<T>;
+
+  const Attention& op;
+  const Dropout<A>& dropout;
+  int64_t from = 0, to = 0;
+  Rows<const T> key = typed<T>(op.key), value = typed<T>(op.value);
+  Rows<const T> query = typed<T>(op.query), edge = typed<T>(op.edge);
+  const A* att = static_cast<const A*>(op.att);
+  const int64_t C = op.channels;
+
+  int64_t heads() const { return to - from; }
+  int64_t width() const { return heads() * C; }
+  const T* values(int64_t j) const { return value[j] + from * C; }
+
+  static A leaky(A t, A slope) { return t > 0 ? t : slope * t; }
+
+  // The argument of the LeakyReLU of an additive score.
+  A sum(int64_t j, A query, int64_t e, int64_t h) const {
+    return A(key[j][h]) + query + (edge ? A(edge[e][h]) : A(0));
+  }
+
+  A score(int64_t j, int64_t i, int64_t e, int64_t h) const {
+    const A p = A(op.parameter);
+    if constexpr (S == Score::additive) {
+      return leaky(sum(j, query ? A(query[i][h]) : A(0), e, h), p);
+    } else {
+      const T *__restrict k = key[j] + h * C, *__restrict q = query[i] + h * C, *__restrict b = edge ? edge[e] + h * C : nullptr;
+      A s = 0;
+      if constexpr (S == Score::gatv2) {
+        const A* __restrict a = att + h * C;
+        if (b == nullptr) {
+#pragma omp simd reduction(+ : s)
+          for (int64_t c = 0; c < C; ++c) s += a[c] * leaky(A(k[c]) + A(q[c]), p);
+        } else {
+#pragma omp simd reduction(+ : s)
+          for (int64_t c = 0; c < C; ++c) s += a[c] * leaky(A(k[c]) + A(q[c]) + A(b[c]), p);
+        }
+        return s;
+      } else {
+        if (b == nullptr) return p * dot<A>(q, k, C);
+#pragma omp simd reduction(+ : s)
+        for (int64_t c = 0; c < C; ++c) s += A(q[c]) * (A(k[c]) + A(b[c]));
+        return p * s;
+      }
+    }
+  }
+};
+
+template <Score S, class T, class I>
+struct AttentionBody {
+  using A = Acc<T>;
+  struct State {
+    A *peak, *total, *out;
+  };
+
+  Edges<S, T, I> edges;
+  const Attention& op = edges.op;
+  const I* col = static_cast<const I*>(op.csr.col);
+  Rows<A> peak = typed<A>(op.peak), total = typed<A>(op.total), out = typed<A>(op.out);
+
+  State home(int64_t i) const { return {peak[i] + edges.from, total[i] + edges.from, out[i] + edges.from * op.channels}; }
+  int64_t size() const { return edges.heads() * (2 + op.channels); }
+  State part(A* p) const { return {p, p + edges.heads(), p + 2 * edges.heads()}; }
+  void clear(State s) const {
+    std::fill_n(s.peak, edges.heads(), -std::numeric_limits<A>::infinity());
+    std::fill_n(s.total, edges.heads() * (1 + op.channels), A(0));
+  }
+
+  // Moves a head of a state to a larger peak; returns what exponents are taken relative to.
+  A raise(State s, int64_t h, A peak) const {
+    const A anchor = peak == -std::numeric_limits<A>::infinity() ? A(0) : peak;  // nothing but masked edges so far
+    if (peak != s.peak[h]) {
+      const A decay = exponential(s.peak[h] - anchor);
+      s.peak[h] = peak;
+      s.total[h] *= decay;
+      A* o = s.out + h * op.channels;
+      for (int64_t c = 0; c < op.channels; ++c) o[c] *= decay;
+    }
+    return anchor;
+  }
+
+  void merge(int64_t, State into, State s) const {
+    for (int64_t h = 0; h < edges.heads(); ++h) {
+      const A anchor = raise(into, h, std::max(into.peak[h], s.peak[h]));
+      const A decay = exponential(s.peak[h] - anchor);
+      into.total[h] += s.total[h] * decay;
+      for (int64_t c = 0; c < op.channels; ++c) into.out[h * op.channels + c] += s.out[h * op.channels + c] * decay;
+    }
+  }
+
+  void run(int64_t i, int64_t begin, int64_t end, State s, int64_t) const {
+    A weight[GROUP][CHUNK];
+    const T* rows[CHUNK];
+    const int64_t C = op.channels;
+    for (int64_t e = begin; e < end; e += CHUNK) {
+      const int n = int(std::min<int64_t>(CHUNK, end - e));
+      for (int k = 0; k < n; ++k)
+        for (int64_t h = 0; h < edges.heads(); ++h) weight[h][k] = edges.score(col[e + k], i, e + k, edges.from + h);
+      for (int64_t h = 0; h < edges.heads(); ++h) {
+        A* w = weight[h];
+        A most = s.peak[h];
+        for (int k = 0; k < n; ++k) most = w[k] > most ? w[k] : most;
+        const A anchor = raise(s, h, most);
+        A sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int k = 0; k < n; ++k) sum += w[k] = exponential(w[k] - anchor);
+        s.total[h] += sum;
+        if (edges.dropout)
+          for (int k = 0; k < n; ++k) w[k] *= edges.dropout(e + k, edges.from + h);
+      }
+      for (int q = 0; q < n; q += 4) {
+        const int m = std::min(4, n - q);
+        for (int64_t k = e + q + AHEAD; k < std::min<int64_t>(e + q + AHEAD + m, op.csr.edges); ++k)
+          prefetch(edges.values(col[k]), edges.width());
+        for (int k = q; k < q + m; ++k) rows[k] = edges.values(col[e + k]);
+        for (int64_t h = 0; h < edges.heads(); ++h) {
+          add_rows<A>(s.out + h * C, rows + q, weight[h] + q, m, C);
+          for (int k = q; k < q + m; ++k) rows[k] += C;
+        }
+        if (S == Score::dot && edges.edge) {
+          for (int k = q; k < q + m; ++k) rows[k] = edges.edge[e + k] + edges.from * C;
+          for (int64_t h = 0; h < edges.heads(); ++h) {
+            add_rows<A>(s.out + h * C, rows + q, weight[h] + q, m, C);
+            for (int k = q; k < q + m; ++k) rows[k] += C;
+          }
+        }
+      }
+    }
+  }
+};
+
+// Heads at a time: as many as have rows that fit a cache together.
+template <class T>
+int64_t group(const Attention& op) {
+  const int64_t fits = tile_columns(op.num_src, op.heads * op.channels, sizeof(T)) / op.channels;
+  return std::clamp<int64_t>(fits, 1, GROUP);
+}
+
+template <Score S, class T, class I>
+void attend(const Attention& op, Parallel parallel) {
+  const Dropout<Acc<T>> dropout(op);
+  const int64_t step = group<T>(op);
+  for (int64_t from = 0; from < op.heads; from += step) {
+    AttentionBody<S, T, I> body{{op, dropout, from, std::min(from + step, op.heads)}};
+    Walk<I, Acc<T>, AttentionBody<S, T, I>>(op.csr, body).run(parallel);
+  }
+}
+
+// By source: the gradients of keys and values, and of the scores.
+template <Score S, class T, class I>
+struct SourceGradBody {
+  using A = Acc<T>;
+  struct State {
+    A *key, *value;
+  };
+
+  Edges<S, T, I> edges;
+  const AttentionGrad& op;
+  A* d_score;           // [edges, heads], in the order of destinations
+  A* alpha;             // the same for the coefficients, or null
+  const A* destination; // lse, inner and query (if additive) of each destination
+  const I* dst = static_cast<const I*>(op.transpose.col);
+  const I* perm = static_cast<const I*>(op.transpose.perm);
+  Rows<const T> grad = typed<T>(op.grad);
+  Rows<A> d_key = typed<A>(op.d_key), d_value = typed<A>(op.d_value);
+  const int64_t C = edges.C, H = edges.heads();
+
+  static constexpr int64_t facts = S == Score::additive ? 3 : 2;
+  // The key of GATv2 is its value.
+  int64_t keys() const { return S == Score::additive ? H : S == Score::dot ? H * C : 0; }
+
+  State home(int64_t j) const {
+    return {keys() == 0 ? nullptr : d_key[j] + (S == Score::dot ? edges.from * C : edges.from), d_value[j] + edges.from * C};
+  }
+  int64_t size() const { return keys() + H * C; }
+  State part(A* p) const { return {p, p + keys()}; }
+  void clear(State s) const {
+    std::fill_n(s.key, keys(), A(0));
+    std::fill_n(s.value, H * C, A(0));
+  }
+  void merge(int64_t, State into, State s) const {
+    for (int64_t k = 0; k < keys(); ++k) into.key[k] += s.key[k];
+    for (int64_t k = 0; k < H * C; ++k) into.value[k] += s.value[k];
+  }
+
+  void run(int64_t j, int64_t begin, int64_t end, State s, int64_t) const {
+    A weight[CHUNK], slope[CHUNK], ds[CHUNK], inner[CHUNK];
+    const T* rows[CHUNK];
+    constexpr int SHORT = 16;  // the rows are read twice in a chunk
+    for (int64_t t = begin; t < end; t += SHORT) {
+      const int n = int(std::min<int64_t>(SHORT, end - t));
+      for (int64_t k = t + SHORT; k < std::min<int64_t>(t + SHORT + n, op.transpose.edges); ++k)
+        prefetch(grad[dst[k]] + edges.from * C, H * C);
+      for (int64_t h = 0; h < H; ++h) {
+        const int64_t head = edges.from + h;
+        for (int k = 0; k < n; ++k) rows[k] = grad[dst[t + k]] + head * C;
+        dot_rows<A>(inner, edges.values(j) + h * C, rows, n, C);
+        for (int k = 0; k < n; ++k) {
+          const int64_t i = dst[t + k], e = perm[t + k];
+          const A* fact = destination + (i * H + h) * facts;
+          A score;
+          if constexpr (S == Score::additive) {
+            score = edges.sum(j, fact[2], e, head);
+            slope[k] = score > 0 ? A(1) : A(edges.op.parameter);
+            score *= slope[k];
+          } else {
+            score = edges.score(j, i, e, head);
+          }
+          if (S == Score::dot && edges.edge) inner[k] += dot<A>(rows[k], edges.edge[e] + head * C, C);
+          weight[k] = score - fact[0];
+          ds[k] = fact[1];
+        }
+#pragma omp simd
+        for (int k = 0; k < n; ++k) weight[k] = exponential(weight[k]);
+        if (edges.dropout) {
+          for (int k = 0; k < n; ++k) {
+            const A factor = edges.dropout(perm[t + k], head);
+            ds[k] = weight[k] * (factor * inner[k] - ds[k]);
+            weight[k] *= factor;
+          }
+        } else {
+          for (int k = 0; k < n; ++k) ds[k] = weight[k] * (inner[k] - ds[k]);
+        }
+        if constexpr (S == Score::additive) {
+          for (int k = 0; k < n; ++k) s.key[h] += ds[k] *= slope[k];
+        }
+        add_rows<A>(s.value + h * C, rows, weight, n, C);
+        for (int k = 0; k < n; ++k) d_score[int64_t(perm[t + k]) * H + h] = ds[k];
+        if (alpha != nullptr)
+          for (int k = 0; k < n; ++k) alpha[int64_t(perm[t + k]) * H + h] = weight[k];
+        if constexpr (S == Score::gatv2)
+          for (int k = 0; k < n; ++k) add_slopes(s.value + h * C, j, dst[t + k], perm[t + k], head, ds[k]);
+        if constexpr (S == Score::dot) {
+          for (int k = 0; k < n; ++k) ds[k] *= A(edges.op.parameter), rows[k] = edges.query[dst[t + k]] + head * C;
+          add_rows<A>(s.key + h * C, rows, ds, n, C);
+        }
+      }
+    }
+  }
+
+  // y += ds att * LeakyReLU'(key_j + query_i + edge_ij)
+  void add_slopes(A* __restrict y, int64_t j, int64_t i, int64_t e, int64_t head, A ds) const {
+    const T *__restrict k = edges.key[j] + head * C, *__restrict q = edges.query[i] + head * C;
+    const T* __restrict b = edges.edge ? edges.edge[e] + head * C : nullptr;
+    const A* __restrict a = edges.att + head * C;
+    const A p = A(edges.op.parameter);
+    if (b == nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < C; ++c) y[c] += ds * a[c] * (A(k[c]) + A(q[c]) > 0 ? A(1) : p);
+    } else {
+#pragma omp simd
+      for (int64_t c = 0; c < C; ++c) y[c] += ds * a[c] * (A(k[c]) + A(q[c]) + A(b[c]) > 0 ? A(1) : p);
+    }
+  }
+};
+
+// By destination: the gradients of queries, edges and att from those of the scores.
+template <Score S, class T, class I>
+struct DestinationGradBody {
+  using A = Acc<T>;
+  using State = A*;
+
+  Edges<S, T, I> edges;
+  const AttentionGrad& op;
+  const A *d_score, *alpha;
+  std::vector<double> d_att{};  // a row for each unit, so that it is summed in the same order by any number of threads
+  const I* col = static_cast<const I*>(edges.op.csr.col);
+  Rows<A> d_query = typed<A>(op.d_query), d_edge = typed<A>(op.d_edge);
+  Rows<const T> grad = typed<T>(op.grad);
+  const int64_t C = edges.C, H = edges.heads();
+
+  int64_t scale() const { return S == Score::additive ? 1 : C; }
+  State home(int64_t i) const { return d_query ? d_query[i] + edges.from * scale() : nullptr; }
+  int64_t size() const { return H * scale(); }
+  State part(A* p) const { return p; }
+  void clear(State s) const { std::fill_n(s, size(), A(0)); }
+  void merge(int64_t, State into, State s) const {
+    if (into != nullptr)
+      for (int64_t k = 0; k < size(); ++k) into[k] += s[k];
+  }
+
+  void run(int64_t i, int64_t begin, int64_t end, State s, int64_t unit) {
+    for (int64_t e = begin; e < end; ++e) {
+      if (S != Score::additive && e + AHEAD < edges.op.csr.edges)
+        prefetch(edges.key[col[e + AHEAD]] + edges.from * C, H * C);
+      for (int64_t h = 0; h < H; ++h) {
+        const A ds = d_score[e * H + h];
+        if constexpr (S == Score::additive) {
+          if (s != nullptr) s[h] += ds;
+          if (d_edge) d_edge[e][edges.from + h] = ds;
+        } else {
+          const int64_t at = (edges.from + h) * C;
+          A* query = s == nullptr ? nullptr : s + h * C;
+          A* edge = d_edge ? d_edge[e] + at : nullptr;
+          if constexpr (S == Score::gatv2) {
+            gatv2(query, edge, d_att.empty() ? nullptr : d_att.data() + unit * H * C + h * C, col[e], i, e, at, ds);
+          } else {
+            dot_product(query, edge, col[e], i, e, at, ds * A(edges.op.parameter), alpha == nullptr ? A(0) : alpha[e * H + h]);
+          }
+        }
+      }
+    }
+  }
+
+  void gatv2(A* __restrict query, A* __restrict edge, double* __restrict att, int64_t j, int64_t i, int64_t e, int64_t at, A ds) const {
+    const T *__restrict k = edges.key[j] + at, *__restrict q = edges.query[i] + at;
+    const T* __restrict b = edges.edge ? edges.edge[e] + at : nullptr;
+    const A* __restrict a = edges.att + at;
+    const A p = A(edges.op.parameter);
+    for (int64_t c = 0; c < C; ++c) {
+      const A t = A(k[c]) + A(q[c]) + (b == nullptr ? A(0) : A(b[c]));
+      const A slope = t > 0 ? A(1) : p, d = ds * a[c] * slope;
+      if (query != nullptr) query[c] += d;
+      if (edge != nullptr) edge[c] = d;
+      if (att != nullptr) att[c] += double(ds * (t * slope));
+    }
+  }
+
+  void dot_product(A* __restrict query, A* __restrict edge, int64_t j, int64_t i, int64_t e, int64_t at, A ds, A alpha) const {
+    const T *__restrict k = edges.key[j] + at, *__restrict q = edges.query[i] + at, *__restrict g = grad[i] + at;
+    const T* __restrict b = edges.edge ? edges.edge[e] + at : nullptr;
+    if (query != nullptr && b == nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < C; ++c) query[c] += ds * A(k[c]);
+    } else if (query != nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < C; ++c) query[c] += ds * (A(k[c]) + A(b[c]));
+    }
+    if (edge != nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < C; ++c) edge[c] = ds * A(q[c]) + alpha * A(g[c]);
+    }
+  }
+};
+
+// What a source reads of each destination, side by side: an edge touches one line of memory for it.
+template <Score S, class T, class I>
+std::vector<Acc<T>> facts(const AttentionGrad& op, const Edges<S, T, I>& edges) {
+  using A = Acc<T>;
+  constexpr int64_t n = SourceGradBody<S, T, I>::facts;
+  const auto lse = typed<A>(op.lse), inner = typed<A>(op.inner);
+  std::vector<A> out(op.forward.csr.rows * edges.heads() * n);
+  A* fact = out.data();
+  for (int64_t i = 0; i < op.forward.csr.rows; ++i)
+    for (int64_t h = edges.from; h < edges.to; ++h, fact += n) {
+      fact[0] = lse[i][h], fact[1] = inner[i][h];
+      if constexpr (n == 3) fact[2] = edges.query ? A(edges.query[i][h]) : A(0);
+    }
+  return out;
+}
+
+template <Score S, class T, class I>
+void attend_grad(const AttentionGrad& op, Parallel parallel) {
+  using A = Acc<T>;
+  const Dropout<A> dropout(op.forward);
+  const int64_t step = group<T>(op.forward), C = op.forward.channels;
+  const int64_t numbers = op.forward.csr.edges * std::min(step, op.forward.heads);
+  const std::unique_ptr<A[]> d_score(new A[numbers]);
+  const std::unique_ptr<A[]> alpha(S == Score::dot && op.d_edge ? new A[numbers] : nullptr);
+  for (int64_t from = 0; from < op.forward.heads; from += step) {
+    const Edges<S, T, I> edges{op.forward, dropout, from, std::min(from + step, op.forward.heads)};
+    {
+      const std::vector<A> destination = facts(op, edges);
+      SourceGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get(), destination.data()};
+      Walk<I, A, SourceGradBody<S, T, I>>(op.transpose, body).run(parallel);
+    }
+    if (!op.d_query && !op.d_edge && op.d_att == nullptr) continue;
+    DestinationGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get()};
+    Walk<I, A, DestinationGradBody<S, T, I>> walk(op.forward.csr, body);
+    const int64_t width = edges.width();
+    if (op.d_att != nullptr) body.d_att.assign(walk.units() * width, 0.0);
+    walk.run(parallel);
+    for (size_t k = 0; k < body.d_att.size(); ++k) static_cast<A*>(op.d_att)[from * C + k % width] += A(body.d_att[k]);
+  }
+}
+
+template <class T, class I>
+void attention(const Attention& op, Parallel parallel) {
+  switch (op.score) {
+    case Score::additive: return attend<Score::additive, T, I>(op, parallel);
+    case Score::gatv2: return attend<Score::gatv2, T, I>(op, parallel);
+    case Score::dot: return attend<Score::dot, T, I>(op, parallel);
+  }
+}
+
+template <class T, class I>
+void attention_grad(const AttentionGrad& op, Parallel parallel) {
+  switch (op.forward.score) {
+    case Score::additive: return attend_grad<Score::additive, T, I>(op, parallel);
+    case Score::gatv2: return attend_grad<Score::gatv2, T, I>(op, parallel);
+    case Score::dot: return attend_grad<Score::dot, T, I>(op, parallel);
+  }
+}

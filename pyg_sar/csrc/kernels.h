@@ -1,0 +1,104 @@
+// What a kernel is given and where to find it. Plain C++: torch stands in ops.cpp alone, so that the kernels can be
+// compiled once for each instruction set.
+#pragma once
+
+#include <cstdint>
+
+namespace pyg_sar {
+
+// Rows of a matrix, each contiguous, `stride` elements apart.
+template <class P>
+struct Rows {
+  P* data = nullptr;
+  int64_t stride = 0;
+
+  P* operator[](int64_t i) const { return data + i * stride; }
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Edges sorted by row. The indices are int32 or int64, the values of `Rows<void>` of the type that was asked for.
+struct Csr {
+  int64_t rows, edges;
+  const void* ptr;
+  const void* col;
+  const void* perm;  // position of each edge in the order of edge tensors, or null
+};
+
+struct Sum {
+  Csr csr;
+  Rows<const void> x;       // [num_cols, heads * channels]
+  Rows<const void> weight;  // accumulator type, [edges, heads], or null
+  Rows<void> out;           // accumulator type, [rows, heads * channels]
+  int64_t num_cols, heads, channels;
+};
+
+struct Product {
+  Csr csr;
+  Rows<const void> y, x;  // [rows, heads * channels] and [num_cols, heads * channels]
+  Rows<void> out;         // accumulator type, [edges, heads]
+  int64_t heads, channels;
+};
+
+struct Extremum {
+  Csr csr;
+  Rows<const void> x;
+  Rows<void> best, count;  // the type of x, and accumulator type
+  int64_t width;
+  bool largest;
+};
+
+struct ExtremumGrad {
+  Csr csr;                           // by source
+  Rows<const void> x, best, share;   // all of the type of x
+  Rows<void> out;                    // accumulator type
+  int64_t width;
+};
+
+// How the score of an edge comes about, see pyg_sar/reduce.py.
+enum class Score : int64_t { additive = 0, gatv2 = 1, dot = 2 };
+
+struct Attention {
+  Score score;
+  double parameter;  // negative slope, or the factor of the dot product
+  int64_t num_src, heads, channels;
+  Csr csr;                          // by destination
+  Rows<const void> key, value;      // of sources: [*, heads] or [*, heads * channels], and [*, heads * channels]
+  Rows<const void> query, edge;     // of destinations and edges, shaped like keys, or null
+  const void* att;                  // accumulator type, [heads * channels], or null
+  const int64_t* e_id;              // of edges, or null without dropout
+  int64_t seed;
+  double dropout;
+  Rows<void> peak, total, out;      // accumulator type
+};
+
+struct AttentionGrad {
+  Attention forward;                    // its last line is unused
+  Csr transpose;                        // by source
+  Rows<const void> lse, inner;          // accumulator type, [num_dst, heads]
+  Rows<const void> grad;                // of the type of the values, [num_dst, heads * channels]
+  Rows<void> d_key, d_value, d_query, d_edge;  // accumulator type, or null where not wanted
+  void* d_att;                          // accumulator type, or null
+};
+
+// Runs `task(unit, context)` for all units on torch's threads, in any order.
+using Parallel = void (*)(int64_t units, void (*task)(int64_t, void*), void* context);
+
+// One for each type of rows, type of indices and instruction set.
+struct Kernels {
+  void (*sum)(const Sum&, Parallel);
+  void (*product)(const Product&, Parallel);
+  void (*extremum)(const Extremum&, Parallel);
+  void (*extremum_grad)(const ExtremumGrad&, Parallel);
+  void (*attention)(const Attention&, Parallel);
+  void (*attention_grad)(const AttentionGrad&, Parallel);
+};
+
+enum class Type { f32, f64, bf16, f16 };
+
+namespace plain { const Kernels& kernels(Type type, bool wide); }
+#if defined(__x86_64__)
+namespace avx2 { const Kernels& kernels(Type type, bool wide); }
+namespace avx512 { const Kernels& kernels(Type type, bool wide); }
+#endif
+
+}  // namespace pyg_sar

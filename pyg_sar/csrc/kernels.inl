@@ -1,0 +1,23 @@
+// All kernels in the namespace ISA, compiled for whatever instructions the including file has switched on.
+
+namespace pyg_sar::ISA {
+
+#include "rows.inl"
+#include "sum.inl"
+#include "extremum.inl"
+#include "attention.inl"
+
+template <class T, class I>
+constexpr Kernels table{sum<T, I>, product<T, I>, extremum<T, I>, extremum_grad<T, I>, attention<T, I>, attention_grad<T, I>};
+
+template <class I>
+const Kernels& of_type(Type type) {
+  switch (type) {
+    case Type::f64: return table<double, I>;
+    case Type::bf16: return table<bf16, I>;
+    case Type::f16: return table<f16, I>;
+    default: return table<float, I>;
+  }
+}
+
+}  // namespace pyg_sar::ISA

@@ -1,0 +1,246 @@
+// The operators of pyg_sar/ops.py on CPU tensors: checks, and the choice of a kernel. Built on torch's stable ABI, so
+// that one library serves every torch from 2.10 on.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace pyg_sar {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Maybe = std::optional<Tensor>;
+
+std::string shape(const Tensor& t) {
+  std::string text = "[";
+  for (int64_t d = 0; d < t.dim(); ++d) text += (d > 0 ? ", " : "") + std::to_string(t.size(d));
+  return text + "]";
+}
+
+Type type_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return Type::f32;
+    case ScalarType::Double: return Type::f64;
+    case ScalarType::BFloat16: return Type::bf16;
+    case ScalarType::Half: return Type::f16;
+    default: STD_TORCH_CHECK(false, "Expected rows of a floating-point type (got ", torch::headeronly::toString(x.scalar_type()), ")");
+  }
+}
+
+ScalarType accumulator(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// The best kernels that the processor runs; PYG_SAR_ISA chooses worse ones.
+const Kernels& kernels(const Tensor& x, const Tensor& ptr) {
+  const bool wide = ptr.scalar_type() == ScalarType::Long;
+#if defined(__x86_64__)
+  static const int level = [] {
+    const char* wish = std::getenv("PYG_SAR_ISA");
+    const std::string isa = wish == nullptr ? "avx512" : wish;
+    STD_TORCH_CHECK(isa == "avx512" || isa == "avx2" || isa == "plain", "PYG_SAR_ISA must be plain, avx2 or avx512 (got ", isa, ")");
+    __builtin_cpu_init();
+    if (isa == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+      return 2;
+    return isa != "plain" && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
+  }();
+  if (level == 2) return avx512::kernels(type_of(x), wide);
+  if (level == 1) return avx2::kernels(type_of(x), wide);
+#endif
+  return plain::kernels(type_of(x), wide);
+}
+
+// Threads take units one by one, as their costs differ.
+void parallel(int64_t units, void (*task)(int64_t, void*), void* context) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), units);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t u = next++; u < units; u = next++) task(u, context);
+  });
+}
+
+// Makes tensors contiguous where the kernels need it, and keeps what it made.
+class Arguments {
+ public:
+  Rows<const void> rows(const char* name, const Tensor& t, int64_t count, int64_t width, ScalarType type) {
+    STD_TORCH_CHECK(t.is_cpu(), "Expected '", name, "' on the CPU");
+    STD_TORCH_CHECK(t.scalar_type() == type, "Expected '", name, "' of type ", torch::headeronly::toString(type), " (got ",
+                    torch::headeronly::toString(t.scalar_type()), ")");
+    STD_TORCH_CHECK(t.dim() == 2 && (count < 0 || t.size(0) == count) && t.size(1) == width, "Expected '", name,
+                    "' of shape [", count < 0 ? std::string("*") : std::to_string(count), ", ", width, "] (got ", shape(t), ")");
+    if (width <= 1 || t.stride(1) == 1) return {t.const_data_ptr(), t.stride(0)};
+    kept_.push_back(torch::stable::contiguous(t));
+    return {kept_.back().const_data_ptr(), width};
+  }
+  Rows<const void> rows(const char* name, const Maybe& t, int64_t count, int64_t width, ScalarType type) {
+    return t ? rows(name, *t, count, width, type) : Rows<const void>{};
+  }
+  // What is written to.
+  Rows<void> out(const char* name, const Tensor& t, int64_t count, int64_t width, ScalarType type) {
+    STD_TORCH_CHECK(t.dim() != 2 || width <= 1 || t.stride(1) == 1, "Expected the rows of '", name, "' to be contiguous");
+    const Rows<const void> r = rows(name, t, count, width, type);
+    return {const_cast<void*>(r.data), r.stride};
+  }
+  Rows<void> out(const char* name, const Maybe& t, int64_t count, int64_t width, ScalarType type) {
+    return t ? out(name, *t, count, width, type) : Rows<void>{};
+  }
+
+  // An index with `count` numbers (or any, if negative).
+  const void* index(const char* name, const Tensor& t, int64_t count, ScalarType type) {
+    STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == type && t.dim() == 1 && (count < 0 || t.size(0) == count), "Expected '",
+                    name, "' to be a CPU tensor of ", count, " numbers of type ", torch::headeronly::toString(type), " (got ",
+                    torch::headeronly::toString(t.scalar_type()), " ", shape(t), ")");
+    if (t.is_contiguous()) return t.const_data_ptr();
+    kept_.push_back(torch::stable::contiguous(t));
+    return kept_.back().const_data_ptr();
+  }
+
+  Csr csr(const Tensor& ptr, const Tensor& col, const Maybe& perm) {
+    const ScalarType type = ptr.scalar_type();
+    STD_TORCH_CHECK(type == ScalarType::Int || type == ScalarType::Long, "Expected indices of type int32 or int64 (got ",
+                    torch::headeronly::toString(type), ")");
+    const int64_t edges = col.numel();
+    Csr csr{ptr.numel() - 1, edges, index("ptr", ptr, -1, type), index("col", col, edges, type),
+            perm ? index("perm", *perm, edges, type) : nullptr};
+    STD_TORCH_CHECK(csr.rows >= 0, "Expected 'ptr' to hold at least one number");
+    const int64_t last = type == ScalarType::Int ? static_cast<const int32_t*>(csr.ptr)[csr.rows]
+                                                 : static_cast<const int64_t*>(csr.ptr)[csr.rows];
+    STD_TORCH_CHECK(last == edges, "Expected 'ptr' to end with the number of edges, ", edges, " (got ", last, ")");
+    return csr;
+  }
+
+ private:
+  std::vector<Tensor> kept_;
+};
+
+void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe perm) {
+  Arguments args;
+  const int64_t width = x.size(1), heads = weight ? weight->size(1) : 1;
+  STD_TORCH_CHECK(heads > 0 ? width % heads == 0 : width == 0, "Expected rows of ", heads, " equal heads (got ", shape(x), ")");
+  Sum op{};
+  op.csr = args.csr(ptr, col, perm);
+  op.x = args.rows("x", x, -1, width, x.scalar_type());
+  op.weight = args.rows("weight", weight, op.csr.edges, heads, accumulator(x));
+  op.out = args.out("out", out, op.csr.rows, width, accumulator(x));
+  op.num_cols = x.size(0), op.heads = heads, op.channels = heads == 0 ? 0 : width / heads;
+  if (op.csr.edges > 0 && width > 0) kernels(x, ptr).sum(op, parallel);
+}
+
+void sddmm_(Tensor out, Tensor ptr, Tensor col, Tensor y, Tensor x) {
+  Arguments args;
+  const int64_t width = x.size(1), heads = out.size(1);
+  STD_TORCH_CHECK(heads > 0 ? width % heads == 0 : width == 0, "Expected rows of ", heads, " equal heads (got ", shape(x), ")");
+  Product op{};
+  op.csr = args.csr(ptr, col, std::nullopt);
+  op.y = args.rows("y", y, op.csr.rows, width, x.scalar_type());
+  op.x = args.rows("x", x, -1, width, x.scalar_type());
+  op.out = args.out("out", out, op.csr.edges, heads, accumulator(x));
+  op.heads = heads, op.channels = heads == 0 ? 0 : width / heads;
+  if (op.csr.edges > 0) kernels(x, ptr).product(op, parallel);
+}
+
+void extremum_(Tensor best, Tensor count, Tensor ptr, Tensor col, Tensor x, bool largest) {
+  Arguments args;
+  Extremum op{};
+  op.csr = args.csr(ptr, col, std::nullopt);
+  op.width = x.size(1), op.largest = largest;
+  op.x = args.rows("x", x, -1, op.width, x.scalar_type());
+  op.best = args.out("best", best, op.csr.rows, op.width, accumulator(x));
+  op.count = args.out("count", count, op.csr.rows, op.width, accumulator(x));
+  if (op.csr.edges > 0) kernels(x, ptr).extremum(op, parallel);
+}
+
+void extremum_grad_(Tensor out, Tensor ptr, Tensor row, Tensor x, Tensor best, Tensor share) {
+  Arguments args;
+  ExtremumGrad op{};
+  op.csr = args.csr(ptr, row, std::nullopt);
+  op.width = x.size(1);
+  op.x = args.rows("x", x, op.csr.rows, op.width, x.scalar_type());
+  op.best = args.rows("best", best, -1, op.width, x.scalar_type());
+  op.share = args.rows("share", share, best.size(0), op.width, x.scalar_type());
+  op.out = args.out("out", out, op.csr.rows, op.width, accumulator(x));
+  if (op.csr.edges > 0) kernels(x, ptr).extremum_grad(op, parallel);
+}
+
+Attention attention(Arguments& args, const Tensor& ptr, const Tensor& col, const Tensor& key, const Tensor& value,
+                    const Maybe& query, const Maybe& edge, const Maybe& att, int64_t heads, int64_t score, double parameter,
+                    const Maybe& e_id, int64_t seed, double dropout) {
+  STD_TORCH_CHECK(0 <= score && score <= 2, "Unknown score ", score);
+  STD_TORCH_CHECK(heads > 0 && value.size(1) % heads == 0, "Expected values of ", heads, " equal heads (got ", shape(value), ")");
+  Attention op{};
+  op.score = Score(score), op.parameter = parameter;
+  op.csr = args.csr(ptr, col, std::nullopt);
+  op.num_src = value.size(0), op.heads = heads, op.channels = value.size(1) / heads;
+  const auto type = value.scalar_type();
+  const int64_t width = op.score == Score::additive ? heads : value.size(1);
+  STD_TORCH_CHECK(query || op.score == Score::additive, "This score needs 'query'");
+  STD_TORCH_CHECK(att.has_value() == (op.score == Score::gatv2), "'att' is for GATv2");
+  op.key = args.rows("key", key, op.num_src, width, type);
+  op.value = args.rows("value", value, op.num_src, value.size(1), type);
+  op.query = args.rows("query", query, op.csr.rows, width, type);
+  op.edge = args.rows("edge", edge, op.csr.edges, width, type);
+  op.att = att ? args.index("att", *att, value.size(1), accumulator(value)) : nullptr;
+  op.e_id = e_id ? static_cast<const int64_t*>(args.index("e_id", *e_id, op.csr.edges, ScalarType::Long)) : nullptr;
+  op.seed = seed, op.dropout = dropout;
+  return op;
+}
+
+void attention_(Tensor peak, Tensor total, Tensor out, Tensor ptr, Tensor col, Tensor key, Tensor value, Maybe query,
+                Maybe edge, Maybe att, int64_t score, double parameter, Maybe e_id, int64_t seed, double dropout) {
+  Arguments args;
+  const auto type = accumulator(value);
+  Attention op = attention(args, ptr, col, key, value, query, edge, att, peak.size(1), score, parameter, e_id, seed, dropout);
+  op.peak = args.out("peak", peak, op.csr.rows, op.heads, type);
+  op.total = args.out("total", total, op.csr.rows, op.heads, type);
+  op.out = args.out("out", out, op.csr.rows, value.size(1), type);
+  if (op.csr.edges > 0) kernels(value, ptr).attention(op, parallel);
+}
+
+void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, Maybe d_att, Tensor ptr, Tensor col,
+                     Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, Maybe query, Maybe edge, Maybe att,
+                     Tensor lse, Tensor inner, Tensor grad, int64_t score, double parameter, Maybe e_id, int64_t seed,
+                     double dropout) {
+  Arguments args;
+  const auto type = accumulator(value);
+  AttentionGrad op{};
+  op.forward = attention(args, ptr, col, key, value, query, edge, att, lse.size(1), score, parameter, e_id, seed, dropout);
+  STD_TORCH_CHECK(d_key.has_value() == (op.forward.score != Score::gatv2), "'d_key' is for keys that are not the values");
+  const int64_t dsts = op.forward.csr.rows, heads = op.forward.heads, all = value.size(1);
+  const int64_t width = op.forward.score == Score::additive ? heads : all;
+  op.transpose = args.csr(src_ptr, dst, perm);
+  STD_TORCH_CHECK(op.transpose.rows == op.forward.num_src && op.transpose.edges == op.forward.csr.edges &&
+                  src_ptr.scalar_type() == ptr.scalar_type(), "Expected the transpose of the same block");
+  op.lse = args.rows("lse", lse, dsts, heads, type);
+  op.inner = args.rows("inner", inner, dsts, heads, type);
+  op.grad = args.rows("grad", grad, dsts, all, value.scalar_type());
+  op.d_value = args.out("d_value", d_value, op.forward.num_src, all, type);
+  op.d_key = args.out("d_key", d_key, op.forward.num_src, width, type);
+  op.d_query = args.out("d_query", d_query, dsts, width, type);
+  op.d_edge = args.out("d_edge", d_edge, op.forward.csr.edges, width, type);
+  op.d_att = d_att ? const_cast<void*>(args.index("d_att", *d_att, all, type)) : nullptr;
+  STD_TORCH_CHECK(!d_att || d_att->is_contiguous(), "Expected 'd_att' to be contiguous");
+  if (op.forward.csr.edges > 0) kernels(value, ptr).attention_grad(op, parallel);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
+  m.impl("spmm_", TORCH_BOX(&spmm_));
+  m.impl("sddmm_", TORCH_BOX(&sddmm_));
+  m.impl("extremum_", TORCH_BOX(&extremum_));
+  m.impl("extremum_grad_", TORCH_BOX(&extremum_grad_));
+  m.impl("attention_", TORCH_BOX(&attention_));
+  m.impl("attention_grad_", TORCH_BOX(&attention_grad_));
+}
+
+}  // namespace pyg_sar

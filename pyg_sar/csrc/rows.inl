@@ -1,0 +1,192 @@
+// Types of numbers, operations on rows, and the walk over the rows of a CSR matrix by all threads.
+
+template <class T>
+using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+struct bf16 {
+  uint16_t bits;
+  operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
+  bf16() = default;
+  explicit bf16(float x) {
+    const uint32_t u = std::bit_cast<uint32_t>(x);
+    bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+  }
+};
+
+struct f16 {
+  uint16_t bits;
+  // Scaled by a power of two, which is exact for subnormal numbers, too; infinities and NaN keep their exponent.
+  operator float() const {
+    const uint32_t magnitude = uint32_t(bits & 0x7fff) << 13, sign = uint32_t(bits & 0x8000) << 16;
+    const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
+    const uint32_t finite = std::bit_cast<uint32_t>(scaled);
+    const uint32_t special = magnitude | 0x7f800000;
+    return std::bit_cast<float>(sign | (magnitude >= 0x0f800000 ? special : finite));
+  }
+};
+
+template <class P>
+auto typed(Rows<const void> r) {
+  return Rows<const P>{static_cast<const P*>(r.data), r.stride};
+}
+template <class P>
+auto typed(Rows<void> r) {
+  return Rows<P>{static_cast<P*>(r.data), r.stride};
+}
+
+// exp to about one unit in the last place; below -87 it is 0. Cephes' polynomial, in a form that vectorises.
+inline float exponential(float x) {
+  const float magic = 0x1.8p23f;
+  const float clamped = x > 88.3f ? 88.3f : (x < -87.0f ? -87.0f : x);
+  const float shifted = clamped * 1.44269504088896341f + magic;
+  const float n = shifted - magic;
+  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t power = (std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(magic) + 127u) << 23;
+  return x < -87.0f ? 0.0f : p * std::bit_cast<float>(power);
+}
+inline double exponential(double x) { return std::exp(x); }
+
+template <class T>
+inline void prefetch(const T* row, int64_t n) {
+  const char* p = reinterpret_cast<const char*>(row);
+  for (int64_t k = 0; k < n * int64_t(sizeof(T)); k += 64) __builtin_prefetch(p + k);
+}
+
+// y += sum_k w[k] rows[k] over `n` rows; without weights where `w` is null.
+template <class A, class T>
+inline void add_rows(A* __restrict y, const T* const* rows, const A* w, int n, int64_t width) {
+  int k = 0;
+  for (; k + 4 <= n; k += 4) {
+    const T *__restrict a = rows[k], *__restrict b = rows[k + 1], *__restrict c = rows[k + 2], *__restrict d = rows[k + 3];
+    if (w == nullptr) {
+#pragma omp simd
+      for (int64_t j = 0; j < width; ++j) y[j] += (A(a[j]) + A(b[j])) + (A(c[j]) + A(d[j]));
+    } else {
+      const A p = w[k], q = w[k + 1], r = w[k + 2], s = w[k + 3];
+#pragma omp simd
+      for (int64_t j = 0; j < width; ++j) y[j] += (p * A(a[j]) + q * A(b[j])) + (r * A(c[j]) + s * A(d[j]));
+    }
+  }
+  for (; k < n; ++k) {
+    const T* __restrict a = rows[k];
+    const A p = w == nullptr ? A(1) : w[k];
+#pragma omp simd
+    for (int64_t j = 0; j < width; ++j) y[j] += p * A(a[j]);
+  }
+}
+
+template <class A, class S, class T>
+inline A dot(const S* __restrict x, const T* __restrict y, int64_t width) {
+  A sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = 0; j < width; ++j) sum += A(x[j]) * A(y[j]);
+  return sum;
+}
+
+// out[k] = <x, rows[k]> for `n` rows, four at a time so that x is read once for all of them.
+template <class A, class S, class T>
+inline void dot_rows(A* out, const S* __restrict x, const T* const* rows, int n, int64_t width) {
+  int k = 0;
+  for (; k + 4 <= n; k += 4) {
+    const T *__restrict a = rows[k], *__restrict b = rows[k + 1], *__restrict c = rows[k + 2], *__restrict d = rows[k + 3];
+    A s = 0, t = 0, u = 0, v = 0;
+#pragma omp simd reduction(+ : s, t, u, v)
+    for (int64_t j = 0; j < width; ++j) {
+      const A z = A(x[j]);
+      s += z * A(a[j]);
+      t += z * A(b[j]);
+      u += z * A(c[j]);
+      v += z * A(d[j]);
+    }
+    out[k] = s, out[k + 1] = t, out[k + 2] = u, out[k + 3] = v;
+  }
+  for (; k < n; ++k) out[k] = dot<A>(x, rows[k], width);
+}
+
+// The walk. Edges are dealt out in units of equal size, cut where a row begins; a row longer than a unit (a hub) is cut
+// into pieces, each summed into a state of its own, and the pieces are merged in their order. The units depend on the
+// matrix alone, so that results do not depend on the number of threads.
+//
+// A body has `State home(row)`, `int64_t size()` and `State part(A*)` for the state of a piece, `clear(State)`,
+// `merge(row, State into, State from)` and `run(row, begin, end, State, unit)`.
+template <class I, class A, class Body>
+class Walk {
+ public:
+  Walk(const Csr& csr, Body& body) : csr_(csr), ptr_(static_cast<const I*>(csr.ptr)), body_(body) {
+    unit_ = std::max<int64_t>(csr.edges / 512, 1024);
+    for (int64_t begin = 0, first = 0; first < csr.rows; begin += unit_) {
+      const int64_t last = begin + unit_ >= csr.edges ? csr.rows : row_from(begin + unit_);
+      if (last > first) units_.push_back({first, last, 0, 0, -1});
+      first = std::max(first, last);
+    }
+    for (int64_t edge = 0, seen = -1; edge < csr.edges; edge += unit_) {
+      const int64_t row = row_of(edge);
+      if (row != seen && hub(row)) cut(row);
+      seen = row;
+    }
+    parts_.resize(pieces_ * body.size());
+  }
+
+  int64_t units() const { return int64_t(units_.size()); }
+
+  void run(Parallel parallel) {
+    parallel(units(), [](int64_t u, void* self) { static_cast<Walk*>(self)->work(u); }, this);
+    for (const Unit& unit : units_)
+      if (unit.piece >= 0) body_.merge(unit.first, body_.home(unit.first), part(unit));
+  }
+
+ private:
+  struct Unit {
+    int64_t first, last;  // rows
+    int64_t begin, end;   // edges of a piece
+    int64_t piece;        // or -1
+  };
+
+  bool hub(int64_t row) const { return int64_t(ptr_[row + 1]) - int64_t(ptr_[row]) > unit_; }
+  // The first row that begins at `edge` or later, and the row that `edge` belongs to.
+  int64_t row_from(int64_t edge) const { return std::lower_bound(ptr_, ptr_ + csr_.rows, I(edge)) - ptr_; }
+  int64_t row_of(int64_t edge) const { return std::upper_bound(ptr_, ptr_ + csr_.rows + 1, I(edge)) - ptr_ - 1; }
+
+  void cut(int64_t row) {
+    for (int64_t begin = ptr_[row]; begin < int64_t(ptr_[row + 1]); begin += unit_)
+      units_.push_back({row, row + 1, begin, std::min(begin + unit_, int64_t(ptr_[row + 1])), pieces_++});
+  }
+
+  typename Body::State part(const Unit& unit) { return body_.part(parts_.data() + unit.piece * body_.size()); }
+
+  void work(int64_t u) {
+    const Unit& unit = units_[u];
+    if (unit.piece >= 0) {
+      const auto state = part(unit);
+      body_.clear(state);
+      body_.run(unit.first, unit.begin, unit.end, state, u);
+      return;
+    }
+    for (int64_t row = unit.first; row < unit.last; ++row)
+      if (ptr_[row] < ptr_[row + 1] && !hub(row)) body_.run(row, ptr_[row], ptr_[row + 1], body_.home(row), u);
+  }
+
+  const Csr& csr_;
+  const I* ptr_;
+  Body& body_;
+  int64_t unit_, pieces_ = 0;
+  std::vector<Unit> units_;
+  std::vector<A> parts_;
+};
+
+// Wide rows are walked in tiles of columns where the tiles of all rows fit a cache that the rows themselves exceed.
+inline int64_t tile_columns(int64_t rows, int64_t width, int64_t bytes) {
+  constexpr int64_t cache = 20 << 20, narrowest = 64;
+  if (rows * width * bytes <= cache) return width;
+  const int64_t fits = cache / std::max<int64_t>(rows * bytes, 1);
+  if (fits < narrowest) return width;
+  const int64_t tiles = (width + fits - 1) / fits;
+  return (width + tiles - 1) / tiles;
+}

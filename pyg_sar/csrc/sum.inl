@@ -1,0 +1,99 @@
+// out[i] += sum over e in i of w[e] x[col[e]], and the gradient of w.
+
+constexpr int CHUNK = 32;   // edges at a time
+constexpr int AHEAD = 8;    // rows prefetched before they are read
+
+template <class T, class I>
+struct SumBody {
+  using A = Acc<T>;
+  using State = A*;
+
+  const Sum& op;
+  const I* col = static_cast<const I*>(op.csr.col);
+  const I* perm = static_cast<const I*>(op.csr.perm);
+  Rows<const T> x = typed<T>(op.x);
+  Rows<const A> weight = typed<A>(op.weight);
+  Rows<A> out = typed<A>(op.out);
+  int64_t from = 0, to = 0;  // columns: a range of heads, or of channels if there is a single head
+
+  State home(int64_t i) const { return out[i] + from; }
+  int64_t size() const { return to - from; }
+  State part(A* p) const { return p; }
+  void clear(State s) const { std::fill_n(s, size(), A(0)); }
+  void merge(int64_t, State into, State s) const {
+    for (int64_t j = 0; j < size(); ++j) into[j] += s[j];
+  }
+
+  void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const {
+    const int64_t width = to - from, channels = std::min(op.channels, width);
+    const T* rows[4];
+    A w[4];
+    for (int64_t e = begin; e < end; e += 4) {
+      const int n = int(std::min<int64_t>(4, end - e));
+      for (int64_t k = e + AHEAD; k < std::min(e + AHEAD + n, op.csr.edges); ++k) prefetch(x[col[k]] + from, width);
+      if (!weight) {
+        for (int k = 0; k < n; ++k) rows[k] = x[col[e + k]] + from;
+        add_rows<A>(s, rows, nullptr, n, width);
+        continue;
+      }
+      for (int64_t j = 0; j < width; j += channels) {
+        const int64_t head = (from + j) / op.channels;
+        for (int k = 0; k < n; ++k) {
+          rows[k] = x[col[e + k]] + from + j;
+          w[k] = weight[perm ? int64_t(perm[e + k]) : e + k][head];
+        }
+        add_rows<A>(s + j, rows, w, n, channels);
+      }
+    }
+  }
+};
+
+template <class T, class I>
+void sum(const Sum& op, Parallel parallel) {
+  const int64_t width = op.heads * op.channels;
+  int64_t tile = tile_columns(op.num_cols, width, sizeof(T));
+  if (op.heads > 1) tile = std::max<int64_t>(tile / op.channels, 1) * op.channels;
+  SumBody<T, I> body{op};
+  for (int64_t from = 0; from < width; from += tile) {
+    body.from = from, body.to = std::min(from + tile, width);
+    Walk<I, Acc<T>, SumBody<T, I>>(op.csr, body).run(parallel);
+  }
+}
+
+template <class T, class I>
+struct ProductBody {
+  using A = Acc<T>;
+  struct State {};
+
+  const Product& op;
+  const I* col = static_cast<const I*>(op.csr.col);
+  Rows<const T> y = typed<T>(op.y), x = typed<T>(op.x);
+  Rows<A> out = typed<A>(op.out);
+
+  State home(int64_t) const { return {}; }
+  int64_t size() const { return 0; }
+  State part(A*) const { return {}; }
+  void clear(State) const {}
+  void merge(int64_t, State, State) const {}
+
+  void run(int64_t i, int64_t begin, int64_t end, State, int64_t) const {
+    const int64_t width = op.heads * op.channels;
+    const T* rows[4];
+    A products[4];
+    for (int64_t e = begin; e < end; e += 4) {
+      const int n = int(std::min<int64_t>(4, end - e));
+      for (int64_t k = e + AHEAD; k < std::min(e + AHEAD + n, op.csr.edges); ++k) prefetch(x[col[k]], width);
+      for (int64_t h = 0; h < op.heads; ++h) {
+        for (int k = 0; k < n; ++k) rows[k] = x[col[e + k]] + h * op.channels;
+        dot_rows<A>(products, y[i] + h * op.channels, rows, n, op.channels);
+        for (int k = 0; k < n; ++k) out[e + k][h] = products[k];
+      }
+    }
+  }
+};
+
+template <class T, class I>
+void product(const Product& op, Parallel parallel) {
+  ProductBody<T, I> body{op};
+  Walk<I, Acc<T>, ProductBody<T, I>>(op.csr, body).run(parallel);
+}
