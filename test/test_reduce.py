@@ -1,5 +1,7 @@
 """Reductions against the generic one, against PyG where values are equal, and at low precision."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,8 @@ from torch_geometric.utils import scatter, softmax
 from pyg_sar import nn, shard
 from pyg_sar.dropout import dropout_factors
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.reduce import Extremum, Message, Softmax, Sum
+from pyg_sar.reduce import Extremum, Message, Rows, Softmax, Sum
+from pyg_sar.reference import ADDITIVE, DOT, GATV2
 from pyg_sar.stream import aggregate
 
 MODES = (1, 2, 3)
@@ -60,41 +63,85 @@ def test_weighted_sum_equals_the_generic_one(pool, mode, heads):
     pool.run(3, weighted_sum, mode, heads)
 
 
-def attention(group, mode, p):
-    """Softmax attention with every kind of input, against two generic sums: numerator and normaliser."""
+# The inputs of attention: the shapes of keys (besides the values), queries, mapped features of edges, and `att`.
+KINDS = {"additive": ADDITIVE, "gatv2": GATV2, "dot": DOT}
+VARIANTS = [(kind, query, edge) for kind in KINDS for query in (True, False) for edge in (True, False)
+            if query or kind == "additive"]  # fmt: skip
+PARAMETER = 0.3
+
+
+def attention_inputs(kind, query, edge, num_src, num_dst, num_edges, generator=None):
+    """Values, keys, and what `aggregate` is given besides; a map of edge features comes after `att`."""
+
+    def rows(*shape):
+        return leaf(torch.randn(*shape, generator=generator, dtype=torch.float64))
+
+    width = H if kind == "additive" else H * C
+    keys = rows(num_src, 0 if kind == "gatv2" else width)
+    const = [rows(1, H, C)] if kind == "gatv2" else []
+    return rows(num_src, H * C), keys, {
+        "dst": [rows(num_dst, width)] if query else [],
+        "edge": [rows(num_edges, 4)] if edge else [],
+        "const": const + [rows(width, 4)] * edge,
+    }  # fmt: skip
+
+
+def scored(kind, block, x, rows):
+    """Scores and values of all edges, by the formulas in the documentation of `Softmax`."""
+    values = x[block.col, : H * C].view(-1, H, C)
+    query = rows.dst[0][block.row] if rows.dst else 0
+    edge = rows.edge[0] @ rows.const[-1].t() if rows.edge else 0
+    if kind == "additive":
+        return F.leaky_relu(x[block.col, H * C :] + query + edge, PARAMETER), values
+    if kind == "gatv2":
+        inner = F.leaky_relu(x[block.col] + query + edge, PARAMETER).view(-1, H, C)
+        return (inner * rows.const[0]).sum(-1), values
+    keys = x[block.col, H * C :] + edge
+    return PARAMETER * (query * keys).view(-1, H, C).sum(-1), values + (edge.view(-1, H, C) if rows.edge else 0)
+
+
+def attention(group, mode, kind, query, edge, p):
+    """Softmax attention against two generic sums: numerator and normaliser."""
     graph, mine = graph_of(group, mode)
-    n, m, e = graph.num_src, graph.num_dst, graph.num_edges
-    z, a_src, a_dst, edge, const = (
-        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((n, H * C), (n, H), (m, H), (e, 4), (H, 4))
-    )
-
-    def score(block, terms, rows):
-        logits = terms[block.col] + rows.dst[0][block.row] + rows.edge[0] @ rows.const[0].t()
-        return F.leaky_relu(logits, 0.2)
-
-    def factors(block):
-        return dropout_factors(mine.edge[block.edges], H, p, 12345, torch.float64)
+    values, keys, rest = attention_inputs(kind, query, edge, graph.num_src, graph.num_dst, graph.num_edges)
 
     def message(block, x, rows):
-        weight = score(block, x[:, H * C :], rows).exp()
-        values = x[block.col, : H * C].view(-1, H, C) * (weight * factors(block)).unsqueeze(-1)
-        return torch.cat([values, weight.unsqueeze(-1)], -1)
+        score, values = scored(kind, block, x, rows)
+        weight = score.exp()
+        drop = dropout_factors(mine.edge[block.edges], H, p, 12345, torch.float64)
+        return torch.cat([values * (weight * drop).unsqueeze(-1), weight.unsqueeze(-1)], -1)
 
-    rest = {"dst": [a_dst], "edge": [edge], "const": [const]}
-    leaves = (z, a_src, a_dst, edge, const)
-    reduce = Softmax(H, C, score, factors if p > 0 else None)
-    both = aggregate(graph, Message(message, (H, C + 1)), torch.cat([z, a_src], 1), **rest)
+    leaves = [t for t in (values, keys, *rest["dst"], *rest["edge"], *rest["const"]) if t.numel() > 0]
+    drop = (p, 12345, lambda block: mine.edge[block.edges]) if p > 0 else None
+    both = aggregate(graph, Message(message, (H, C + 1)), torch.cat([values, keys], 1), **rest)
     total = both[..., C:]
     oracle = both[..., :C] / torch.where(total > 0, total, 1)
-    found = aggregate(graph, reduce, torch.cat([z, a_src], 1), **rest)
+    found = aggregate(graph, Softmax(H, C, KINDS[kind], PARAMETER, drop), torch.cat([values, keys], 1), **rest)
     equal(gradients(found, *leaves), gradients(oracle, *leaves), "attention")
 
 
 @pytest.mark.parametrize("p", [0.0, 0.6])
+@pytest.mark.parametrize(("kind", "query", "edge"), VARIANTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_attention_equals_the_generic_sum(pool, mode, p):
-    pool.run(3, attention, mode, p)
+def test_attention_equals_the_generic_sum(pool, mode, kind, query, edge, p):
+    pool.run(3, attention, mode, kind, query, edge, p)
+
+
+def frozen_queries(group):
+    """Gradients that nobody wants are not made, and leave the others as they are."""
+    graph, _ = graph_of(group, 1)
+    for kind in KINDS:
+        values, keys, rest = attention_inputs(kind, True, True, graph.num_src, graph.num_dst, graph.num_edges)
+        reduce = Softmax(H, C, KINDS[kind], PARAMETER)
+        out = aggregate(graph, reduce, torch.cat([values, keys], 1), **rest)
+        both = torch.cat([values, keys], 1).detach().requires_grad_()
+        alone = aggregate(graph, reduce, both, **{k: [t.detach() for t in ts] for k, ts in rest.items()})
+        expected = torch.cat(gradients(out, values, keys)[1:], 1)
+        assert torch.equal(gradients(alone, both)[1], expected), kind
+
+
+def test_attention_of_constants(pool):
+    pool.run(2, frozen_queries)
 
 
 def dropped_messages(group, mode):
@@ -136,29 +183,33 @@ def test_gradients_of_all_reductions_numerically():
     edge_index = edges()[:, :150]
     graph = shard(edge_index, NUM_NODES, 3).graph
     g = torch.Generator().manual_seed(0)
-    x, terms, dst, w, scale = (
-        leaf(torch.randn(*shape, generator=g, dtype=torch.float64))
-        for shape in ((61, H * C), (61, H), (61, H), (150, 1), (H,))
-    )
-
-    def score(block, terms, rows):
-        return (terms[block.col] * rows.edge[0] + rows.dst[0][block.row]) * rows.const[0]
-
-    def drop(block):
-        return dropout_factors(torch.arange(150)[block.edges], H, 0.3, 5, torch.float64)
-
-    softmax = Softmax(H, C, score, drop)
+    x, w = (leaf(torch.randn(*shape, generator=g, dtype=torch.float64)) for shape in ((NUM_NODES, H * C), (150,)))
     checks = [
         (lambda x: aggregate(graph, Sum(), x), (x,)),
-        (lambda x, w: aggregate(graph, Sum(True), x, edge=[w.view(-1)]), (x, w)),
+        (lambda x, w: aggregate(graph, Sum(True), x, edge=[w]), (x, w)),
         (lambda x: aggregate(graph, Extremum(-1), x), (x,)),
-        (
-            lambda x, t, d, w, c: aggregate(graph, softmax, torch.cat([x, t], 1), dst=[d], edge=[w], const=[c]),
-            (x, terms, dst, w, scale),
-        ),
     ]
     for function, leaves in checks:
         torch.autograd.gradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(("kind", "query", "edge"), VARIANTS)
+def test_gradients_of_attention_numerically(kind, query, edge, p):
+    graph = shard(edges()[:, :150], NUM_NODES, 3).graph
+    g = torch.Generator().manual_seed(0)
+    values, keys, rest = attention_inputs(kind, query, edge, NUM_NODES, NUM_NODES, 150, g)
+    drop = (p, 5, lambda block: torch.arange(150)[block.edges]) if p > 0 else None
+    counts = [len(rest[k]) for k in ("dst", "edge", "const")]
+
+    def function(values, keys, *flat):
+        dst, edge, const = torch.utils._pytree.tree_unflatten(flat, structure)
+        x = torch.cat([values, keys], 1)
+        return aggregate(graph, Softmax(H, C, KINDS[kind], PARAMETER, drop), x, dst=dst, edge=edge, const=const)
+
+    flat, structure = torch.utils._pytree.tree_flatten(tuple(rest[k] for k in ("dst", "edge", "const")))
+    assert sum(counts) == len(flat)
+    torch.autograd.gradcheck(function, (values, keys, *flat), fast_mode=True)
 
 
 # Maxima and minima.
@@ -217,21 +268,47 @@ def test_tie_across_three_workers(pool, mode):
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish():
+    """An additive score whose slope is 1 is the key itself."""
     src, dst = edges()
     graph = shard(edges(), NUM_NODES, 4).graph
     g = torch.Generator().manual_seed(0)
     terms = torch.randn(NUM_NODES, 1, generator=g) * 1000
     values = leaf(torch.randn(NUM_NODES, 2, generator=g))
-
-    def score(block, terms, rows):
-        return terms[block.col]
-
-    out = aggregate(graph, Softmax(1, 2, score), torch.cat([values, terms], 1)).squeeze(1)
+    out = aggregate(graph, Softmax(1, 2, ADDITIVE, 1.0), torch.cat([values, terms], 1)).squeeze(1)
     alpha = softmax(terms[src], dst, num_nodes=NUM_NODES)
     expected = scatter(alpha * values[src], dst, 0, NUM_NODES)
     close(out, expected, "output", 1e-5)
     (d_out,), (d_expected,) = (torch.autograd.grad(o.square().sum(), values) for o in (out, expected))
     close(d_out, d_expected, "gradient", 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gatv2", "dot"])
+def test_products_far_apart_neither_overflow_nor_vanish(kind):
+    """Scores of up to some thousands, in double precision because their gradients are as large."""
+    src, dst = edges()
+    graph = shard(edges(), NUM_NODES, 4).graph
+    g = torch.Generator().manual_seed(0)
+    values, keys, rest = attention_inputs(kind, True, False, NUM_NODES, NUM_NODES, 0, g)
+    loud = {"dst": [rest["dst"][0].detach() * 1000], "const": rest["const"]}
+    x = torch.cat([values, keys], 1)
+    out = aggregate(graph, Softmax(H, C, KINDS[kind], PARAMETER), x, **loud)
+    whole = SimpleNamespace(row=dst, col=src)
+    score, rows = scored(kind, whole, x, Rows(**loud))
+    assert score.abs().max() > 1000
+    expected = scatter(softmax(score, dst, num_nodes=NUM_NODES).unsqueeze(-1) * rows, dst, 0, NUM_NODES)
+    leaves = [t for t in (values, keys) if t.numel() > 0]
+    equal(gradients(out, *leaves), gradients(expected, *leaves), "far apart")
+
+
+def test_masked_edges_count_for_nothing():
+    """A score of minus infinity; a destination that has no other edge gets 0, and no gradient that is not a number."""
+    graph = shard(torch.tensor([[0, 1, 2, 1, 1], [0, 0, 0, 1, 2]]), 3, 3).graph
+    values = leaf(torch.tensor([[1.0], [10.0], [3.0]]))
+    keys = torch.tensor([[0.5], [-torch.inf], [0.5]])
+    out = aggregate(graph, Softmax(1, 1, ADDITIVE, 1.0), torch.cat([values, keys], 1))
+    assert out.flatten().tolist() == [2.0, 0.0, 0.0]
+    out.sum().backward()
+    assert values.grad.flatten().tolist() == [0.5, 0.0, 0.5]
 
 
 def test_attention_to_a_hub_in_half_precision():
