@@ -348,9 +348,10 @@ class Home(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, graph: ShardedGraph, traffic: Any = None) -> Tensor:
         """Send home."""
         meter = counted(ctx, graph, traffic)
-        sink = graph.exchange.merge().sink(rows.new_zeros(graph.num_src, *rows.shape[1:]), meter)
+        sink = graph.exchange.merge().sink(meter)
         sink.push(0, rows)
-        return sink.sum()
+        out = sink.sum()
+        return out.clone() if out is rows else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

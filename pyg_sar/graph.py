@@ -102,17 +102,23 @@ class Block:
 
 
 class Seeds:
-    """A stream of seeds that is the same on every worker, because every worker draws from it in the same order."""
+    """A stream of seeds that is the same on every worker, because every worker draws from it in the same order.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: Where the stream starts; None takes seeds from PyTorch's generator, for graphs of a single process.
+    """
+
+    def __init__(self, seed: int | None) -> None:
         self.manual_seed(seed)
 
-    def manual_seed(self, seed: int) -> None:
+    def manual_seed(self, seed: int | None) -> None:
         """Start the stream anew from ``seed``."""
         self.seed, self.drawn = seed, 0
 
     def draw(self) -> int:
         """Return the next seed; refuse to be run once more in a backward pass, which would need the same one again."""
+        if self.seed is None:
+            return int(torch.randint(1 << 62, ()))
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "Attention dropout cannot be recomputed by 'torch.utils.checkpoint'. Leave the layer out of it: on a "

@@ -108,7 +108,7 @@ class _Aggregate(torch.autograd.Function):
             source = zip(exchange.order, kept, strict=True)  # type: ignore[assignment]
         else:
             source = exchange.pull(*again, meter)
-        sink = exchange.sink(grad_out.new_zeros(ctx.shape), meter) if needs.source else None
+        sink = exchange.sink(meter) if needs.source else None
         total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
                        for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
         grad_out = grad_out.contiguous()

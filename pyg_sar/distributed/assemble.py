@@ -56,17 +56,18 @@ def _local_first(num_src: list[int], rank: int) -> list[Index]:
 
 
 def shard(
-    edge_index: Tensor, num_nodes: int | tuple[int, int], num_parts: int, *, assignment: Tensor | None = None
+    edge_index: Tensor, num_nodes: int | tuple[int, int], num_parts: int = 1, *, assignment: Tensor | None = None
 ) -> ShardedEdgeIndex:
     r"""Cut a graph into source shards within one process.
 
     Layers of :mod:`pyg_sar.nn` then stream over the shards as they do over workers, so that only the messages of one
-    shard exist at a time: the numbers are those of the whole graph, the memory of messages falls with ``num_parts``.
+    shard exist at a time: the numbers are those of the whole graph, the memory of messages falls with ``num_parts``. A
+    single shard is the graph in the form that the compiled kernels take.
 
     Args:
         edge_index (torch.Tensor): The edges :math:`(2, |\mathcal{E}|)`. Edge tensors keep its order.
         num_nodes (int or tuple): The number of nodes, or the numbers of sources and destinations of a bipartite graph.
-        num_parts (int): The number of source shards.
+        num_parts (int, optional): The number of source shards. (default: :obj:`1`)
         assignment (torch.Tensor, optional): Shard of every source node :math:`(|\mathcal{V}|)`. By default shards are
             ranges of equal length. (default: :obj:`None`)
     """

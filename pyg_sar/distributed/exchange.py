@@ -4,8 +4,8 @@ Every exchange has the same few verbs, which is all that the streaming loop know
 
 * ``order``: the source shards in the order in which they are visited;
 * ``pull(x, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads;
-* ``sink(grad, meter)``: takes the gradients of these rows by ``push(q, grad_q)``, adds them to ``grad`` at their owners
-  and returns that by ``sum()``;
+* ``sink(meter)``: takes the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their owners
+  and returns that by ``sum()``; it may keep and change what it was given;
 * ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere.
 
 :class:`Peers` runs the pairwise shift schedule: at step :math:`t` worker :math:`p` reads from :math:`p + t` and serves
@@ -98,32 +98,43 @@ class Local:
 
     def merge(self) -> Local:
         """Return the exchange with all rows in one piece."""
-        total = sum(i.numel() if isinstance(i, Tensor) else i.stop - i.start for i in self.ids)
-        return Local([slice(0, total)], self.log)
+        return Local([slice(0, num_rows(self.ids))], self.log)
 
     def pull(self, x: Tensor, meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield every piece."""
         for q in self.order:
             yield q, x[self.ids[q]]
 
-    def sink(self, grad: Tensor, meter: Meter) -> LocalSink:
-        """Return the sink that adds to ``grad``."""
-        return LocalSink(grad, self.ids)
+    def sink(self, meter: Meter) -> LocalSink:
+        """Return the sink."""
+        return LocalSink(self.ids)
 
 
 class LocalSink:
-    """Adds the gradients of every piece."""
+    """Adds the gradients of every piece; those of a single piece are the sum."""
 
-    def __init__(self, grad: Tensor, ids: Sequence[Index]) -> None:
-        self.grad, self.ids = grad, ids
+    def __init__(self, ids: Sequence[Index]) -> None:
+        self.ids = ids
+        self.grad: Tensor | None = None
 
     def push(self, q: int, grad: Tensor) -> None:
         """Add the gradient of piece ``q``; a piece holds a row once."""
+        if len(self.ids) == 1:
+            self.grad = grad
+            return
+        if self.grad is None:
+            self.grad = grad.new_zeros(num_rows(self.ids), *grad.shape[1:])
         self.grad[self.ids[q]] += grad
 
     def sum(self) -> Tensor:
         """Return the gradient of all rows."""
+        assert self.grad is not None
         return self.grad
+
+
+def num_rows(ids: Sequence[Index]) -> int:
+    """Return the number of rows in all pieces."""
+    return sum(i.numel() if isinstance(i, Tensor) else i.stop - i.start for i in ids)
 
 
 class Peers:
@@ -185,10 +196,10 @@ class Peers:
         """Return memory for ``rows`` rows from a peer."""
         return like.new_empty(rows, *like.shape[1:])
 
-    def sink(self, grad: Tensor, meter: Meter) -> PeerSink:
-        """Return the sink that adds to ``grad``."""
+    def sink(self, meter: Meter) -> PeerSink:
+        """Return the sink."""
         self.turn += 1
-        return PeerSink(self, grad, meter)
+        return PeerSink(self, meter)
 
     def tag(self, what: str, tensor: Tensor) -> int:
         """Return a number that only the same message of the same turn has.
@@ -242,15 +253,17 @@ def arrived(queue: deque[tuple[int, Tensor, list[Transfer]]]) -> tuple[int, Tens
 class PeerSink:
     """Sends gradients home while the next block is computed; drains as deep as the pull is prefetched."""
 
-    def __init__(self, peers: Peers, grad: Tensor, meter: Meter) -> None:
-        self.peers, self.grad, self.meter = peers, grad, meter
+    grad: Tensor  # of the own rows, which come first
+
+    def __init__(self, peers: Peers, meter: Meter) -> None:
+        self.peers, self.meter = peers, meter
         self.queue: deque[tuple[int, Tensor, list[Transfer]]] = deque()
 
     def push(self, q: int, grad: Tensor) -> None:
         """Send the gradient of the rows of worker ``q`` home."""
         peers = self.peers
         if q == peers.rank:
-            self.grad += grad
+            self.grad = grad
             return
         client = peers.client(q)
         into = peers.buffer(len(peers.serve[client]), self.grad)
@@ -301,22 +314,24 @@ class OneShot:
             transfer.wait()
         yield 0, rows
 
-    def sink(self, grad: Tensor, meter: Meter) -> OneShotSink:
-        """Return the sink that adds to ``grad``."""
-        return OneShotSink(self, grad, meter)
+    def sink(self, meter: Meter) -> OneShotSink:
+        """Return the sink."""
+        return OneShotSink(self, meter)
 
 
 class OneShotSink:
     """Sends all gradients home at once."""
 
-    def __init__(self, exchange: OneShot, grad: Tensor, meter: Meter) -> None:
-        self.exchange, self.grad, self.meter = exchange, grad, meter
+    grad: Tensor
+
+    def __init__(self, exchange: OneShot, meter: Meter) -> None:
+        self.exchange, self.meter = exchange, meter
 
     def push(self, q: int, grad: Tensor) -> None:
         """Take the gradients of the own rows and of all others."""
-        peers, n = self.exchange.peers, self.grad.size(0)
+        peers, n = self.exchange.peers, grad.size(0) - self.exchange.num_halo
         peers.turn += 1
-        self.grad += grad[:n]
+        self.grad = grad[:n].clone()  # or the rows of others would live as long
         halo = grad[n:].contiguous()
         pending = []
         for q in peers.order[1:]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
-from torch_geometric.utils import scatter
 
-from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.message_passing import MessagePassing
-from pyg_sar.reduce import ADDITIVE, Softmax
-from pyg_sar.stream import aggregate
+from pyg_sar.nn.attention import affine, attend, finish, replace_self_loops
+from pyg_sar.nn.message_passing import MessagePassing, misses_loops
+from pyg_sar.reference import ADDITIVE
 
 
 class GATConv(MessagePassing, torch_geometric.nn.GATConv):
@@ -50,66 +49,38 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Run the forward pass."""
-        graph = self.streamed(edge_index)
-        if graph is None or return_attention_weights is not None:
+        graph = self.streamed(edge_index, x) if return_attention_weights is None else None
+        if graph is None or misses_loops(self, graph, edge_index):
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
-        H, C = self.heads, self.out_channels
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
         res = None if self.res is None or x_dst is None else self.res(x_dst)
-        z_src = (self.lin_src if self.lin is None else self.lin)(x_src)
-        if x_dst is x_src and self.lin is not None:
-            z_dst: Tensor | None = z_src
-        else:
-            z_dst = None if x_dst is None else (self.lin_dst if self.lin is None else self.lin)(x_dst)
-        a_src = (z_src.view(-1, H, C) * self.att_src).sum(-1)
-        a_dst = None if z_dst is None else (z_dst.view(-1, H, C) * self.att_dst).sum(-1)
+        lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
         if self.add_self_loops:
             graph, edge_attr = replace_self_loops(graph, edge_attr, self.fill_value)
-
-        out = self.attend(graph, z_src, a_src, a_dst, edge_attr)
-        out = out.flatten(1) if self.concat else out.mean(1)
-        out = out if res is None else out + res
-        if self.bias is not None:
-            return out + self.bias
-        # Nothing that the caller may change in place must be what backward reads.
-        return out.clone() if self.concat and res is None else out
-
-    def attend(
-        self, graph: ShardedGraph, z: Tensor, a_src: Tensor, a_dst: Tensor | None, edge_attr: Tensor | None
-    ) -> Tensor:
-        """Stream packed source rows ``[z | a_src]`` through the softmax."""
-        const = []
+        edge = None
         if edge_attr is not None and self.lin_edge is not None:
-            # a^T (W e) = (a^T W) e: one number for each head instead of a row of the full width for each edge.
-            weight = self.lin_edge.weight.view(self.heads, self.out_channels, -1)
-            const = [(weight * self.att_edge.view(self.heads, self.out_channels, 1)).sum(1)]
-        drop = None
-        if self.training and self.dropout > 0:
-            drop = (self.dropout, graph.seeds.draw(), graph.ids_of)
-        out = aggregate(
-            graph,
-            Softmax(self.heads, self.out_channels, ADDITIVE, self.negative_slope, drop),
-            torch.cat([z, a_src], 1),
-            dst=[] if a_dst is None else [a_dst],
-            edge=[edge_attr] if const else [],  # type: ignore[list-item]
-            const=const,
-        )
-        if self.aggr == "mean":
-            out = out / graph.degree.clamp(min=1).to(out.dtype).view(-1, 1, 1)
-        return out
+            edge = edge_attr, through(self.lin_edge.weight, self.att_edge)
+        query = None if x_dst is None else self.terms(lin_dst, x_dst, self.att_dst)
+        out = attend(self, graph, ADDITIVE, self.negative_slope, self.rows(lin_src, x_src), query, edge)
+        return finish(self, out, res, self.bias)
+
+    def rows(self, lin: Any, x: Tensor) -> Tensor:
+        """Return packed source rows, transformed features and their terms of the scores, in one product if possible."""
+        if affine(lin) is not None:
+            return F.linear(x, torch.cat([lin.weight, through(lin.weight, self.att_src)]))
+        z = lin(x)
+        return torch.cat([z, (z.view(-1, self.heads, self.out_channels) * self.att_src).sum(-1)], 1)
+
+    def terms(self, lin: Any, x: Tensor, att: Tensor) -> Tensor:
+        """Return the terms of destinations, one for each head."""
+        if affine(lin) is not None:
+            return F.linear(x, through(lin.weight, att))
+        return (lin(x).view(-1, self.heads, self.out_channels) * att).sum(-1)
 
 
-def replace_self_loops(graph: ShardedGraph, edge_attr: Tensor | None, fill: Any) -> tuple[ShardedGraph, Tensor | None]:
-    """Give every node exactly one self-loop, whose features are ``fill`` or reduced from the other edges, as in PyG."""
-    looped, keep = graph.with_self_loops()
-    if edge_attr is None:
-        return looped, None
-    rest, n = edge_attr[keep], graph.num_dst
-    if isinstance(fill, str):
-        loops = scatter(rest, graph.row[keep], 0, n, fill)
-    elif isinstance(fill, Tensor):
-        fill = fill.to(rest)
-        loops = (fill if fill.dim() == rest.dim() else fill.unsqueeze(0)).expand(n, *rest.shape[1:])
-    else:
-        loops = rest.new_full((n, *rest.shape[1:]), 1.0 if fill is None else fill)
-    return looped, torch.cat([rest, loops])
+def through(weight: Tensor, att: Tensor) -> Tensor:
+    r"""Return :math:`\mathbf{a}^{\top} \mathbf{W}` for each head, as :math:`\mathbf{a}^{\top} (\mathbf{W} \mathbf{x}) =
+    (\mathbf{a}^{\top} \mathbf{W}) \mathbf{x}`: a number for each row and head instead of a row of the full width.
+    """
+    _, heads, channels = att.shape
+    return (weight.view(heads, channels, -1) * att.view(heads, channels, 1)).sum(1)

@@ -37,8 +37,8 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
-        graph = self.streamed(edge_index)
-        if graph is None or not isinstance(x, Tensor) or not self.normalize:
+        graph = self.streamed(edge_index, x) if isinstance(x, Tensor) and self.normalize else None
+        if graph is None:
             return super().forward(x, edge_index, edge_weight)
         if self.add_self_loops:
             graph, edge_weight = add_remaining_self_loops(graph, edge_weight, 2.0 if self.improved else 1.0)

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 import torch_geometric.nn
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from pyg_sar import ops
+from pyg_sar.distributed.assemble import shard
 from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.graph import ShardedGraph
+from pyg_sar.graph import Seeds, ShardedGraph
 from pyg_sar.reduce import Extremum, Reduce, Sum
 from pyg_sar.stream import aggregate
 
@@ -21,10 +24,12 @@ EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
 class MessagePassing(torch_geometric.nn.MessagePassing):
     r"""Base class for layers that stream source shards through their aggregation.
 
-    A subclass says how it streams by :meth:`stream`. Given an ordinary ``edge_index`` it is PyG's layer; given a
-    :class:`~pyg_sar.edge_index.ShardedEdgeIndex` that it cannot stream (a subclass with a message of its own, hooks on
-    messages, ``explain``, another flow, an aggregation without a streaming form) it runs PyG's own code in one shot,
-    which is exact too or raises.
+    A subclass says how it streams by :meth:`stream`. Given a :class:`~pyg_sar.edge_index.ShardedEdgeIndex` that it
+    cannot stream (a subclass with a message of its own, hooks on messages, ``explain``, another flow, an aggregation
+    without a streaming form) it runs PyG's own code in one shot, which is exact too or raises. An ordinary
+    ``edge_index`` on the CPU runs through the same kernels as a graph of a single block, which is made once for each
+    tensor and kept as long as that lives (``pyg_sar.shard(edge_index, num_nodes)`` makes it by hand); without compiled
+    kernels, and under :func:`torch.compile`, it is PyG's layer.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -35,16 +40,17 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(MessagePassing, name))
 
-    def streamed(self, edge_index: Any) -> ShardedGraph | None:
-        """Return the sharded graph if this call can stream over it."""
-        if not isinstance(edge_index, ShardedEdgeIndex) or not edge_index.streams:
+    def streamed(self, edge_index: Any, x: Any, size: Any = None) -> ShardedGraph | None:
+        """Return the graph over which this call can stream source rows ``x``, a tensor or a pair, if there is one."""
+        sharded = isinstance(edge_index, ShardedEdgeIndex)
+        if sharded and not edge_index.streams or not sharded and not has_kernels(edge_index, x):
             return None
         hooked = any(hooks for name, hooks in self.__dict__.items() if name.endswith("_hooks") and is_message(name))
         watched = hooked or self.explain or self.decomposed_layers > 1
         cls: Any = type(self)
         if watched or self.flow != "source_to_target" or overridden(cls) or not self.can_stream():
             return None
-        return edge_index.graph
+        return edge_index.graph if sharded else one_block(edge_index, sizes(x, size, self.node_dim))
 
     def can_stream(self) -> bool:
         """Whether the options of this layer have a streaming form."""
@@ -56,9 +62,10 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Stream if possible, else run PyG's own code."""
-        graph = self.streamed(edge_index)
-        if graph is not None:
-            return self.stream(graph, **kwargs)
+        if type(self).stream is not MessagePassing.stream:
+            graph = self.streamed(edge_index, kwargs.get("x"), size)
+            if graph is not None:
+                return self.stream(graph, **kwargs)
         try:
             return PROPAGATE(self, edge_index, size=size, **kwargs)
         except IndexError as error:  # PyG's quantiles of nodes without in-edges, for example
@@ -72,6 +79,50 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Run PyG's own code; the generated one does not know the arguments of an overridden ``forward``."""
         return EDGE_UPDATER(self, edge_index, size=size, **kwargs)
+
+
+def has_kernels(edge_index: Any, x: Any) -> bool:
+    """Whether an ordinary ``edge_index`` can be streamed by compiled kernels."""
+    if not ops.KERNELS or type(edge_index) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    rows = [t for t in (x if isinstance(x, (tuple, list)) else (x,)) if t is not None]
+    return (
+        edge_index.layout == torch.strided
+        and edge_index.is_cpu
+        and not edge_index.is_inference()  # nobody counts its changes
+        and len(rows) > 0
+        and all(type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and t.layout == torch.strided for t in rows)
+    )
+
+
+def sizes(x: Any, size: Any, node_dim: int) -> tuple[int, int]:
+    """Return the numbers of sources and destinations, as PyG finds them."""
+    src, dst = x if isinstance(x, (tuple, list)) else (x, x)
+    if dst is not None:
+        num_dst = dst.size(node_dim)
+    else:
+        num_dst = src.size(node_dim) if size is None or size[1] is None else size[1]
+    return src.size(node_dim), num_dst
+
+
+GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def one_block(edge_index: Tensor, num_nodes: tuple[int, int]) -> ShardedGraph:
+    """Return the graph of an ordinary ``edge_index``, made once as long as that lives unchanged."""
+    version, graphs = GRAPHS.get(edge_index, (None, {}))
+    if version != edge_index._version:
+        GRAPHS[edge_index] = edge_index._version, (graphs := {})
+    if num_nodes not in graphs:
+        same = num_nodes[0] == num_nodes[1]
+        graph = shard(edge_index.detach(), num_nodes[0] if same else num_nodes).graph
+        graphs[num_nodes] = graph.replace(seeds=Seeds(None))
+    return graphs[num_nodes]
+
+
+def misses_loops(layer: Any, graph: ShardedGraph, edge_index: Any) -> bool:
+    """Whether PyG must add self-loops between two sets of nodes, by its rule for the smaller one."""
+    return layer.add_self_loops and graph.bipartite and not isinstance(edge_index, ShardedEdgeIndex)
 
 
 @functools.cache
@@ -111,6 +162,9 @@ def reduce_rows(
     else:
         reduce = Sum(learn_weight=weight is not None and weight.requires_grad)
     out = aggregate(graph, reduce, rows, edge=() if weight is None else (weight,))
-    if aggr == "mean":
-        out = out / graph.degree.clamp(min=1).to(out.dtype).view(-1, *[1] * (out.dim() - 1))
-    return out.movedim(0, node_dim)
+    return (divide_by_degree(graph, out) if aggr == "mean" else out).movedim(0, node_dim)
+
+
+def divide_by_degree(graph: ShardedGraph, total: Tensor) -> Tensor:
+    """Turn sums over the in-edges of each destination into means."""
+    return total / graph.degree.clamp(min=1).to(total.dtype).view(-1, *[1] * (total.dim() - 1))

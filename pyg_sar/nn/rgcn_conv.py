@@ -9,6 +9,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
+from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import TypedGraph
 from pyg_sar.nn.message_passing import SIMPLE, MessagePassing, reduce_rows
 
@@ -41,12 +42,14 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
     def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
-        graph = self.streamed(edge_index)
+        x_src, x_dst = x if isinstance(x, tuple) else (x, x)
+        if x_src is None and not isinstance(edge_index, ShardedEdgeIndex):
+            x_src = torch.arange(self.in_channels_l, device=self.weight.device)
+        graph = self.streamed(edge_index, (x_src, x_src if x_dst is None else x_dst))
         if graph is None:
             return super().forward(x, edge_index, edge_type)
         if edge_type is None:
-            raise ValueError(f"'{self.__class__.__name__}' needs 'edge_type' on a sharded graph (got None)")
-        x_src, x_dst = x if isinstance(x, tuple) else (x, x)
+            raise ValueError(f"'{self.__class__.__name__}' needs 'edge_type' (got None)")
         ids = torch.arange(graph.num_src, device=graph.device) if graph.n_id is None else graph.n_id
         x_src = ids if x_src is None else x_src
         x_dst = x_src if x_dst is None else x_dst
@@ -101,3 +104,13 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         """Stream one relation after the other, as each has rows of its own."""
         pairs = zip(typed.relations, self.relation_weights(), strict=True)
         return torch.cat([reduce_rows(graph, weight[ids], self.aggr) for graph, weight in pairs])
+
+
+class FastRGCNConv(RGCNConv, torch_geometric.nn.FastRGCNConv):
+    r"""See :class:`RGCNConv`: PyG's :class:`~torch_geometric.nn.FastRGCNConv` trades memory for speed, here both are the
+    same.
+    """
+
+    def can_stream(self) -> bool:
+        """Whether messages are summed or averaged."""
+        return self.aggr in ("sum", "add", "mean")

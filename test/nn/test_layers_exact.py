@@ -9,6 +9,7 @@ from problem import NUM_NODES, assignment, backward, close, edges, share
 import pyg_sar.nn
 
 S, C, A, R = "SAGEConv", "GCNConv", "GATConv", "RGCNConv"
+V, D, F, G = "GATv2Conv", "TransformerConv", "FastRGCNConv", "GINConv"
 FULL = [
     *((S, (8, 4), {"aggr": aggr}, {}) for aggr in ("mean", "sum", "max", "min")),
     (C, (8, 4), {}, {}),
@@ -16,6 +17,10 @@ FULL = [
     (C, (8, 4), {}, {"roles": "w", "edge_grad": False}),
     (A, (8, 4), {"heads": 3}, {}),
     (A, (8, 4), {"heads": 2, "edge_dim": 3}, {"roles": "a"}),
+    (V, (8, 4), {"heads": 3}, {}),
+    (V, (8, 4), {"heads": 2, "edge_dim": 3}, {"roles": "a"}),
+    (D, (8, 4), {"heads": 3}, {}),
+    (D, (8, 4), {"heads": 2, "edge_dim": 3, "beta": True}, {"roles": "a"}),
     (R, (8, 4, 5), {}, {"roles": "t"}),
     (R, (8, 4, 5), {"num_bases": 2}, {"roles": "t"}),
     (S, ((8, 6), 4), {}, {"bipartite": "same"}),
@@ -52,6 +57,24 @@ OPTIONS = [
     (A, ((8, 6), 4), {"heads": 2, "residual": True}, {"bipartite": "same"}),
     (A, ((8, 6), 4), {"add_self_loops": False}, {"bipartite": "two"}),
     (A, ((8, 6), 4), {"add_self_loops": False}, {"bipartite": "none"}),
+    (V, (8, 4), {"share_weights": True, "concat": False, "residual": True}, {}),
+    (V, (8, 4), {"add_self_loops": False, "bias": False, "negative_slope": 0.5, "aggr": "mean"}, {}),
+    (V, (8, 4), {"heads": 2, "aggr": "max"}, {}),
+    (V, (8, 4), {"edge_dim": 3, "fill_value": "mul"}, {"roles": "a"}),
+    (V, (8, 4), {"edge_dim": 1, "share_weights": True}, {"roles": "w"}),
+    (V, (8, 4), {"edge_dim": 3, "add_self_loops": False}, {"roles": "a", "edge_grad": False}),
+    (V, ((8, 6), 4), {"heads": 2, "residual": True}, {"bipartite": "same"}),
+    (V, ((8, 6), 4), {"add_self_loops": False, "edge_dim": 3}, {"bipartite": "two", "roles": "a"}),
+    (D, (8, 4), {"heads": 2, "concat": False, "root_weight": False}, {}),
+    (D, (8, 4), {"heads": 2, "bias": False, "aggr": "mean"}, {}),
+    (D, (8, 4), {"edge_dim": 3}, {"roles": "a", "edge_grad": False}),
+    (D, ((8, 6), 4), {"heads": 2}, {"bipartite": "same"}),
+    (D, ((8, 6), 4), {"edge_dim": 3, "heads": 2, "concat": False, "beta": True}, {"bipartite": "two", "roles": "a"}),
+    *((G, (), {"nn": (8, 4), "aggr": aggr, "train_eps": True}, {}) for aggr in ("sum", "mean", "max", "std")),
+    (G, (), {"nn": (8, 4)}, {"bipartite": "none"}),
+    *((F, (8, 4, 5), {"aggr": aggr}, {"roles": "t"}) for aggr in ("mean", "sum")),
+    (F, (8, 4, 5), {"num_bases": 2}, {"roles": "t"}),
+    (F, (8, 4, 5), {"num_blocks": 2}, {"roles": "t"}),
     *((R, (8, 4, 5), {"aggr": aggr}, {"roles": "t"}) for aggr in ("sum", "max", "min")),
     (R, (8, 4, 5), {"num_blocks": 2}, {"roles": "t"}),
     (R, (8, 4, 5), {"num_blocks": 2, "aggr": "max"}, {"roles": "t"}),
