@@ -179,7 +179,7 @@ struct AttentionBody {
 // Heads at a time: as many as have rows that fit a cache together.
 template <class T>
 int64_t group(const Attention& op) {
-  const int64_t fits = tile_columns(op.num_src, op.heads * op.channels, sizeof(T)) / op.channels;
+  const int64_t fits = tile_columns(op.num_src, op.heads * op.channels, sizeof(T)) / std::max<int64_t>(op.channels, 1);
   return std::clamp<int64_t>(fits, 1, GROUP);
 }
 
@@ -334,7 +334,7 @@ struct DestinationGradBody {
         const A ds = d_score[e * H + h];
         if constexpr (S == Score::additive) {
           if (s != nullptr) s[h] += ds;
-          if (d_edge) d_edge[e][edges.from + h] = ds;
+          if (d_edge) d_edge[e][edges.from + h] += ds;
         } else {
           const int64_t at = (edges.from + h) * C;
           A* query = s == nullptr ? nullptr : s + h * C;
@@ -358,7 +358,7 @@ struct DestinationGradBody {
       const A t = A(k[c]) + A(q[c]) + (b == nullptr ? A(0) : A(b[c]));
       const A slope = t > 0 ? A(1) : p, d = ds * a[c] * slope;
       if (query != nullptr) query[c] += d;
-      if (edge != nullptr) edge[c] = d;
+      if (edge != nullptr) edge[c] += d;
       if (att != nullptr) att[c] += double(ds * (t * slope));
     }
   }
@@ -375,7 +375,7 @@ struct DestinationGradBody {
     }
     if (edge != nullptr) {
 #pragma omp simd
-      for (int64_t c = 0; c < C; ++c) edge[c] = ds * A(q[c]) + alpha * A(g[c]);
+      for (int64_t c = 0; c < C; ++c) edge[c] += ds * A(q[c]) + alpha * A(g[c]);
     }
   }
 };
@@ -417,7 +417,11 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
     const int64_t width = edges.width();
     if (op.d_att != nullptr) body.d_att.assign(walk.units() * width, 0.0);
     walk.run(parallel);
-    for (size_t k = 0; k < body.d_att.size(); ++k) static_cast<A*>(op.d_att)[from * C + k % width] += A(body.d_att[k]);
+    for (int64_t k = 0; op.d_att != nullptr && k < width; ++k) {
+      double sum = 0;
+      for (int64_t u = 0; u < walk.units(); ++u) sum += body.d_att[u * width + k];
+      static_cast<A*>(op.d_att)[from * C + k] += A(sum);
+    }
   }
 }
 

@@ -77,7 +77,7 @@ struct ExtremumGradBody {
       }
       const T *__restrict most = best[col[e]], *__restrict part = share[col[e]];
 #pragma omp simd
-      for (int64_t j = 0; j < op.width; ++j) sum[j] += A(own[j]) == A(most[j]) ? A(part[j]) : A(0);
+      for (int64_t j = 0; j < op.width; ++j) sum[j] += (A(own[j]) == A(most[j]) ? A(1) : A(0)) * A(part[j]);  // NaN stays
     }
   }
 };

@@ -113,9 +113,11 @@ class Arguments {
     Csr csr{ptr.numel() - 1, edges, index("ptr", ptr, -1, type), index("col", col, edges, type),
             perm ? index("perm", *perm, edges, type) : nullptr};
     STD_TORCH_CHECK(csr.rows >= 0, "Expected 'ptr' to hold at least one number");
-    const int64_t last = type == ScalarType::Int ? static_cast<const int32_t*>(csr.ptr)[csr.rows]
-                                                 : static_cast<const int64_t*>(csr.ptr)[csr.rows];
-    STD_TORCH_CHECK(last == edges, "Expected 'ptr' to end with the number of edges, ", edges, " (got ", last, ")");
+    const auto at = [&](int64_t k) {
+      return type == ScalarType::Int ? static_cast<const int32_t*>(csr.ptr)[k] : static_cast<const int64_t*>(csr.ptr)[k];
+    };
+    STD_TORCH_CHECK(at(0) == 0 && at(csr.rows) == edges, "Expected 'ptr' to lead from 0 to the number of edges, ", edges,
+                    " (got ", at(0), " to ", at(csr.rows), ")");
     return csr;
   }
 
