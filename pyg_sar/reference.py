@@ -72,7 +72,7 @@ def scores(
     if kind == DOT:
         assert query is not None
         keys = key[col] if edge is None else key[col] + edge
-        product = (query[row] * keys).view(-1, heads, key.size(1) // heads)
+        product = split(query[row] * keys, heads)
         return parameter * product.sum(-1, dtype=accumulator(key.dtype))
     total = key[col]
     for rows in (None if query is None else query[row], edge):
@@ -80,7 +80,7 @@ def scores(
     total = F.leaky_relu(total, parameter)
     if att is None:
         return total.to(accumulator(key.dtype))
-    return (total * att).view(-1, heads, key.size(1) // heads).sum(-1, dtype=accumulator(key.dtype))
+    return split(total * att, heads).sum(-1, dtype=accumulator(key.dtype))
 
 
 def factors(e_id: Tensor | None, heads: int, seed: int, dropout: float, dtype: torch.dtype) -> Tensor | None:
@@ -101,7 +101,7 @@ def attention_(
     total.mul_(decay).add_(segment_sum(row, num_dst, weight))
     drop = factors(e_id, heads, seed, dropout, weight.dtype)
     weight = weight if drop is None else weight * drop
-    out.view(num_dst, heads, -1).mul_(decay.unsqueeze(-1))
+    split(out, heads).mul_(decay.unsqueeze(-1))
     out += weighted_sum(ptr, col, value, weight)
     if edge is not None and kind == DOT:
         out += segment_sum(row, num_dst, spread(weight, edge))
@@ -126,9 +126,11 @@ def attention_grad_(
     product = torch.empty_like(alpha)
     sddmm_(product, ptr, col, grad, value)
     if edge is not None and kind == DOT:
-        product += (grad[row] * edge).view(*product.shape, -1).sum(-1, dtype=product.dtype)
+        product += split(grad[row] * edge, heads).sum(-1, dtype=product.dtype)
     d_score = alpha * ((product if drop is None else product * drop) - inner[row])
-    wanted = [(t, d) for t, d in zip(leaves, (d_keys, d_query, d_edge, d_att), strict=True) if t is not None and d is not None]
+    wanted = [
+        (t, d) for t, d in zip(leaves, (d_keys, d_query, d_edge, d_att), strict=True) if t is not None and d is not None
+    ]
     found = torch.autograd.grad(score, [t for t, _ in wanted], d_score)
     weight = alpha if drop is None else alpha * drop
     d_value += weighted_sum(src_ptr, dst, grad, weight[perm])
@@ -140,7 +142,12 @@ def attention_grad_(
 
 def spread(weight: Tensor, rows: Tensor) -> Tensor:
     """Multiply each head of rows by its weight."""
-    return (rows.view(*weight.shape, -1) * weight.unsqueeze(-1)).flatten(1).to(weight.dtype)
+    return (split(rows, weight.size(1)) * weight.unsqueeze(-1)).flatten(1).to(weight.dtype)
+
+
+def split(rows: Tensor, heads: int) -> Tensor:
+    """Return a view of rows ``[n, heads * channels]`` as ``[n, heads, channels]``."""
+    return rows.view(rows.size(0), heads, rows.size(1) // heads)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
