@@ -25,6 +25,11 @@ std::string shape(const Tensor& t) {
   return text + "]";
 }
 
+int64_t width_of(const char* name, const Tensor& t) {
+  STD_TORCH_CHECK(t.dim() == 2, "Expected '", name, "' to be a matrix (got ", shape(t), ")");
+  return t.size(1);
+}
+
 Type type_of(const Tensor& x) {
   switch (x.scalar_type()) {
     case ScalarType::Float: return Type::f32;
@@ -127,7 +132,7 @@ class Arguments {
 
 void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe perm) {
   Arguments args;
-  const int64_t width = x.size(1), heads = weight ? weight->size(1) : 1;
+  const int64_t width = width_of("x", x), heads = weight ? width_of("weight", *weight) : 1;
   STD_TORCH_CHECK(heads > 0 ? width % heads == 0 : width == 0, "Expected rows of ", heads, " equal heads (got ", shape(x), ")");
   Sum op{};
   op.csr = args.csr(ptr, col, perm);
@@ -140,7 +145,7 @@ void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe per
 
 void sddmm_(Tensor out, Tensor ptr, Tensor col, Tensor y, Tensor x) {
   Arguments args;
-  const int64_t width = x.size(1), heads = out.size(1);
+  const int64_t width = width_of("x", x), heads = width_of("out", out);
   STD_TORCH_CHECK(heads > 0 ? width % heads == 0 : width == 0, "Expected rows of ", heads, " equal heads (got ", shape(x), ")");
   Product op{};
   op.csr = args.csr(ptr, col, std::nullopt);
@@ -155,7 +160,7 @@ void extremum_(Tensor best, Tensor count, Tensor ptr, Tensor col, Tensor x, bool
   Arguments args;
   Extremum op{};
   op.csr = args.csr(ptr, col, std::nullopt);
-  op.width = x.size(1), op.largest = largest;
+  op.width = width_of("x", x), op.largest = largest;
   op.x = args.rows("x", x, -1, op.width, x.scalar_type());
   op.best = args.out("best", best, op.csr.rows, op.width, accumulator(x));
   op.count = args.out("count", count, op.csr.rows, op.width, accumulator(x));
@@ -166,7 +171,7 @@ void extremum_grad_(Tensor out, Tensor ptr, Tensor row, Tensor x, Tensor best, T
   Arguments args;
   ExtremumGrad op{};
   op.csr = args.csr(ptr, row, std::nullopt);
-  op.width = x.size(1);
+  op.width = width_of("x", x);
   op.x = args.rows("x", x, op.csr.rows, op.width, x.scalar_type());
   op.best = args.rows("best", best, -1, op.width, x.scalar_type());
   op.share = args.rows("share", share, best.size(0), op.width, x.scalar_type());
@@ -178,7 +183,7 @@ Attention attention(Arguments& args, const Tensor& ptr, const Tensor& col, const
                     const Maybe& query, const Maybe& edge, const Maybe& att, int64_t heads, int64_t score, double parameter,
                     const Maybe& e_id, int64_t seed, double dropout) {
   STD_TORCH_CHECK(0 <= score && score <= 2, "Unknown score ", score);
-  STD_TORCH_CHECK(heads > 0 && value.size(1) % heads == 0, "Expected values of ", heads, " equal heads (got ", shape(value), ")");
+  STD_TORCH_CHECK(heads > 0 && width_of("value", value) % heads == 0, "Expected values of ", heads, " equal heads (got ", shape(value), ")");
   Attention op{};
   op.score = Score(score), op.parameter = parameter;
   op.csr = args.csr(ptr, col, std::nullopt);
@@ -201,7 +206,7 @@ void attention_(Tensor peak, Tensor total, Tensor out, Tensor ptr, Tensor col, T
                 Maybe edge, Maybe att, int64_t score, double parameter, Maybe e_id, int64_t seed, double dropout) {
   Arguments args;
   const auto type = accumulator(value);
-  Attention op = attention(args, ptr, col, key, value, query, edge, att, peak.size(1), score, parameter, e_id, seed, dropout);
+  Attention op = attention(args, ptr, col, key, value, query, edge, att, width_of("peak", peak), score, parameter, e_id, seed, dropout);
   op.peak = args.out("peak", peak, op.csr.rows, op.heads, type);
   op.total = args.out("total", total, op.csr.rows, op.heads, type);
   op.out = args.out("out", out, op.csr.rows, value.size(1), type);
@@ -215,7 +220,7 @@ void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, M
   Arguments args;
   const auto type = accumulator(value);
   AttentionGrad op{};
-  op.forward = attention(args, ptr, col, key, value, query, edge, att, lse.size(1), score, parameter, e_id, seed, dropout);
+  op.forward = attention(args, ptr, col, key, value, query, edge, att, width_of("lse", lse), score, parameter, e_id, seed, dropout);
   STD_TORCH_CHECK(d_key.has_value() == (op.forward.score != Score::gatv2), "'d_key' is for keys that are not the values");
   const int64_t dsts = op.forward.csr.rows, heads = op.forward.heads, all = value.size(1);
   const int64_t width = op.forward.score == Score::additive ? heads : all;
