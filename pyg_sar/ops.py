@@ -54,7 +54,7 @@ def load() -> bool:
     try:
         torch.ops.load_library(library)
     except OSError as error:
-        why = str(error) if library.is_file() else "they were not built"
+        why = error.__cause__ or error if library.is_file() else "they were not built"  # torch names the file alone
         warnings.warn(
             f"pyg_sar runs without its compiled kernels, in plain PyTorch, which is exact but slower: {why}. Install it "
             "with 'pip install --no-build-isolation .' into an environment with torch >= 2.10 and a C++ compiler (or set "
