@@ -12,7 +12,7 @@ BIN := $(CURDIR)/.venv/bin
 DATA := runs/community-2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2
 
-.PHONY: train test lint venv clean
+.PHONY: train test lint sanitize venv clean
 
 train: $(DATA)
 	$(TORCHRUN) examples/train.py $(DATA) --model sage --epochs 30 --save runs/sage.safetensors
@@ -28,6 +28,18 @@ lint: $(VENV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The kernels without torch, under the address and undefined-behaviour sanitizers, and under that of threads.
+sanitize: build/check-memory build/check-thread
+	for program in $^; do $$program || exit 1; done
+
+build/check-memory: SANITIZERS = address,undefined
+build/check-thread: SANITIZERS = thread
+build/check-%: $(wildcard pyg_sar/csrc/* test/csrc/*)
+	mkdir -p build
+	$(CXX) -std=c++20 -O1 -g1 -Wall -Wextra -pthread -fopenmp-simd -ffp-contract=fast -fno-math-errno \
+	  -fno-trapping-math -fsanitize=$(SANITIZERS) -fno-sanitize-recover=all \
+	  test/csrc/check.cpp $(patsubst %,pyg_sar/csrc/%.cpp,plain avx2 avx512) -o $@
 
 venv: $(VENV)
 

@@ -1,99 +1,469 @@
-"""Block-level operations against dense linear algebra."""
+"""The operators as PyTorch sees them, and the compiled kernels against the reference."""
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import kernel_check
 import pytest
 import torch
-from problem import close
+from kernel_check import BLOCKS, HALF, KINDS, SCHEMAS, block, calls, cast, check_all_double, check_precision, execute
+from pool import Pool
 
-from pyg_sar.ops import accumulator, sddmm, segment_max, segment_sum, spmm
+from pyg_sar import ops, reference
+from pyg_sar.dropout import dropout_factors
+from pyg_sar.reference import ADDITIVE, DOT, GATV2
 
-M, N, E = 7, 5, 40
+OPS = torch.ops.pyg_sar
+ROOT = Path(__file__).parents[1]
+needs_kernels = pytest.mark.skipif(not ops.KERNELS, reason="the kernels were not built, or are turned off")
 
 
-@pytest.fixture(params=[0, 1, E], ids="{} edges".format)
-def problem(request):
-    """Row pointer, rows and columns with multi-edges and empty rows, and the dense incidence of edges."""
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small problems, on which more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# The numbers.
+
+
+@needs_kernels
+def test_kernels_in_double_precision():
+    """Every operator, choice of arguments, block, shape, type of index and layout in memory."""
+    assert check_all_double(OPS) > 5_000_000
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", HALF)
+def test_error_of_kernels_at_most_twice_that_of_the_reference(dtype):
+    assert check_precision(OPS, dtype) > 100
+
+
+def check_isa(group, levels):
+    os.environ["PYG_SAR_ISA"] = levels[group.rank()]
+    return check_all_double(OPS), *(check_precision(OPS, dtype, seeds=4) for dtype in HALF)
+
+
+def unknown_isa(group):
+    os.environ["PYG_SAR_ISA"] = "neon"
+    x = torch.ones(1, 1)
+    ops.spmm_(x.clone(), torch.tensor([0, 1]), torch.tensor([0]), x, None, None)
+
+
+@needs_kernels
+def test_kernels_of_lesser_processors():
+    """In processes of their own, because the choice is made once; what the processor lacks falls back to less."""
+    fresh = Pool(3)
+    try:
+        ((kind, error, message, _),) = fresh.outcomes(1, unknown_isa)
+        results = fresh.run(2, check_isa, ["plain", "avx2"], timeout=250)
+    finally:
+        fresh.close()
+    assert (kind, error) == ("error", "RuntimeError")
+    assert "PYG_SAR_ISA must be plain, avx2 or avx512 (got neon)" in message
+    for compared, *errors in results:
+        assert compared > 5_000_000
+        assert min(errors) > 100
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_of_threads_gives_the_same_bits(dtype):
+    """Several units of work, rows that are cut, and heads in more than one group."""
+    compared = 0
+    for name, (heads, channels) in (("around a unit", (3, 5)), ("hub", (17, 2))):
+        for call in calls(block(name), heads, channels):
+            results = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(execute(OPS, call, dtype, torch.int32))
+            for other in results[1:]:
+                for key, value in results[0].items():
+                    assert torch.equal(other[key], value), f"{call.title}: {key}"
+                    compared += 1
+    assert compared > 200
+
+
+@needs_kernels
+@pytest.mark.parametrize(("heads", "channels"), [(1, 130), (5, 26), (2, 65)])
+def test_rows_in_tiles(heads, channels):
+    """More source rows than fit the cache: they are read in tiles of columns, or a few heads at a time."""
+    num_src, num_dst, num_edges = 30_000, 40, 3000
     g = torch.Generator().manual_seed(0)
-    row = torch.randint(M - 1, (request.param,), generator=g).sort().values
-    row[row == 2] = 3
-    col = torch.randint(N, (request.param,), generator=g)
-    ptr = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(row, minlength=M).cumsum(0)])
-    return ptr, row, col
+    assert num_src * heads * channels * 8 > 20 << 20 > num_src * 64 * 8
+    big = torch.randn(num_src, heads * channels, generator=g, dtype=torch.float64)
+    row = torch.randint(num_dst, (num_edges,), generator=g).sort().values
+    row[:1500] = 0  # a hub
+    # Fewer than 300 sources have edges, all over the array; a block of them alone is small.
+    used = torch.randperm(num_src, generator=g)[:300].sort().values
+    col = torch.randint(300, (num_edges,), generator=g)
+    perm = col.argsort(stable=True)
+    ptr, src_ptr, big_ptr = (
+        torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(t, minlength=n).cumsum(0)]).int()
+        for t, n in ((row, num_dst), (col, 300), (used[col], num_src))
+    )
+    small = kernel_check.Block(ptr, col.int(), row.int(), src_ptr, row[perm].int(), perm.int())
+    compared = 0
+    for call in calls(small, heads, channels):
+        if call.name not in ("spmm_", "attention_", "attention_grad_") or call.title.endswith("source"):
+            continue
+        few, many = cast(call, torch.float64), cast(call, torch.float64)
+        for name, value in many.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and value.size(0) == 300:
+                wide = big[:, : value.size(1)].clone()
+                wide[used] = value
+                many[name] = wide
+            elif isinstance(value, torch.Tensor):
+                many[name] = value.clone()
+        many["col"] = used[col].int()
+        if "src_ptr" in many:
+            many["src_ptr"] = big_ptr
+        getattr(reference, call.name)(*few.values())
+        getattr(OPS, call.name)(*many.values())
+        for argument in SCHEMAS[call.name].arguments:
+            if argument.alias_info is not None and few[argument.name] is not None:
+                found = many[argument.name]
+                found = found[used] if found.dim() == 2 and found.size(0) == num_src else found
+                torch.testing.assert_close(
+                    found, few[argument.name], rtol=1e-10, atol=1e-10, msg=lambda m, call=call: f"{call.title}: {m}"
+                )
+                compared += 1
+    assert compared > 50
 
 
-def matrix(row, col, weight):
-    return torch.zeros(M, N, dtype=weight.dtype).index_put((row, col), weight, accumulate=True)
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float64, *HALF])
+def test_what_is_not_a_number(dtype):
+    """NaN and infinities come out where they do in the reference."""
+    ptr, col = torch.tensor([0, 3, 5, 8, 10, 12]), torch.tensor([0, 1, 2, 2, 3, 0, 4, 2, 5, 5, 0, 2])
+    row = reference.rows_of(ptr, col)
+    perm = col.argsort(stable=True)
+    src_ptr = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(col, minlength=6).cumsum(0)])
+    g = torch.Generator().manual_seed(0)
+    x, share = torch.randn(6, 5, generator=g), torch.randn(5, 5, generator=g)
+    x[1], x[3, 1:3], x[4], x[5] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    x[1, 0] = x[2, 0] = 0.5
+    share[0] = torch.inf  # what a gradient becomes if nobody attains the extremum, which is NaN
+    seen = []
+    for module in (OPS, reference):
+        best, count, out = torch.full((5, 5), -torch.inf), torch.zeros(5, 5), torch.zeros(6, 5)
+        acc = reference.accumulator(dtype)
+        best, count, out = (t.to(acc) for t in (best, count, out))
+        module.extremum_(best, count, ptr, col, x.to(dtype), True)
+        module.extremum_grad_(out, src_ptr, row[perm], x.to(dtype), best.to(dtype), share.to(dtype))
+        total = torch.zeros(5, 5, dtype=acc)
+        module.spmm_(total, ptr, col, x.to(dtype), None, None)
+        lowest = torch.full((5, 5), -torch.inf, dtype=acc)
+        module.extremum_(lowest, count, ptr, col, x.to(dtype), False)
+        # An attention score is a key here.
+        for step in range(2):
+            if step == 0:
+                peak, norm, mean = (
+                    torch.full((5, 5), -torch.inf, dtype=acc),
+                    torch.zeros(5, 5, dtype=acc),
+                    torch.zeros(5, 5, dtype=acc),
+                )
+            value = torch.ones(6, 5, dtype=dtype)
+            module.attention_(
+                peak, norm, mean, ptr, col, x.to(dtype), value, None, None, None, ADDITIVE, 1.0, None, 0, 0.0
+            )
+        seen.append([best, count, out, total, lowest, norm, mean])
+    for name, found, expected in zip(
+        ("best", "count", "gradient", "sum", "lowest", "norm", "mean"), *seen, strict=True
+    ):
+        torch.testing.assert_close(
+            found, expected, equal_nan=True, rtol=1e-2, atol=1e-2, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    assert all(t.isnan().any() for t in seen[0] if t is not seen[0][1])
+    assert (seen[0][5][3] == 0).all(), "a destination all of whose edges are masked"
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0)])
-def test_spmm(problem, shape, index):
-    ptr, row, col = problem
-    x = torch.randn(N, *shape, dtype=torch.float64)
-    weight = torch.randn(len(row), dtype=torch.float64)
-    for w in (None, weight):
-        dense = matrix(row, col, torch.ones(len(row), dtype=torch.float64) if w is None else w)
-        expected = torch.einsum("mn,n...->m...", dense, x)
-        found = spmm(ptr.to(index), col.to(index), x, w)
-        assert found.shape == (M, *shape)
-        close(found, expected, "spmm")
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("p", [0.0, 1e-9, 0.1, 0.5, 0.6, 0.999, 1.0])
+def test_kernels_drop_what_the_reference_drops(p, dtype):
+    """One edge for each destination, whose coefficient is 1: bit for bit the factors, forward and backward."""
+    n, heads = 500, 19
+    ids = torch.cat([torch.arange(100), -1 - torch.arange(100), torch.randint(-(2**62), 2**62, (300,))])
+    ptr, col = torch.arange(n + 1), torch.arange(n)
+    key, value = torch.zeros(n, heads, dtype=dtype), torch.ones(n, heads, dtype=dtype)
+    for seed in (0, 1, 2**31, 2**32 + 1, 2**61 + 12345):
+        factors = dropout_factors(ids, heads, p, seed, dtype)
+        settings = (ADDITIVE, 1.0, ids, seed, p)
+        peak, total, out = torch.full_like(key, -torch.inf), torch.zeros_like(key), torch.zeros_like(value)
+        OPS.attention_(peak, total, out, ptr, col, key, value, None, None, None, *settings)
+        assert torch.equal(out, factors)
+        assert torch.equal(total, torch.ones_like(total))
+        grads = torch.zeros_like(value), torch.zeros_like(key)
+        OPS.attention_grad_(
+            *grads, None, None, None, ptr, col, ptr, col, col, key, value, None, None, None, torch.zeros_like(key),
+            torch.zeros_like(key), value, *settings,
+        )  # fmt: skip
+        assert torch.equal(grads[0], factors)
+        assert torch.equal(grads[1], factors)
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_spmm_with_a_weight_for_each_head(problem, heads):
-    ptr, row, col = problem
-    x, weight = torch.randn(N, heads, 4, dtype=torch.float64), torch.randn(len(row), heads, dtype=torch.float64)
-    expected = torch.stack([matrix(row, col, weight[:, h]) @ x[:, h] for h in range(heads)], 1)
-    close(spmm(ptr, col, x, weight), expected, "spmm")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_number_of_sixteen_bits(dtype):
+    """What kernels read is what PyTorch reads."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    x = bits.view(dtype if dtype != torch.float32 else torch.bfloat16).to(dtype).view(1, -1)
+    out = torch.zeros(1, x.size(1))
+    OPS.spmm_(out, torch.tensor([0, 1]), torch.tensor([0]), x, None, None)
+    torch.testing.assert_close(out, x.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_spmm_of_rows_that_are_not_contiguous(problem):
-    ptr, row, col = problem
-    x = torch.randn(3, N, dtype=torch.float64).t()
-    close(spmm(ptr, col, x), matrix(row, col, torch.ones(len(row)).double()) @ x, "spmm")
+# PyTorch's own checks.
 
 
-def test_spmm_without_sources_or_destinations():
-    none = torch.empty(0, dtype=torch.int32)
-    assert spmm(torch.zeros(1, dtype=torch.int32), none, torch.rand(3, 2)).shape == (0, 2)
-    assert spmm(torch.zeros(4, dtype=torch.int32), none, torch.rand(0, 2)).tolist() == [[0.0, 0.0]] * 3
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck(name):
+    """Schema, fake tensors, autograd and AOT dispatch with shapes that are not known."""
+    done = 0
+    for call in calls(block("mixed"), 2, 3):
+        if call.name == name and "dropout" not in call.title and done < 4:
+            args = tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in cast(call, torch.float32).values())
+            results = torch.library.opcheck(getattr(OPS, name).default, args)
+            assert set(results.values()) == {"SUCCESS"}
+            assert len(results) == 4
+            done += 1
+    assert done > 0
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_sddmm(problem, shape, index):
-    ptr, row, col = problem
-    ptr, col = ptr.to(index), col.to(index)
-    y, x = torch.randn(M, *shape, dtype=torch.float64), torch.randn(N, *shape, dtype=torch.float64)
-    product = y[row] * x[col]
-    whole = product.flatten(1).sum(-1) if shape else product
-    close(sddmm(ptr, row, col, y, x, heads=False), whole, "one product")
-    if shape:
-        each = product.flatten(2).sum(-1) if len(shape) > 1 else product
-        close(sddmm(ptr, row, col, y, x, heads=True), each, "one product for each head")
+def attend_and_sum(ptr, col, key, value, att):
+    """A model's worth of operators."""
+    n, heads = ptr.numel() - 1, 2
+    state = key.new_full((n, heads), -torch.inf), key.new_zeros(n, heads), key.new_zeros(n, value.size(1))
+    ops.attention_(*state, ptr, col, value, value, key, None, att, GATV2, 0.2, None, 0, 0.0)
+    total, products = torch.zeros_like(state[2]), value.new_empty(col.numel(), heads)
+    ops.spmm_(total, ptr, col, value, None, None)
+    ops.sddmm_(products, ptr, col, state[2] * 2, value)
+    return total + state[2] / state[1].clamp(min=1e-6).repeat_interleave(3, 1), products
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_segments(problem, shape):
-    _, row, _ = problem
-    values = torch.randn(len(row), *shape, dtype=torch.float64)
-    total, largest = segment_sum(row, M, values), segment_max(row, M, values)
-    for i in range(M):
-        mine = values[row == i]
-        close(total[i], mine.sum(0), "sum")
-        assert torch.equal(largest[i], mine.amax(0) if len(mine) else torch.full(shape, -torch.inf).double())
+@pytest.fixture
+def inputs():
+    b = block("mixed")
+    n, m, _ = b.sizes
+    g = torch.Generator().manual_seed(0)
+    return b.ptr.int(), b.col.int(), *(torch.randn(*s, generator=g) for s in ((m, 6), (n, 6), (6,)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_accumulator(dtype):
-    assert accumulator(dtype) == (torch.float64 if dtype == torch.float64 else torch.float32)
+def test_compile(inputs):
+    compiled = torch.compile(attend_and_sum, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(compiled(*inputs), attend_and_sum(*inputs), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sums_in_half_precision_round_once(dtype):
-    """4096 times 1 + 1/8: a running sum in half precision would stop growing."""
-    n = 4096
-    ptr, col = torch.tensor([0, n]), torch.zeros(n, dtype=torch.long)
-    x = torch.full((1, 3), 1.125, dtype=dtype)
-    assert spmm(ptr, col, x).tolist() == [[n * 1.125] * 3]
-    assert spmm(ptr, col, x, torch.full((n,), 2.0, dtype=torch.float32)).tolist() == [[n * 2.25] * 3]
-    assert spmm(ptr, col, x).dtype == dtype
+def test_export(inputs):
+    class Model(torch.nn.Module):
+        def forward(self, *args):
+            return attend_and_sum(*args)
+
+    program = torch.export.export(Model(), inputs)
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {f"pyg_sar.{name}.default" for name in ("spmm_", "sddmm_", "attention_")} <= called
+    for found, expected in zip(program.module()(*inputs), attend_and_sum(*inputs), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+# Mistakes.
+
+
+def arguments(name, kind=None):
+    """Good arguments for an operator."""
+    wanted = (c for c in calls(block("mixed"), 2, 3) if c.name == name and c.args.get("kind") == kind)
+    call = next(c for c in wanted if kind is None or ("edge" in c.title and "query" in c.title))
+    return cast(call, torch.float32)
+
+
+def other(**changes):
+    return lambda args: {k: f(args[k]) if callable(f) else f for k, f in changes.items()}
+
+
+def wider(t):
+    return torch.zeros(t.size(0), t.size(1) + 1, dtype=t.dtype)
+
+
+def longer(t):
+    return torch.cat([t, t[-1:]])
+
+
+MISTAKES = [
+    ("spmm_", None, other(x=lambda t: t.double()), "'out' of type Double"),
+    ("spmm_", None, other(x=lambda t: t.int()), "rows of a floating-point type"),
+    ("spmm_", None, other(x=lambda t: t[0]), "'x' to be a matrix (got [6])"),
+    ("spmm_", None, other(x=lambda t: t[None]), "'x' to be a matrix"),
+    ("spmm_", None, other(out=lambda t: t.bfloat16()), "'out' of type Float"),
+    ("spmm_", None, other(out=wider), "'out' of shape"),
+    ("spmm_", None, other(out=longer), "'out' of shape"),
+    ("spmm_", None, other(out=lambda t: t.t().contiguous().t()), "rows of 'out' to be contiguous"),
+    ("spmm_", None, other(weight=lambda t: torch.ones(182)), "'weight' to be a matrix (got [182])"),
+    ("spmm_", None, other(weight=lambda t: torch.ones(3, 2)), "'weight' of shape"),
+    ("spmm_", None, other(weight=lambda t: torch.ones(182, 4)), "rows of 4 equal heads"),
+    ("spmm_", None, other(weight=lambda t: torch.ones(182, 0)), "rows of 0 equal heads"),
+    ("spmm_", None, other(weight=lambda t: torch.ones(182, 2).double()), "'weight' of type Float"),
+    ("spmm_", None, other(ptr=lambda t: t[:-2]), "lead from 0 to the number of edges, 182"),
+    ("spmm_", None, other(ptr=lambda t: t + 1), "lead from 0 to the number of edges"),
+    ("spmm_", None, other(ptr=lambda t: t[:0]), "at least one number"),
+    ("spmm_", None, other(ptr=lambda t: t.short()), "indices of type int32 or int64"),
+    ("spmm_", None, other(ptr=lambda t: t.int()), "'col' to be a CPU tensor"),
+    ("spmm_", None, other(ptr=lambda t: t[None]), "'ptr' to be a CPU tensor"),
+    ("spmm_", None, other(col=lambda t: t[:-1]), "lead from 0 to the number of edges, 181 (got 0 to 182)"),
+    ("spmm_", None, other(col=lambda t: t[None]), "'col' to be a CPU tensor"),
+    ("spmm_", None, other(perm=lambda t: torch.arange(5)), "'perm' to be a CPU tensor of 182 numbers"),
+    ("sddmm_", None, other(out=lambda t: t[:-1]), "'out' of shape"),
+    ("sddmm_", None, other(out=lambda t: torch.zeros(182, 5)), "rows of 5 equal heads"),
+    ("sddmm_", None, other(out=lambda t: t[:, 0]), "'out' to be a matrix"),
+    ("extremum_", None, other(x=lambda t: t[0]), "'x' to be a matrix"),
+    ("extremum_grad_", None, other(x=lambda t: t[0]), "'x' to be a matrix"),
+    ("attention_", ADDITIVE, other(value=lambda t: t[0]), "'value' to be a matrix"),
+    ("attention_", ADDITIVE, other(peak=lambda t: t[0]), "'peak' to be a matrix"),
+    ("attention_grad_", ADDITIVE, other(lse=lambda t: t[0]), "'lse' to be a matrix"),
+    ("sddmm_", None, other(y=wider), "'y' of shape"),
+    ("sddmm_", None, other(y=lambda t: t.half()), "'y' of type Float"),
+    ("extremum_", None, other(best=longer), "'best' of shape"),
+    ("extremum_", None, other(count=wider), "'count' of shape"),
+    ("extremum_", None, other(best=lambda t: t.half()), "'best' of type Float"),
+    ("extremum_grad_", None, other(best=wider), "'best' of shape"),
+    ("extremum_grad_", None, other(share=longer), "'share' of shape"),
+    ("extremum_grad_", None, other(x=longer), "'x' of shape"),
+    ("attention_", DOT, other(kind=3), "Unknown score 3"),
+    ("attention_", DOT, other(kind=-1), "Unknown score -1"),
+    ("attention_", DOT, other(query=None), "needs 'query'"),
+    ("attention_", GATV2, other(query=None), "needs 'query'"),
+    ("attention_", GATV2, other(att=None), "'att' is for GATv2"),
+    ("attention_", DOT, other(att=torch.ones(6)), "'att' is for GATv2"),
+    ("attention_", GATV2, other(att=torch.ones(5)), "'att' to be a CPU tensor of 6 numbers"),
+    ("attention_", GATV2, other(att=torch.ones(6).half()), "of type Float"),
+    ("attention_", ADDITIVE, other(key=wider), "'key' of shape"),
+    ("attention_", ADDITIVE, other(key=longer), "'key' of shape"),
+    ("attention_", ADDITIVE, other(value=wider), "values of 2 equal heads"),
+    ("attention_", ADDITIVE, other(edge=longer), "'edge' of shape"),
+    ("attention_", ADDITIVE, other(query=longer), "'query' of shape"),
+    ("attention_", ADDITIVE, other(peak=lambda t: t[:, :0]), "values of 0 equal heads"),
+    ("attention_", ADDITIVE, other(total=wider), "'total' of shape"),
+    ("attention_", ADDITIVE, other(out=lambda t: t.half()), "'out' of type Float"),
+    ("attention_", ADDITIVE, other(e_id=torch.arange(182).int()), "'e_id' to be a CPU tensor"),
+    ("attention_", ADDITIVE, other(e_id=torch.arange(7)), "'e_id' to be a CPU tensor of 182"),
+    ("attention_grad_", DOT, other(d_key=None), "'d_key' is for keys"),
+    ("attention_grad_", GATV2, other(d_key=torch.zeros(9, 6)), "'d_key' is for keys"),
+    ("attention_grad_", DOT, other(kind=7), "Unknown score 7"),
+    ("attention_grad_", DOT, other(src_ptr=torch.tensor([0, 182])), "transpose of the same block"),
+    ("attention_grad_", DOT, other(perm=longer), "'perm' to be a CPU tensor"),
+    ("attention_grad_", DOT, other(dst=lambda t: t[:-1], perm=lambda t: t[:-1]), "lead from 0 to the number of edges"),
+    ("attention_grad_", DOT, other(lse=longer), "'lse' of shape"),
+    ("attention_grad_", DOT, other(inner=wider), "'inner' of shape"),
+    ("attention_grad_", DOT, other(grad=lambda t: t.half()), "'grad' of type Float"),
+    ("attention_grad_", DOT, other(d_query=longer), "'d_query' of shape"),
+    ("attention_grad_", DOT, other(d_edge=wider), "'d_edge' of shape"),
+    ("attention_grad_", GATV2, other(d_att=torch.zeros(12)[::2]), "'d_att' to be contiguous"),
+    ("attention_grad_", GATV2, other(d_att=torch.zeros(5)), "'d_att' to be a CPU tensor"),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "kind", "change", "message"), MISTAKES)
+def test_mistakes_are_refused(name, kind, change, message):
+    good = arguments(name, kind)
+    assert block("mixed").sizes[2] == 182
+    getattr(OPS, name)(*good.values())  # as they are
+    bad = {**good, **change(good)}
+    before = {k: v.clone() for k, v in bad.items() if isinstance(v, torch.Tensor)}
+    with pytest.raises((RuntimeError, IndexError), match=re.escape(message)):
+        getattr(OPS, name)(*bad.values())
+    for key, value in before.items():
+        torch.testing.assert_close(bad[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("module", [OPS, reference], ids=["ops", "reference"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_rows_without_channels(module, name):
+    """Nothing to compute but the normaliser of attention."""
+    b = block(name)
+    n, m, e = b.sizes
+    for kind in KINDS.values():
+        width = 2 if kind == ADDITIVE else 0
+        value, key = torch.zeros(n, 0), torch.zeros(n, width)
+        total, att = torch.zeros(m, 2), torch.zeros(0) if kind == GATV2 else None
+        peak, out = torch.full((m, 2), -torch.inf), torch.zeros(m, 0)
+        query = torch.zeros(m, width)
+        module.attention_(peak, total, out, b.ptr, b.col, key, value, query, None, att, kind, 1.0, None, 0, 0.0)
+        assert torch.equal(total, b.ptr.diff().float().view(-1, 1).expand(-1, 2))
+    out = torch.ones(e, 2)
+    module.sddmm_(out, b.ptr, b.col, torch.zeros(m, 0), torch.zeros(n, 0))
+    assert not out.any()
+    module.spmm_(torch.zeros(m, 0), b.ptr, b.col, torch.zeros(n, 0), None, None)
+
+
+# Loading.
+
+
+def test_kernels_may_be_missing(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYG_SAR_KERNELS", raising=False)
+    monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops.py"))
+    with pytest.warns(UserWarning, match=r"without its compiled kernels.*they were not built.*pip install") as caught:
+        assert not ops.load()
+    assert len(caught) == 1
+    (tmp_path / "_kernels.abi3.so").write_bytes(b"no library")
+    with pytest.warns(UserWarning, match=r"_kernels\.abi3\.so: .*(too short|invalid|header)") as caught:
+        assert not ops.load()
+    assert len(caught) == 1
+    monkeypatch.setenv("PYG_SAR_KERNELS", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not ops.load()
+
+
+PROGRAM = """
+import sys, torch, torch_geometric.nn
+sys.path.insert(0, sys.argv[1])
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import pyg_sar
+assert pyg_sar.__file__.startswith(sys.argv[1]), pyg_sar.__file__
+conv = pyg_sar.nn.GATConv(4, 2)
+x, edge_index = torch.randn(5, 4), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+found = conv(x, pyg_sar.shard(edge_index, 5, 2))
+found.sum().backward()
+print(sum("compiled kernels" in str(w.message) for w in caught), pyg_sar.ops.KERNELS)
+print(torch.allclose(found, torch_geometric.nn.GATConv.forward(conv, x, edge_index), atol=1e-6))
+"""
+
+
+def test_package_without_kernels(tmp_path):
+    """One warning and the same numbers; none if it is asked for."""
+    shutil.copytree(
+        ROOT / "pyg_sar", tmp_path / "pyg_sar", ignore=shutil.ignore_patterns("*.so", "__pycache__", "csrc")
+    )
+    runs = {}
+    for name, value in (("missing", "1"), ("chosen", "0")):
+        env = {**os.environ, "PYG_SAR_KERNELS": value, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+        runs[name] = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for name, count in (("missing", "1"), ("chosen", "0")):
+        out, err = runs[name].communicate(timeout=120)
+        assert runs[name].returncode == 0, err
+        assert out.split() == [count, "False", "True"], name
+
+
+# The walk alone.
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_every_edge_is_visited_once(tmp_path):
+    """Up to 2^31 - 1 edges, of which it only takes the row pointer."""
+    program = tmp_path / "walk"
+    source = ROOT / "test" / "csrc" / "walk.cpp"
+    subprocess.run(["c++", "-std=c++20", "-O1", source, "-o", program], check=True, timeout=120)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
