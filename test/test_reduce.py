@@ -353,12 +353,13 @@ def error(found: Tensor, truth: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("layer", "args", "kwargs", "roles"), LAYERS)
 def test_error_at_most_twice_that_of_pyg(layer, args, kwargs, roles, dtype):
-    """Root mean square over four random graphs with a hub, for the output and every gradient."""
+    """Root mean square over four random graphs with hubs, one of which would be a single sample, for the output and every gradient."""
     n, e, errors = 200, 4000, {}
     for seed in range(4):
         g = torch.Generator().manual_seed(seed)
         edge_index = torch.randint(n, (2, e), generator=g)
         edge_index[1, :400] = 3
+        edge_index[1, 400:1300] = torch.arange(10, 16).repeat_interleave(150)
         torch.manual_seed(seed)
         x = torch.randn(n, 16).to(dtype)
         rest = inputs(roles, e, dtype)
