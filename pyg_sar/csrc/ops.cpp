@@ -123,29 +123,34 @@ class Arguments {
   std::vector<Tensor> kept_;
 };
 
+// Columns of a head, when `heads` heads lie side by side in `wide` columns.
+int64_t channels_of(int64_t wide, int64_t heads) {
+  STD_TORCH_CHECK(heads > 0 ? wide % heads == 0 : wide == 0, "Expected rows of ", heads, " equal heads (got ", wide, " columns)");
+  return heads == 0 ? 0 : wide / heads;
+}
+
 void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe perm) {
   Arguments args;
-  const int64_t width = x.size(1), heads = weight ? weight->size(1) : 1;
-  STD_TORCH_CHECK(heads > 0 ? width % heads == 0 : width == 0, "Expected rows of ", heads, " equal heads (got ", shape(x), ")");
+  const int64_t of_x = x.size(1), of_out = out.size(1);
   Sum op{};
+  op.heads = weight ? weight->size(1) : 1, op.channels = channels_of(std::max(of_x, of_out), op.heads);
+  op.same_x = of_x < of_out, op.same_out = of_out < of_x, op.num_cols = x.size(0);
   op.csr = args.csr(ptr, col, perm);
-  op.x = args.rows("x", x, -1, width, x.scalar_type());
-  op.weight = args.rows("weight", weight, op.csr.edges, heads, accumulator(x));
-  op.out = args.out("out", out, op.csr.rows, width, accumulator(x));
-  op.num_cols = x.size(0), op.heads = heads, op.channels = heads == 0 ? 0 : width / heads;
-  if (op.csr.edges > 0 && width > 0) kernels(x, ptr).sum(op, parallel);
+  const int64_t wide = op.heads * op.channels;
+  op.x = args.rows("x", x, -1, op.same_x ? op.channels : wide, x.scalar_type());
+  op.weight = args.rows("weight", weight, op.csr.edges, op.heads, accumulator(x));
+  op.out = args.out("out", out, op.csr.rows, op.same_out ? op.channels : wide, accumulator(x));
+  if (op.csr.edges > 0 && wide > 0) kernels(x, ptr).sum(op, parallel);
 }
 
 void sddmm_(Tensor out, Tensor ptr, Tensor col, Tensor y, Tensor x) {
   Arguments args;
-  const int64_t width = x.size(1), heads = out.size(1);
-  STD_TORCH_CHECK(heads > 0 ? width % heads == 0 : width == 0, "Expected rows of ", heads, " equal heads (got ", shape(x), ")");
   Product op{};
+  op.heads = out.size(1), op.channels = channels_of(y.size(1), op.heads), op.same_x = x.size(1) < y.size(1);
   op.csr = args.csr(ptr, col, std::nullopt);
-  op.y = args.rows("y", y, op.csr.rows, width, x.scalar_type());
-  op.x = args.rows("x", x, -1, width, x.scalar_type());
-  op.out = args.out("out", out, op.csr.edges, heads, accumulator(x));
-  op.heads = heads, op.channels = heads == 0 ? 0 : width / heads;
+  op.y = args.rows("y", y, op.csr.rows, y.size(1), x.scalar_type());
+  op.x = args.rows("x", x, -1, op.same_x ? op.channels : y.size(1), x.scalar_type());
+  op.out = args.out("out", out, op.csr.edges, op.heads, accumulator(x));
   if (op.csr.edges > 0) kernels(x, ptr).product(op, parallel);
 }
 
