@@ -17,6 +17,7 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 from pyg_sar.distributed import store
+from pyg_sar.distributed.metis import metis
 from pyg_sar.distributed.split import split
 
 RESERVED = ("n_id", "e_id", "total_nodes")
@@ -153,34 +154,10 @@ def _given(part: Tensor, num_nodes: int, num_parts: int) -> Tensor:
 
 
 def _metis(data: Data, num_parts: int, seed: int) -> Tensor:
-    try:
-        import pymetis
-    except ImportError as error:
-        raise ImportError("METIS needs 'pip install pymetis'; the methods random and contiguous do not.") from error
     if num_parts == 1 or data.num_nodes <= num_parts:
         return assign(data, num_parts, "contiguous")
-    ptr, neighbor = _neighbors(data.edge_index, data.num_nodes)
-    if neighbor.size == 0:  # nothing to cut, and METIS would fail
-        return assign(data, num_parts, "random", seed)
-    graph, options = pymetis.CSRAdjacency(ptr, neighbor), pymetis.Options(seed=seed)
-    _, part = pymetis.part_graph(num_parts, graph, vweights=_weights(data), recursive=False, options=options)
-    return torch.from_numpy(np.asarray(part, dtype=np.int32))
-
-
-def _neighbors(edge_index: Tensor, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return every node's neighbors in CSR form, both ways, without self-loops and duplicates."""
-    source, destination = edge_index.numpy()
-    key = np.concatenate([source, destination])
-    key *= num_nodes
-    key[: source.size] += destination
-    key[source.size :] += source
-    key.sort()
-    keep = key % (num_nodes + 1) != 0  # only a self-loop's key is a multiple of n + 1
-    keep[1:] &= key[1:] != key[:-1]
-    key = key[keep]
-    ptr = np.searchsorted(key, np.arange(num_nodes + 1) * num_nodes)
-    key %= num_nodes
-    return ptr, key
+    part = metis(data.edge_index, data.num_nodes, num_parts, seed, _weights(data))
+    return assign(data, num_parts, "random", seed) if part is None else part
 
 
 def _weights(data: Data) -> np.ndarray:
