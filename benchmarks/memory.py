@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from launch import answer, launch
-from models import GNN
 from process_memory import resident, settle
 
 import pyg_sar
@@ -38,6 +37,8 @@ def step(model: torch.nn.Module, data: Any) -> None:
 
 
 def worker(args: argparse.Namespace) -> None:
+    from models import GNN  # workers alone have the examples on their path
+
     with pyg_sar.process_group() as rank:
         torch.manual_seed(0)
         if args.folder:
