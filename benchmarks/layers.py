@@ -1,7 +1,7 @@
 """Time and memory of one layer in one process: pyg_sar, DGL, PyG, and the machine's own bound.
 
     python benchmarks/layers.py --out docs
-    python benchmarks/layers.py --out docs --cases gat sum-400 --repetitions 3
+    python benchmarks/layers.py --out /tmp --cases gat sum-400 --implementations DGL gather --repetitions 3
 
 Every implementation of a case lives in a child process of its own, with the same graph, weights and features; its
 output and all gradients are checked against PyG in double precision before anything is timed. Then they take turns, one
@@ -117,20 +117,12 @@ def measure(
 ) -> dict[str, Result]:
     """Measure all implementations of a case."""
     names = [name for name in case.implementations if library or not name.startswith("gather")]
+    names = [name for name in names if not args.implementations or name in ("pyg_sar", *args.implementations)]
     results = {name: Result(note=skip(args, case, name, edges)) for name in names}
     with contextlib.ExitStack() as stack:
 
         def start(name: str) -> Child:
-            told = [
-                "--cases",
-                case.name,
-                "--implementation",
-                name,
-                "--scratch",
-                scratch,
-                "--threads",
-                str(args.threads),
-            ]
+            told = ["--cases", case.name, "--hold", name, "--scratch", scratch, "--threads", str(args.threads)]
             return stack.enter_context(Child(__file__, told, args.threads, DGLBACKEND="pytorch"))
 
         reference = str(Path(scratch) / "reference.safetensors")
@@ -301,7 +293,7 @@ def plot(path: Path, results: Results) -> None:
     heads = [name.removeprefix("gat-") for name in results]
     for axes, title in ((times, "seconds: forward, above it backward (pale)"), (memory, "peak GiB above the inputs")):
         axes.set(xlabel="heads of GAT", xticks=range(len(heads)), xticklabels=heads, title=title)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -311,13 +303,14 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     case = next(case for case in cases() if case.name == args.cases[0])
     scratch = Path(args.scratch)
-    serve(lambda: make_job(case, args.implementation, str(scratch / "graph.safetensors"), str(scratch / "gather.so")))
+    serve(lambda: make_job(case, args.hold, str(scratch / "graph.safetensors"), str(scratch / "gather.so")))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     families = list(dict.fromkeys(case.name.split("-")[0] for case in cases()))
     parser.add_argument("--cases", nargs="+", default=families, help=f"of {families}, or single ones such as gat-2")
+    parser.add_argument("--implementations", nargs="+", help="besides pyg_sar; names as in the table, default: all")
     parser.add_argument("--nodes", type=int, default=50_000)
     parser.add_argument("--edges", type=int, default=2_500_000)
     parser.add_argument("--order", action="store_true", help="relabel nodes by pyg_sar.locality_order")
@@ -326,7 +319,7 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--memory", type=float, help="GB that PyG may take; default: what is available")
     parser.add_argument("--out", default="docs")
-    for option in ("--implementation", "--scratch"):
+    for option in ("--hold", "--scratch"):
         parser.add_argument(option, help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
