@@ -1,5 +1,6 @@
 // Reads rows in the order of the edges, and does no more with them than keeps the compiler from leaving it out: the
-// least that an aggregation over these edges can take on a machine. Threads share the edges evenly.
+// least that an aggregation over these edges can take on a machine. Threads share the edges evenly, and each asks for
+// rows some edges ahead.
 
 #include <cstddef>
 #include <cstdint>
@@ -7,13 +8,12 @@
 
 typedef uint64_t Line __attribute__((vector_size(64), aligned(1), may_alias));
 
-static const int64_t AHEAD = 12;  // edges
-
 static inline void prefetch(const char* row, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b);
 }
 
-extern "C" uint64_t gather(const int32_t* index, int64_t edges, const char* rows, int64_t bytes, int threads) {
+extern "C" uint64_t gather(
+    const int32_t* index, int64_t edges, const char* rows, int64_t bytes, int64_t ahead, int threads) {
   uint64_t sink = 0;
 #pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(^ : sink)
   for (int t = 0; t < threads; ++t) {
@@ -21,7 +21,7 @@ extern "C" uint64_t gather(const int32_t* index, int64_t edges, const char* rows
     Line even = {}, odd = {};
     uint64_t rest = 0;
     for (int64_t e = begin; e < end; ++e) {
-      if (e + AHEAD < end) prefetch(rows + index[e + AHEAD] * bytes, bytes);
+      if (e + ahead < end) prefetch(rows + index[e + ahead] * bytes, bytes);
       const char* row = rows + index[e] * bytes;
       int64_t b = 0;
       for (; b + 128 <= bytes; b += 128) {

@@ -214,22 +214,29 @@ class Gather:
 
     def __init__(self, problem: Problem, library: str) -> None:
         self.function = ctypes.CDLL(library).gather
-        self.function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+        self.function.argtypes = [*[ctypes.c_void_p, ctypes.c_int64] * 2, ctypes.c_int64, ctypes.c_int]
         self.function.restype = ctypes.c_uint64
         block, width = problem.block(), problem.case.width
         self.passes = [(block.col, block.num_src), (block.transpose[1], block.num_dst)]
         self.passes = [(index.int(), noise(rows, width, 0).to(problem.dtype)) for index, rows in self.passes]
+        self.ahead = 8
 
-    def ready(self) -> bool:
-        return True
+    def ready(self) -> int:
+        """Find how many edges ahead rows are best asked for."""
+        times = {}
+        for self.ahead in (1, 2, 4, 8, 12, 16):
+            times[self.ahead] = min(sum(self.repeat()) for _ in range(2))
+        self.ahead = min(times, key=times.__getitem__)
+        return self.ahead
 
     def repeat(self) -> list[float]:
+        """Return the milliseconds of the forward and of the backward pass."""
         return [self.run(*each) for each in self.passes]
 
     def run(self, index: Tensor, rows: Tensor) -> float:
-        start = time.perf_counter()
-        row_bytes = rows.size(1) * rows.element_size()
-        self.function(index.data_ptr(), index.numel(), rows.data_ptr(), row_bytes, torch.get_num_threads())
+        start, row = time.perf_counter(), rows.size(1) * rows.element_size()
+        threads = torch.get_num_threads()
+        self.function(index.data_ptr(), index.numel(), rows.data_ptr(), row, self.ahead, threads)
         return 1e3 * (time.perf_counter() - start)
 
 
