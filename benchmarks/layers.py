@@ -53,7 +53,7 @@ class Result:
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     memory: tuple[float, float] | None = None
-    error: float | None = None
+    error: str = ""
     note: str = ""
 
     @property
@@ -166,13 +166,14 @@ def skip(args: argparse.Namespace, case: Case, implementation: str, edges: int) 
     return f"skipped: needs about {need:.0f} GB" if need > have else ""
 
 
-def validate(case: Case, implementation: str, errors: dict[str, float]) -> float:
-    """Return the largest error; raise if it is too large."""
+def validate(case: Case, implementation: str, errors: dict[str, float]) -> str:
+    """Return the largest error and what has it; raise if it is too large."""
     tolerance = TOLERANCE_BF16 if implementation.endswith(BF16) else TOLERANCE
     wrong = {name: value for name, value in errors.items() if not value <= tolerance}
     if wrong:
         raise RuntimeError(f"{case.name}: {implementation} differs from PyG in double precision in {wrong}")
-    return max(errors.values())
+    worst = max(errors, key=errors.__getitem__)
+    return f"{errors[worst]:.0e} ({worst})"
 
 
 def report(args: argparse.Namespace, edges: int, results: Results) -> str:
@@ -241,7 +242,7 @@ def numbers(name: str, found: dict[str, Result]) -> list[str]:
     cells.append("" if peer.note else f"{result.median('both') / peer.median('both'):.2f}")
     cells += ["", ""] if result.memory is None else [f"{value:.0f}" for value in result.memory]
     cells += ["", ""] if name in BOUNDS else percents(result, found, BF16 if name.endswith(BF16) else "")
-    return [*cells, "" if result.error is None else f"{result.error:.0e}"]
+    return [*cells, result.error]
 
 
 def percents(result: Result, found: dict[str, Result], kind: str) -> list[str]:
@@ -262,7 +263,8 @@ def legend() -> list[str]:
         "gradients of features and weights. *gather* reads the rows that the aggregation must read, in its order, and "
         "computes nothing: once over the edges in each pass. *% of gather* is its time by that of the implementation, "
         "*with linear maps* adds the layer's dense products, measured alone. *Error*: largest difference of output and "
-        "gradients from PyG in double precision, relative to the entry or to the usual entry, whichever is larger. "
+        "gradients from PyG in double precision, relative to the entry and to the usual entry of its row (of all rows, "
+        "if that is larger). "
         "*PyG CSR* is PyG with a sparse matrix instead of `edge_index`. PyG has none of its optional compiled "
         "packages. DGL has graphs with 32-bit ids."
     ]
