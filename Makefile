@@ -43,10 +43,10 @@ build/check-%: $(wildcard pyg_sar/csrc/* test/csrc/*)
 
 venv: $(VENV)
 
-$(VENV): pyproject.toml
+$(VENV): pyproject.toml setup.py $(wildcard pyg_sar/csrc/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install setuptools wheel
+	$(BIN)/python -m pip install setuptools wheel ninja
 	$(BIN)/python -m pip install --no-build-isolation -e '.[dev]'
 	touch $@
 

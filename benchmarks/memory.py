@@ -10,7 +10,6 @@ their times mean nothing, and none are printed. Writes ``memory-<model>.md`` and
 """
 
 import argparse
-import ctypes
 import gc
 import sys
 import tempfile
@@ -21,29 +20,13 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from launch import answer, launch
-from models import GNN
+from process_memory import resident, settle
 
 import pyg_sar
 from pyg_sar.distributed.datasets import dataset
 
 WORKERS = (1, 2, 4, 8)
 MODES = {1: "mode 1: rematerialise", 2: "mode 2: keep", 3: "mode 3: one shot"}
-
-
-def resident(which: str) -> float:
-    """``VmRSS`` or ``VmHWM`` of this process in MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(which):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {which}")
-
-
-def settle() -> float:
-    """Give free memory back, reset the high-water mark, and return the resident memory."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
 
 
 def step(model: torch.nn.Module, data: Any) -> None:
@@ -54,6 +37,8 @@ def step(model: torch.nn.Module, data: Any) -> None:
 
 
 def worker(args: argparse.Namespace) -> None:
+    from models import GNN  # workers alone have the examples on their path
+
     with pyg_sar.process_group() as rank:
         torch.manual_seed(0)
         if args.folder:

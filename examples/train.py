@@ -53,7 +53,8 @@ def test(model: torch.nn.Module, data: object) -> list[float]:
     return [pyg_sar.accuracy(pred, data.y, m) for m in (data.train_mask, data.val_mask, data.test_mask)]  # sar
 
 
-def main(args: argparse.Namespace, rank: int) -> None:
+def main(args: argparse.Namespace, rank: int) -> list[float]:
+    """Train, and return the seconds of every epoch."""
     torch.manual_seed(args.seed)
     data = pyg_sar.load(args.data, args.device, remat=args.mode == 1, prefetch=args.prefetch)  # sar
     if args.mode == 3:
@@ -80,6 +81,7 @@ def main(args: argparse.Namespace, rank: int) -> None:
     report(args.model, accs[2], times, loaded, layers, rank)
     if rank == 0 and args.save:
         save_file({k: v.contiguous() for k, v in model.state_dict().items()}, args.save)
+    return times
 
 
 def peak_memory() -> float:

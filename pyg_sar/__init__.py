@@ -16,6 +16,10 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Import the partitioner only where it is used: workers do without METIS."""
+    if name == "locality_order":
+        from pyg_sar.distributed.order import locality_order
+
+        return locality_order
     if name == "partition":
         from pyg_sar.distributed.partition import partition
 
@@ -32,6 +36,7 @@ __all__ = [
     "broadcast_parameters",
     "global_mean",
     "load",
+    "locality_order",
     "nn",
     "partition",
     "process_group",

@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", required=True, help="folder to write")
     add("--method", default="metis", help="metis (default), random or contiguous")
     add("--assignment", help="file .npy with the part of each node, instead of a method")
+    add("--order", default="locality", help="order of the rows of a part: locality (default), or id")
     add("--to-undirected", action="store_true", help="add reverse edges, merge duplicates")
     add("--self-loops", action="store_true", help="add a self-loop where there is none")
     add("--gcn-norm", action="store_true", help="add self-loops and store GCN's edge_weight")
@@ -63,6 +64,7 @@ def _partition(args: argparse.Namespace) -> None:
         args.num_parts,
         args.out,
         method=method,
+        order=args.order,
         seed=args.seed,
         overwrite=args.overwrite,
         progress=sys.stderr.isatty(),
@@ -94,11 +96,12 @@ def table(report: dict[str, Any]) -> str:
     }
     rows = [list(columns), *zip(*columns.values(), strict=True)]
     balance = ", ".join(f"{name} {value:.2f}" for name, value in report["balance"].items())
+    order = report.get("order", "id")  # folders made before there was a choice do not say
     lines = ["".join(f"{cell:>14}" for cell in row) for row in rows]
     lines += [
         "",
         f"{report['num_nodes']} nodes and {report['num_edges']} edges in {report['num_parts']} "
-        f"parts by method '{report['method']}', seed {report['seed']}",
+        f"parts by method '{report['method']}', order '{order}', seed {report['seed']}",
         f"balance (largest part over mean): {balance}",
         f"edges cut: {report['cut']} ({report['cut_fraction']:.1%})",
         f"boundary rows: {report['boundary_rows']}, from part (column) to part (row)",

@@ -16,7 +16,8 @@ import torch
 
 from pyg_sar import reference
 
-# Where rows of several heads lie side by side, ``heads`` is the width of another argument: of weights, or of ``peak``.
+# Where rows of several heads lie side by side, the width of another argument counts them: of weights, or of ``peak``. All
+# heads share the columns of ``x``, or add to those of ``out``, where it has so many times fewer.
 SCHEMAS = (
     # out[i] += sum over e in i of weight[perm[e]] * x[col[e]]
     "spmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor x, Tensor? weight, Tensor? perm) -> ()",

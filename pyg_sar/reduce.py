@@ -78,14 +78,16 @@ class Sum(Reduce):
 
     Args:
         learn_weight: Whether the weights need a gradient.
+        sums: If given, the number of sums over the same rows, each with a column of the weights.
     """
 
-    def __init__(self, learn_weight: bool = False) -> None:
-        self.needs_source = learn_weight
+    def __init__(self, learn_weight: bool = False, sums: int | None = None) -> None:
+        self.needs_source, self.sums = learn_weight, sums
 
     def init(self, x: Tensor, num_dst: int) -> Tensor:
         """Return zeros."""
-        return x.new_zeros(num_dst, *x.shape[1:], dtype=accumulator(x.dtype))
+        shape = x.shape[1:] if self.sums is None else (self.sums, *x.shape[1:])
+        return x.new_zeros(num_dst, *shape, dtype=accumulator(x.dtype))
 
     def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
         """Add the block."""
@@ -105,7 +107,8 @@ class Sum(Reduce):
         weight = per_head(rows.edge[0], accumulator(out.dtype)) if rows.edge else None
         if needs.source:
             ptr, row, perm = block.transpose
-            source = out.new_zeros(block.num_src, *out.shape[1:], dtype=accumulator(out.dtype))
+            shape = out.shape[1:] if self.sums is None else out.shape[2:]
+            source = out.new_zeros(block.num_src, *shape, dtype=accumulator(out.dtype))
             spmm_(flat(source), ptr, row, flat(out), weight, perm)
             source = source.to(out.dtype)
         if self.needs_source:

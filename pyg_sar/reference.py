@@ -20,16 +20,19 @@ def spmm_(out: Tensor, ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | Non
     """Add :func:`weighted_sum`, with weights ``[num_edges, heads]`` in an order of their own."""
     if weight is not None and perm is not None:
         weight = weight[perm]
-    out += weighted_sum(ptr, col, x, weight)
+    out += weighted_sum(ptr, col, x, weight, out.size(1))
 
 
-def weighted_sum(ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Sum gathered rows, each head with weights of its own."""
+def weighted_sum(ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None = None, width: int = 0) -> Tensor:
+    """Sum gathered rows, each head with weights of its own, into ``width`` columns (as many as ``x`` has by default)."""
     if col.numel() == 0 or x.numel() == 0:
-        return x.new_zeros(ptr.numel() - 1, x.size(1))
+        return x.new_zeros(ptr.numel() - 1, width or x.size(1))
     if weight is not None and weight.size(1) > 1:
-        pairs = zip(x.chunk(weight.size(1), 1), weight.split(1, 1), strict=True)
-        return torch.cat([weighted_sum(ptr, col, part, w) for part, w in pairs], 1)
+        heads = weight.size(1)
+        shared = x.size(1) * heads == width
+        each = [x] * heads if shared else x.chunk(heads, 1)
+        parts = [weighted_sum(ptr, col, a, w, 0) for a, w in zip(each, weight.split(1, 1), strict=True)]
+        return sum(parts[1:], parts[0]) if parts[0].size(1) == width else torch.cat(parts, 1)
     if weight is not None:
         weight = weight.reshape(-1).to(x.dtype)
     return F.embedding_bag(col, x, ptr, mode="sum", include_last_offset=True, per_sample_weights=weight)
@@ -43,7 +46,8 @@ def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor) -> None:
         out.zero_()
         return
     bags, heads = rows_of(ptr, col).to(col.dtype), out.size(1)
-    for h, (a, b) in enumerate(zip(y.chunk(heads, 1), x.chunk(heads, 1), strict=True)):
+    each = [x] * heads if x.size(1) < y.size(1) else x.chunk(heads, 1)
+    for h, (a, b) in enumerate(zip(y.chunk(heads, 1), each, strict=True)):
         a, b = a.contiguous(), b.contiguous()
         out[:, h] = torch.ops.aten._embedding_bag_per_sample_weights_backward(a, b, col, ptr, bags, 0)
 

@@ -91,6 +91,13 @@ def calls(b: Block, heads: int, channels: int, seed: int = 0, base: float = 1.0)
     yield Call(
         "sddmm_", "sddmm_", {"out": base * rows(e, heads), "ptr": b.ptr, "col": b.col, "y": rows(m), "x": rows(n)}
     )
+    # All heads share the columns of one operand.
+    args = {"out": base * rows(m), "ptr": b.ptr, "col": b.col, "x": rows(n, channels), "weight": rows(e, heads)}
+    yield Call("spmm_ from shared columns", "spmm_", {**args, "perm": None})
+    args = {"out": base * rows(n, channels), "ptr": b.src_ptr, "col": b.dst, "x": rows(m), "weight": rows(e, heads)}
+    yield Call("spmm_ to shared columns", "spmm_", {**args, "perm": b.perm})
+    args = {"out": base * rows(e, heads), "ptr": b.ptr, "col": b.col, "y": rows(m), "x": rows(n, channels)}
+    yield Call("sddmm_ with shared columns", "sddmm_", args)
     for largest in (True, False):
         x = rows(n).mul(2).round()  # there are ties
         best, count = torch.full((m, width), -torch.inf, dtype=torch.float64), rows(m).zero_()

@@ -20,7 +20,7 @@ BELOW = {
 THIRD_PARTY = {
     "torch_geometric": {"nn", "distributed/partition.py", "distributed/datasets.py", "distributed/load.py"},
     "torch.distributed": {"distributed"},
-    "pymetis": {"distributed/partition.py"},
+    "pymetis": {"distributed/metis.py"},
     "safetensors": {"distributed/store.py"},
 }
 

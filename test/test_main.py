@@ -23,7 +23,8 @@ def test_partition_and_info(tmp_path, capsys):
     out = tmp_path / "graph"
     assert make(out) == 0
     made = capsys.readouterr()
-    assert made.err == "" and "200 nodes and 2000 edges in 3 parts by method 'metis', seed 0" in made.out
+    assert made.err == ""
+    assert "200 nodes and 2000 edges in 3 parts by method 'metis', order 'locality', seed 0" in made.out
     shards = [store.read_part(out, p) for p in range(3)]
     assert put_together([shard.topology for shard in shards]).equal(community_graph(200, 2000).edge_index)
 
@@ -52,8 +53,18 @@ def test_method_and_seed(tmp_path):
 
 def test_assignment(tmp_path):
     np.save(tmp_path / "part.npy", np.arange(200) % 3)
-    assert make(tmp_path / "graph", "--assignment", str(tmp_path / "part.npy")) == 0
+    assert make(tmp_path / "graph", "--assignment", str(tmp_path / "part.npy"), "--order", "id") == 0
     assert store.read_part(tmp_path / "graph", 1).topology.src_id.equal(torch.arange(1, 200, 3))
+
+
+def test_order(tmp_path, capsys):
+    nodes = []
+    for order in "id", "locality":
+        assert make(tmp_path / order, "--order", order, parts=1) == 0
+        assert f"order '{order}'" in capsys.readouterr().out
+        nodes.append(store.read_part(tmp_path / order, 0).topology.src_id)
+    assert nodes[0].equal(torch.arange(200))
+    assert nodes[1].sort().values.equal(nodes[0]) and not nodes[1].equal(nodes[0])
 
 
 def test_options_that_change_edges(tmp_path):
@@ -87,6 +98,7 @@ def test_existing_folder(tmp_path, capsys):
         (["partition", "nothing.npz", "--num-parts", "2"], "There is no file 'nothing.npz'"),
         (["partition", "KarateClub", "--num-parts", "0"], "'num_parts' must be an integer of at least 1, got 0"),
         (["partition", "KarateClub", "--num-parts", "2", "--method", "best"], "Unknown method 'best'"),
+        (["partition", "KarateClub", "--num-parts", "2", "--order", "best"], "Unknown order 'best'"),
         (["partition", "KarateClub", "--num-parts", "2", "--assignment", "nothing.npy"], "No such file"),
         (["info", "nowhere"], "There is no folder 'nowhere'"),
         (["info", "."], "meta.json' is missing"),
@@ -116,7 +128,7 @@ def test_from_the_shell(tmp_path, command):
 
     done = run("--seed", "3")
     assert done.returncode == 0, done.stderr
-    assert "34 nodes and 156 edges in 2 parts by method 'metis', seed 3" in done.stdout
+    assert "34 nodes and 156 edges in 2 parts by method 'metis', order 'locality', seed 3" in done.stdout
     again = run()
     assert again.returncode == 2 and again.stdout == ""
     assert "Traceback" not in again.stderr

@@ -353,7 +353,7 @@ def error(found: Tensor, truth: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("layer", "args", "kwargs", "roles"), LAYERS)
 def test_error_at_most_twice_that_of_pyg(layer, args, kwargs, roles, dtype):
-    """Root mean square over four random graphs with hubs, one of which would be a single sample, for the output and every gradient."""
+    """Root mean square over four random graphs for the output and every gradient; one hub would be a single sample."""
     n, e, errors = 200, 4000, {}
     for seed in range(4):
         g = torch.Generator().manual_seed(seed)

@@ -24,19 +24,22 @@ struct Csr {
   const void* perm;  // position of each edge in the order of edge tensors, or null
 };
 
+// Heads lie side by side in a row, unless all of them share the same columns of x, or add to the same columns of out.
 struct Sum {
   Csr csr;
-  Rows<const void> x;       // [num_cols, heads * channels]
+  Rows<const void> x;
   Rows<const void> weight;  // accumulator type, [edges, heads], or null
-  Rows<void> out;           // accumulator type, [rows, heads * channels]
+  Rows<void> out;           // accumulator type
   int64_t num_cols, heads, channels;
+  bool same_x, same_out;
 };
 
 struct Product {
   Csr csr;
-  Rows<const void> y, x;  // [rows, heads * channels] and [num_cols, heads * channels]
+  Rows<const void> y, x;  // [rows, heads * channels] and [num_cols, heads * channels], or channels alone
   Rows<void> out;         // accumulator type, [edges, heads]
   int64_t heads, channels;
+  bool same_x;
 };
 
 struct Extremum {

@@ -130,29 +130,35 @@ class Arguments {
   std::vector<Tensor> kept_;
 };
 
+// Columns of a head, when `heads` heads lie side by side in `wide` columns.
+int64_t channels_of(int64_t wide, int64_t heads) {
+  STD_TORCH_CHECK(heads > 0 ? wide % heads == 0 : wide == 0, "Expected rows of ", heads, " equal heads (got ", wide, " columns)");
+  return heads == 0 ? 0 : wide / heads;
+}
+
 void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe perm) {
   Arguments args;
-  const int64_t width = width_of("x", x), heads = weight ? width_of("weight", *weight) : 1;
-  STD_TORCH_CHECK(heads > 0 ? width % heads == 0 : width == 0, "Expected rows of ", heads, " equal heads (got ", shape(x), ")");
+  const int64_t of_x = width_of("x", x), of_out = width_of("out", out);
   Sum op{};
+  op.heads = weight ? width_of("weight", *weight) : 1, op.channels = channels_of(std::max(of_x, of_out), op.heads);
+  op.same_x = of_x < of_out, op.same_out = of_out < of_x, op.num_cols = x.size(0);
   op.csr = args.csr(ptr, col, perm);
-  op.x = args.rows("x", x, -1, width, x.scalar_type());
-  op.weight = args.rows("weight", weight, op.csr.edges, heads, accumulator(x));
-  op.out = args.out("out", out, op.csr.rows, width, accumulator(x));
-  op.num_cols = x.size(0), op.heads = heads, op.channels = heads == 0 ? 0 : width / heads;
-  if (op.csr.edges > 0 && width > 0) kernels(x, ptr).sum(op, parallel);
+  const int64_t wide = op.heads * op.channels;
+  op.x = args.rows("x", x, -1, op.same_x ? op.channels : wide, x.scalar_type());
+  op.weight = args.rows("weight", weight, op.csr.edges, op.heads, accumulator(x));
+  op.out = args.out("out", out, op.csr.rows, op.same_out ? op.channels : wide, accumulator(x));
+  if (op.csr.edges > 0 && wide > 0) kernels(x, ptr).sum(op, parallel);
 }
 
 void sddmm_(Tensor out, Tensor ptr, Tensor col, Tensor y, Tensor x) {
   Arguments args;
-  const int64_t width = width_of("x", x), heads = width_of("out", out);
-  STD_TORCH_CHECK(heads > 0 ? width % heads == 0 : width == 0, "Expected rows of ", heads, " equal heads (got ", shape(x), ")");
   Product op{};
+  const int64_t of_x = width_of("x", x), of_y = width_of("y", y);
+  op.heads = width_of("out", out), op.channels = channels_of(of_y, op.heads), op.same_x = of_x < of_y;
   op.csr = args.csr(ptr, col, std::nullopt);
-  op.y = args.rows("y", y, op.csr.rows, width, x.scalar_type());
-  op.x = args.rows("x", x, -1, width, x.scalar_type());
-  op.out = args.out("out", out, op.csr.edges, heads, accumulator(x));
-  op.heads = heads, op.channels = heads == 0 ? 0 : width / heads;
+  op.y = args.rows("y", y, op.csr.rows, of_y, x.scalar_type());
+  op.x = args.rows("x", x, -1, op.same_x ? op.channels : of_y, x.scalar_type());
+  op.out = args.out("out", out, op.csr.edges, op.heads, accumulator(x));
   if (op.csr.edges > 0) kernels(x, ptr).product(op, parallel);
 }
 

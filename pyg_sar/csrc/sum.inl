@@ -16,8 +16,8 @@ struct SumBody {
   Rows<A> out = typed<A>(op.out);
   int64_t from = 0, to = 0;  // columns: a range of heads, or of channels if there is a single head
 
-  State home(int64_t i) const { return out[i] + from; }
-  int64_t size() const { return to - from; }
+  State home(int64_t i) const { return out[i] + (op.same_out ? 0 : from); }
+  int64_t size() const { return op.same_out ? op.channels : to - from; }
   State part(A* p) const { return p; }
   void clear(State s) const { std::fill_n(s, size(), A(0)); }
   void merge(int64_t, State into, State s) const {
@@ -25,24 +25,24 @@ struct SumBody {
   }
 
   void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const {
-    const int64_t width = to - from, channels = std::min(op.channels, width);
+    const int64_t channels = std::min(op.channels, to - from), first = op.same_x ? 0 : from;
+    const int64_t touched = op.same_x ? channels : to - from;
     const T* rows[4];
     A w[4];
     for (int64_t e = begin; e < end; e += 4) {
       const int n = int(std::min<int64_t>(4, end - e));
-      for (int64_t k = e + AHEAD; k < std::min(e + AHEAD + n, op.csr.edges); ++k) prefetch(x[col[k]] + from, width);
+      for (int64_t k = e + AHEAD; k < std::min(e + AHEAD + n, op.csr.edges); ++k) prefetch(x[col[k]] + first, touched);
       if (!weight) {
         for (int k = 0; k < n; ++k) rows[k] = x[col[e + k]] + from;
-        add_rows<A>(s, rows, nullptr, n, width);
+        add_rows<A>(s, rows, nullptr, n, to - from);
         continue;
       }
-      for (int64_t j = 0; j < width; j += channels) {
-        const int64_t head = (from + j) / op.channels;
+      for (int64_t j = from; j < to; j += channels) {
         for (int k = 0; k < n; ++k) {
-          rows[k] = x[col[e + k]] + from + j;
-          w[k] = weight[perm ? int64_t(perm[e + k]) : e + k][head];
+          rows[k] = x[col[e + k]] + (op.same_x ? 0 : j);
+          w[k] = weight[perm ? int64_t(perm[e + k]) : e + k][j / op.channels];
         }
-        add_rows<A>(s + j, rows, w, n, channels);
+        add_rows<A>(s + (op.same_out ? 0 : j - from), rows, w, n, channels);
       }
     }
   }
@@ -51,7 +51,7 @@ struct SumBody {
 template <class T, class I>
 void sum(const Sum& op, Parallel parallel) {
   const int64_t width = op.heads * op.channels;
-  int64_t tile = tile_columns(op.num_cols, width, sizeof(T));
+  int64_t tile = op.same_x ? width : tile_columns(op.num_cols, width, sizeof(T));
   if (op.heads > 1) tile = std::max<int64_t>(tile / op.channels, 1) * op.channels;
   SumBody<T, I> body{op};
   for (int64_t from = 0; from < width; from += tile) {
@@ -77,14 +77,14 @@ struct ProductBody {
   void merge(int64_t, State, State) const {}
 
   void run(int64_t i, int64_t begin, int64_t end, State, int64_t) const {
-    const int64_t width = op.heads * op.channels;
+    const int64_t width = op.same_x ? op.channels : op.heads * op.channels;
     const T* rows[4];
     A products[4];
     for (int64_t e = begin; e < end; e += 4) {
       const int n = int(std::min<int64_t>(4, end - e));
       for (int64_t k = e + AHEAD; k < std::min(e + AHEAD + n, op.csr.edges); ++k) prefetch(x[col[k]], width);
       for (int64_t h = 0; h < op.heads; ++h) {
-        for (int k = 0; k < n; ++k) rows[k] = x[col[e + k]] + h * op.channels;
+        for (int k = 0; k < n; ++k) rows[k] = x[col[e + k]] + (op.same_x ? 0 : h * op.channels);
         dot_rows<A>(products, y[i] + h * op.channels, rows, n, op.channels);
         for (int k = 0; k < n; ++k) out[e + k][h] = products[k];
       }

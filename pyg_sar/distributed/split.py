@@ -16,9 +16,9 @@ class Topology:
     """The share of one worker, as tensors that can be written to a file as they are.
 
     Args:
-        src_id: Global ids of the own source rows, ascending.
-        dst_id: Global ids of the own destinations, ascending; the same tensor as ``src_id`` unless bipartite.
-        e_id: Global ids of the edges that end here, ordered by owner of the source, then destination.
+        src_id: Global ids of the own source rows.
+        dst_id: Global ids of the own destinations; the same tensor as ``src_id`` unless bipartite.
+        e_id: Global ids of the edges that end here, ordered by owner of the source, then row of the destination.
         rowptr: For each source shard, the CSR row pointer over the own destinations.
         col: For each source shard, the source row of each edge: for the own shard a row of ``src_id``, for another a
             row of what that worker serves.
@@ -35,7 +35,9 @@ class Topology:
     num_src: list[int]
 
 
-def split(edge_index: Tensor, src_part: Tensor, dst_part: Tensor, num_parts: int) -> Iterator[Topology]:
+def split(
+    edge_index: Tensor, src_part: Tensor, dst_part: Tensor, num_parts: int, nodes: Tensor | None = None
+) -> Iterator[Topology]:
     """Yield every worker's :class:`Topology`, one at a time.
 
     Peak memory is about four times that of ``edge_index`` above the inputs: the sorted order of the edges, and what
@@ -46,11 +48,13 @@ def split(edge_index: Tensor, src_part: Tensor, dst_part: Tensor, num_parts: int
         src_part: Owner of each source node.
         dst_part: Owner of each destination node; pass the same tensor unless the graph is bipartite.
         num_parts: Number of workers.
+        nodes: All nodes of a graph that is not bipartite, part by part, those of a part in the order of its rows. By
+            default rows are in the order of global ids.
     """
-    src_row, src_ptr, src_nodes = _number(src_part, num_parts)
+    src_row, src_ptr, src_nodes = _number(src_part, num_parts, nodes)
     same = dst_part is src_part
     dst_row, dst_ptr, dst_nodes = (src_row, src_ptr, src_nodes) if same else _number(dst_part, num_parts)
-    order = _edge_order(edge_index, src_part, dst_part, num_parts)
+    order = _edge_order(edge_index, src_part, dst_part, dst_row, num_parts)
     pair = dst_part[edge_index[1]].long() * num_parts + src_part[edge_index[0]]
     ptr = compress(pair[order], num_parts**2).tolist()
     del pair
@@ -76,9 +80,10 @@ def split(edge_index: Tensor, src_part: Tensor, dst_part: Tensor, num_parts: int
         yield Topology(src_id, dst_id, e_id, rowptr, col, serve, num_src)
 
 
-def _number(part: Tensor, num_parts: int) -> tuple[Tensor, list[int], Tensor]:
-    """Number the nodes within their parts: row of each node, pointer over parts, nodes sorted by part."""
-    nodes = torch.argsort(part, stable=True)
+def _number(part: Tensor, num_parts: int, nodes: Tensor | None = None) -> tuple[Tensor, list[int], Tensor]:
+    """Number the nodes within their parts: row of each node, pointer over parts, nodes part by part."""
+    if nodes is None:
+        nodes = torch.argsort(part, stable=True)
     ptr = compress(part[nodes], num_parts).tolist()
     row = torch.empty_like(nodes)
     row[nodes] = torch.arange(nodes.numel())
@@ -86,8 +91,8 @@ def _number(part: Tensor, num_parts: int) -> tuple[Tensor, list[int], Tensor]:
     return row, ptr, nodes
 
 
-def _edge_order(edge_index: Tensor, src_part: Tensor, dst_part: Tensor, num_parts: int) -> Tensor:
-    """Order edges by owner of the destination, owner of the source, destination; ties keep their order."""
-    order = torch.argsort(edge_index[1], stable=True)
+def _edge_order(edge_index: Tensor, src_part: Tensor, dst_part: Tensor, dst_row: Tensor, num_parts: int) -> Tensor:
+    """Order edges by owner of the destination, owner of the source, row of the destination; ties keep their order."""
+    order = torch.argsort(dst_row[edge_index[1]], stable=True)
     key = dst_part[edge_index[1][order]].long() * num_parts + src_part[edge_index[0][order]]
     return order[torch.argsort(key, stable=True)]

@@ -139,7 +139,7 @@ struct Checks {
         const int64_t H = weighted ? this->H : 1;
         Matrix<E> x = rows(reverse ? g.dsts : g.srcs, H * C);
         Matrix<A> weight = numbers(g.edges, H), out = numbers(reverse ? g.srcs : g.dsts, H * C);
-        Sum op{reverse ? g.transpose() : g.forward(), x, weighted ? weight : Rows<const void>{}, out, x.rows, H, C};
+        Sum op{reverse ? g.transpose() : g.forward(), x, weighted ? weight : Rows<const void>{}, out, x.rows, H, C, false, false};
         kernels.sum(op, parallel);
         for (int64_t e = 0; e < g.edges; ++e)
           for (int64_t j = 0; j < H * C; ++j)
@@ -148,10 +148,30 @@ struct Checks {
       }
   }
 
+  // Heads that share the columns of one operand.
+  void shared() const {
+    Matrix<E> one = rows(g.srcs, C), all = rows(g.dsts, H * C);
+    Matrix<A> weight = numbers(g.edges, H), wide = numbers(g.dsts, H * C), narrow = numbers(g.srcs, C), each = numbers(g.edges, H);
+    kernels.sum({g.forward(), one, weight, wide, g.srcs, H, C, H > 1, false}, parallel);
+    kernels.sum({g.transpose(), all, weight, narrow, g.dsts, H, C, false, H > 1}, parallel);
+    kernels.product({g.forward(), all, one, each, H, C, H > 1}, parallel);
+    for (int64_t e = 0; e < g.edges; ++e)
+      for (int64_t h = 0; h < H; ++h) {
+        each(e, h) = 0;
+        for (int64_t c = 0; c < C; ++c) {
+          wide(g.row[e], h * C + c) += weight(e, h) * one(g.col[e], c);
+          narrow(g.col[e], c) += weight(e, h) * all(g.row[e], h * C + c);
+          each(e, h) += all(g.row[e], h * C + c) * one(g.col[e], c);
+        }
+      }
+    wide.check("sum of shared columns", tolerance), narrow.check("sum into shared columns", tolerance);
+    each.check("product with shared columns", tolerance);
+  }
+
   void product() const {
     Matrix<E> y = rows(g.dsts, H * C), x = rows(g.srcs, H * C);
     Matrix<A> out = numbers(g.edges, H);
-    kernels.product({g.forward(), y, x, out, H, C}, parallel);
+    kernels.product({g.forward(), y, x, out, H, C, false}, parallel);
     for (int64_t e = 0; e < g.edges; ++e)
       for (int64_t h = 0; h < H; ++h) {
         out(e, h) = 0;
@@ -275,7 +295,7 @@ struct Checks {
   }
 
   void all() const {
-    sum(), product(), extrema();
+    sum(), shared(), product(), extrema();
     for (const bool edge : {false, true})
       for (const bool dropout : {false, true}) {
         attention(Score::additive, false, edge, dropout);
@@ -291,7 +311,7 @@ void every_half(const Kernels& kernels, bool brain) {
   std::vector<float> out(n);
   for (int64_t k = 0; k < n; ++k) x[k] = uint16_t(k);
   const int32_t ptr[]{0, 1}, col[]{0};
-  kernels.sum({{1, 1, ptr, col, nullptr}, {x.data(), n}, {}, {out.data(), n}, 1, 1, n}, backwards);
+  kernels.sum({{1, 1, ptr, col, nullptr}, {x.data(), n}, {}, {out.data(), n}, 1, 1, n, false, false}, backwards);
   for (int64_t k = 0; k < n; ++k) {
     const int exponent = brain ? int(k >> 7 & 0xff) : int(k >> 10 & 0x1f), bits = brain ? 7 : 10, bias = brain ? 127 : 15;
     const int fraction = int(k & ((1 << bits) - 1));
@@ -331,6 +351,7 @@ void run(const char* isa, const Kernels& (*choose)(Type, bool)) {
   title = isa;
   if (!wide) every_half(choose(Type::bf16, wide), true), every_half(choose(Type::f16, wide), false);
   std::printf("%s with %s: ok\n", isa, wide ? "int64" : "int32");
+  std::fflush(stdout);
 }
 
 }  // namespace

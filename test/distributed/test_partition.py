@@ -246,6 +246,7 @@ def test_report(tmp_path):
     assert sum(report.pop("bytes")) > 0
     assert report == {
         "method": "given",
+        "order": "locality",
         "seed": 5,
         "num_parts": 3,
         "num_nodes": 6,
@@ -359,8 +360,10 @@ def test_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
 def test_without_pymetis(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pymetis", None)
     with pytest.raises(ImportError, match="pip install pymetis"):
-        partition(random_data(), 2, tmp_path / "graph")
-    partition(random_data(), 2, tmp_path / "graph", method="random")
+        partition(random_data(), 2, tmp_path / "graph", order="id")
+    with pytest.raises(ImportError, match="method 'random' or 'contiguous' and order 'id' do without"):
+        partition(random_data(), 1, tmp_path / "graph", method="random")
+    partition(random_data(), 1, tmp_path / "graph", method="random", order="id")
 
 
 # Transforms

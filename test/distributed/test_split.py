@@ -29,6 +29,21 @@ def test_edges_keep_their_order_among_those_of_a_block_and_destination():
         assert key.equal(key.sort().values)
 
 
+def test_rows_and_edges_follow_a_given_order_of_nodes():
+    edge_index = random_edges(20, 300)
+    part = torch.arange(20) % 4
+    nodes = torch.arange(19, -1, -1).view(5, 4).t().flip(0).flatten()
+    assert part[nodes].equal(part.sort().values)
+    parts = list(split(edge_index, part, part, 4, nodes))
+    assert put_together(parts).equal(edge_index)
+    for p, topology in enumerate(parts):
+        assert topology.src_id.equal(nodes[5 * p : 5 * p + 5])
+        source, target = edge_index[:, topology.e_id]
+        key = (part[source] * 20 + nodes.argsort()[target]) * 300 + topology.e_id
+        assert key.equal(key.sort().values)
+        assert all(rows.equal(rows.sort().values) for rows in topology.serve)
+
+
 def test_types_are_the_ones_to_store():
     edge_index = random_edges(20, 300)
     part = (torch.arange(20) % 4).int()

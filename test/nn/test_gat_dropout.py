@@ -133,7 +133,7 @@ def test_expectation_is_the_output_without_dropout():
     assert off.mean() < 1.2
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 5e-4), (torch.float16, 5e-5)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 8e-4), (torch.float16, 1e-4)])
 def test_factors_are_not_rounded_to_half_precision(dtype, bound):
     """1 / 0.9 has no short form: rounded, it would scale all outputs by the same error."""
     conv, graph, sums = GATConv(4, 4, dropout=0.1, add_self_loops=False), shard(edges(), NUM_NODES, 2), []
