@@ -59,6 +59,13 @@ struct Edges {
   int64_t width() const { return heads() * C; }
   const T* values(int64_t j) const { return value[j] + from * C; }
 
+  // The heads at hand of what is gathered by source, side by side.
+  void copy_sources(Tile<T>& keys, Tile<T>& values, Parallel parallel) {
+    const int64_t scale = S == Score::additive ? 1 : C;
+    value = values.copy(value, op.num_src, from * C, to * C, parallel);
+    key = S == Score::gatv2 ? value : keys.copy(key, op.num_src, from * scale, to * scale, parallel);
+  }
+
   static A leaky(A t, A slope) { return t > 0 ? t : slope * t; }
 
   // The argument of the LeakyReLU of an additive score.
@@ -176,19 +183,22 @@ struct AttentionBody {
   }
 };
 
-// Heads at a time: as many as have rows that fit a cache together.
+// Heads at a time.
 template <class T>
 int64_t group(const Attention& op) {
-  const int64_t fits = tile_columns(op.num_src, op.heads * op.channels, sizeof(T)) / std::max<int64_t>(op.channels, 1);
-  return std::clamp<int64_t>(fits, 1, GROUP);
+  const int64_t columns = tile_columns(op.csr, op.num_src, op.heads * op.channels, sizeof(T));
+  return std::clamp<int64_t>(columns / std::max<int64_t>(op.channels, 1), 1, std::min<int64_t>(op.heads, GROUP));
 }
 
 template <Score S, class T, class I>
 void attend(const Attention& op, Parallel parallel) {
   const Dropout<Acc<T>> dropout(op);
   const int64_t step = group<T>(op);
+  Tile<T> keys, values;
   for (int64_t from = 0; from < op.heads; from += step) {
-    AttentionBody<S, T, I> body{{op, dropout, from, std::min(from + step, op.heads)}};
+    Edges<S, T, I> edges{op, dropout, from, std::min(from + step, op.heads)};
+    if (step < op.heads) edges.copy_sources(keys, values, parallel);
+    AttentionBody<S, T, I> body{edges};
     Walk<I, Acc<T>, AttentionBody<S, T, I>>(op.csr, body).run(parallel);
   }
 }
@@ -236,8 +246,10 @@ struct SourceGradBody {
     constexpr int SHORT = 16;  // the rows are read twice in a chunk
     for (int64_t t = begin; t < end; t += SHORT) {
       const int n = int(std::min<int64_t>(SHORT, end - t));
-      for (int64_t k = t + SHORT; k < std::min<int64_t>(t + SHORT + n, op.transpose.edges); ++k)
+      for (int64_t k = t + SHORT; k < std::min<int64_t>(t + SHORT + n, op.transpose.edges); ++k) {
         prefetch(grad[dst[k]] + edges.from * C, H * C);
+        __builtin_prefetch(d_score + int64_t(perm[k]) * H, 1);
+      }
       for (int64_t h = 0; h < H; ++h) {
         const int64_t head = edges.from + h;
         for (int k = 0; k < n; ++k) rows[k] = grad[dst[t + k]] + head * C;
@@ -382,38 +394,45 @@ struct DestinationGradBody {
 
 // What a source reads of each destination, side by side: an edge touches one line of memory for it.
 template <Score S, class T, class I>
-std::vector<Acc<T>> facts(const AttentionGrad& op, const Edges<S, T, I>& edges) {
+void collect(Acc<T>* facts, const AttentionGrad& op, const Edges<S, T, I>& edges, Parallel parallel) {
   using A = Acc<T>;
   constexpr int64_t n = SourceGradBody<S, T, I>::facts;
   const auto lse = typed<A>(op.lse), inner = typed<A>(op.inner);
-  std::vector<A> out(op.forward.csr.rows * edges.heads() * n);
-  A* fact = out.data();
-  for (int64_t i = 0; i < op.forward.csr.rows; ++i)
+  for_rows(op.forward.csr.rows, parallel, [&](int64_t i) {
+    A* fact = facts + i * edges.heads() * n;
     for (int64_t h = edges.from; h < edges.to; ++h, fact += n) {
       fact[0] = lse[i][h], fact[1] = inner[i][h];
       if constexpr (n == 3) fact[2] = edges.query ? A(edges.query[i][h]) : A(0);
     }
-  return out;
+  });
 }
 
 template <Score S, class T, class I>
 void attend_grad(const AttentionGrad& op, Parallel parallel) {
   using A = Acc<T>;
   const Dropout<A> dropout(op.forward);
-  const int64_t step = group<T>(op.forward), C = op.forward.channels;
-  const int64_t numbers = op.forward.csr.edges * std::min(step, op.forward.heads);
-  const std::unique_ptr<A[]> d_score(new A[numbers]);
-  const std::unique_ptr<A[]> alpha(S == Score::dot && op.d_edge ? new A[numbers] : nullptr);
-  for (int64_t from = 0; from < op.forward.heads; from += step) {
-    const Edges<S, T, I> edges{op.forward, dropout, from, std::min(from + step, op.forward.heads)};
+  const Attention& forward = op.forward;
+  const int64_t step = group<T>(forward), C = forward.channels, dsts = forward.csr.rows;
+  const std::unique_ptr<A[]> d_score(new A[forward.csr.edges * step]);
+  const std::unique_ptr<A[]> alpha(S == Score::dot && op.d_edge ? new A[forward.csr.edges * step] : nullptr);
+  const std::unique_ptr<A[]> facts(new A[dsts * step * SourceGradBody<S, T, I>::facts]);
+  Tile<T> keys, values, queries, grads;
+  for (int64_t from = 0; from < forward.heads; from += step) {
+    const int64_t to = std::min(from + step, forward.heads);
+    Edges<S, T, I> edges{forward, dropout, from, to};
+    collect(facts.get(), op, edges, parallel);
     {
-      const std::vector<A> destination = facts(op, edges);
-      SourceGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get(), destination.data()};
+      SourceGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get(), facts.get()};
+      if (step < forward.heads) {
+        body.grad = grads.copy(body.grad, dsts, from * C, to * C, parallel);
+        if (S != Score::additive) body.edges.query = queries.copy(edges.query, dsts, from * C, to * C, parallel);
+      }
       Walk<I, A, SourceGradBody<S, T, I>>(op.transpose, body).run(parallel);
     }
     if (!op.d_query && !op.d_edge && op.d_att == nullptr) continue;
+    if (step < forward.heads && S != Score::additive) edges.copy_sources(keys, values, parallel);
     DestinationGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get()};
-    Walk<I, A, DestinationGradBody<S, T, I>> walk(op.forward.csr, body);
+    Walk<I, A, DestinationGradBody<S, T, I>> walk(forward.csr, body);
     const int64_t width = edges.width();
     if (op.d_att != nullptr) body.d_att.assign(walk.units() * width, 0.0);
     walk.run(parallel);

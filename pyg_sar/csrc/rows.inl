@@ -181,12 +181,41 @@ class Walk {
   std::vector<A> parts_;
 };
 
-// Wide rows are walked in tiles of columns where the tiles of all rows fit a cache that the rows themselves exceed.
-inline int64_t tile_columns(int64_t rows, int64_t width, int64_t bytes) {
-  constexpr int64_t cache = 20 << 20, narrowest = 64;
-  if (rows * width * bytes <= cache) return width;
-  const int64_t fits = cache / std::max<int64_t>(rows * bytes, 1);
-  if (fits < narrowest) return width;
-  const int64_t tiles = (width + fits - 1) / fits;
+// Calls f(row) for all rows.
+template <class F>
+void for_rows(int64_t rows, Parallel parallel, F f) {
+  constexpr int64_t size = 1024;
+  struct Job {
+    F& f;
+    int64_t rows;
+  } job{f, rows};
+  parallel((rows + size - 1) / size, [](int64_t u, void* context) {
+    const Job& job = *static_cast<Job*>(context);
+    for (int64_t i = u * size; i < std::min(job.rows, (u + 1) * size); ++i) job.f(i);
+  }, &job);
+}
+
+// Wide rows are walked in tiles of some lines of memory, whose columns are copied side by side first: the copies of all
+// rows fit a cache, or at least far fewer pages, than the rows themselves. Worth it where a row is read some times.
+inline int64_t tile_columns(const Csr& csr, int64_t num_cols, int64_t width, int64_t bytes) {
+  constexpr int64_t tile = 512, cache = 1 << 20, reads = 8;
+  if (width * bytes <= tile || num_cols * width * bytes <= cache || csr.edges < reads * num_cols) return width;
+  const int64_t tiles = (width * bytes + tile - 1) / tile;
   return (width + tiles - 1) / tiles;
 }
+
+template <class T>
+class Tile {
+ public:
+  // Rows of which the columns [from, to) may be read, where they stand in `x`.
+  Rows<const T> copy(Rows<const T> x, int64_t rows, int64_t from, int64_t to, Parallel parallel) {
+    const int64_t width = to - from;
+    if (size_ < rows * width) memory_.reset(new T[size_ = rows * width]);
+    for_rows(rows, parallel, [&, out = memory_.get()](int64_t i) { std::copy_n(x[i] + from, width, out + i * width); });
+    return {memory_.get() - from, width};
+  }
+
+ private:
+  std::unique_ptr<T[]> memory_;
+  int64_t size_ = 0;
+};

@@ -51,11 +51,13 @@ struct SumBody {
 template <class T, class I>
 void sum(const Sum& op, Parallel parallel) {
   const int64_t width = op.heads * op.channels;
-  int64_t tile = op.same_x ? width : tile_columns(op.num_cols, width, sizeof(T));
-  if (op.heads > 1) tile = std::max<int64_t>(tile / op.channels, 1) * op.channels;
+  int64_t step = op.same_x ? width : tile_columns(op.csr, op.num_cols, width, sizeof(T));
+  if (op.heads > 1) step = std::max<int64_t>(step / op.channels, 1) * op.channels;
   SumBody<T, I> body{op};
-  for (int64_t from = 0; from < width; from += tile) {
-    body.from = from, body.to = std::min(from + tile, width);
+  Tile<T> tile;
+  for (int64_t from = 0; from < width; from += step) {
+    body.from = from, body.to = std::min(from + step, width);
+    if (step < width) body.x = tile.copy(typed<T>(op.x), op.num_cols, from, body.to, parallel);
     Walk<I, Acc<T>, SumBody<T, I>>(op.csr, body).run(parallel);
   }
 }
