@@ -13,12 +13,15 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pyg_sar import reference
 
 # Where rows of several heads lie side by side, the width of another argument counts them: of weights, or of ``peak``. All
 # heads share the columns of ``x``, or add to those of ``out``, where it has so many times fewer.
 SCHEMAS = (
+    # out = 0, for memory that is touched for the first time
+    "zero_(Tensor(a!) out) -> ()",
     # out[i] += sum over e in i of weight[perm[e]] * x[col[e]]
     "spmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor x, Tensor? weight, Tensor? perm) -> ()",
     # out[e] = <y[row of e], x[col[e]]>
@@ -68,6 +71,13 @@ def load() -> bool:
 
 register()
 KERNELS = load()
+
+def zeros(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return zeros on the device of ``like``, of its type by default."""
+    out = like.new_empty(shape, dtype=dtype)
+    torch.ops.pyg_sar.zero_(out)
+    return out
+
 
 spmm_ = torch.ops.pyg_sar.spmm_
 sddmm_ = torch.ops.pyg_sar.sddmm_

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.graph import Block
-from pyg_sar.ops import attention_, attention_grad_, extremum_, extremum_grad_, sddmm_, spmm_
+from pyg_sar.ops import attention_, attention_grad_, extremum_, extremum_grad_, sddmm_, spmm_, zeros
 from pyg_sar.reference import ADDITIVE, GATV2, accumulator, segment_sum
 
 
@@ -87,7 +87,7 @@ class Sum(Reduce):
     def init(self, x: Tensor, num_dst: int) -> Tensor:
         """Return zeros."""
         shape = x.shape[1:] if self.sums is None else (self.sums, *x.shape[1:])
-        return x.new_zeros(num_dst, *shape, dtype=accumulator(x.dtype))
+        return zeros(x, num_dst, *shape, dtype=accumulator(x.dtype))
 
     def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
         """Add the block."""
@@ -108,7 +108,7 @@ class Sum(Reduce):
         if needs.source:
             ptr, row, perm = block.transpose
             shape = out.shape[1:] if self.sums is None else out.shape[2:]
-            source = out.new_zeros(block.num_src, *shape, dtype=accumulator(out.dtype))
+            source = zeros(out, block.num_src, *shape, dtype=accumulator(out.dtype))
             spmm_(flat(source), ptr, row, flat(out), weight, perm)
             source = source.to(out.dtype)
         if self.needs_source:
@@ -197,7 +197,7 @@ class Extremum(Reduce):
         assert x is not None
         best, share = saved
         ptr, row, _ = block.transpose
-        source = torch.zeros_like(x, dtype=accumulator(x.dtype))
+        source = zeros(x, *x.shape, dtype=accumulator(x.dtype))
         extremum_grad_(flat(source), ptr, row, flat(x), flat(best), flat(share))
         return source.to(x.dtype), Rows()
 
@@ -251,9 +251,8 @@ class Softmax(Reduce):
 
     def init(self, x: Tensor, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the state of a destination that has seen nothing."""
-        x = x.new_empty(0, dtype=accumulator(x.dtype))
-        lowest = x.new_full((num_dst, self.heads), -torch.inf)
-        return lowest, torch.zeros_like(lowest), x.new_zeros(num_dst, self.heads * self.channels)
+        lowest = x.new_full((num_dst, self.heads), -torch.inf, dtype=accumulator(x.dtype))
+        return lowest, torch.zeros_like(lowest), zeros(lowest, num_dst, self.heads * self.channels)
 
     def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of packed rows."""
@@ -297,7 +296,7 @@ class Softmax(Reduce):
         assert x is not None
         tensors, settings = self.arguments(x, block, rows)
         _, _, query, mapped, att = tensors
-        source = torch.zeros_like(x, dtype=accumulator(x.dtype))
+        source = zeros(x, *x.shape, dtype=accumulator(x.dtype))
         values, keys = source.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
         make = [query is not None and needs.rows.dst[0], mapped is not None, att is not None]
         wanted = [torch.zeros_like(t, dtype=source.dtype) if m else None for t, m in zip(tensors[2:], make, strict=True)]

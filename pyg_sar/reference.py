@@ -16,6 +16,11 @@ from pyg_sar.dropout import dropout_factors
 ADDITIVE, GATV2, DOT = range(3)
 
 
+def zero_(out: Tensor) -> None:
+    """Fill with zeros."""
+    out.zero_()
+
+
 def spmm_(out: Tensor, ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None, perm: Tensor | None) -> None:
     """Add :func:`weighted_sum`, with weights ``[num_edges, heads]`` in an order of their own."""
     if weight is not None and perm is not None:

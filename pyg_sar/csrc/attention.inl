@@ -73,28 +73,26 @@ struct Edges {
     return A(key[j][h]) + query + (edge ? A(edge[e][h]) : A(0));
   }
 
+  // The score of an edge; an additive one is still without its LeakyReLU, which is taken of many at once.
   A score(int64_t j, int64_t i, int64_t e, int64_t h) const {
-    const A p = A(op.parameter);
     if constexpr (S == Score::additive) {
-      return leaky(sum(j, query ? A(query[i][h]) : A(0), e, h), p);
+      return sum(j, query ? A(query[i][h]) : A(0), e, h);
     } else {
-      const T *__restrict k = key[j] + h * C, *__restrict q = query[i] + h * C, *__restrict b = edge ? edge[e] + h * C : nullptr;
-      A s = 0;
-      if constexpr (S == Score::gatv2) {
-        const A* __restrict a = att + h * C;
-        if (b == nullptr) {
-#pragma omp simd reduction(+ : s)
-          for (int64_t c = 0; c < C; ++c) s += a[c] * leaky(A(k[c]) + A(q[c]), p);
-        } else {
-#pragma omp simd reduction(+ : s)
-          for (int64_t c = 0; c < C; ++c) s += a[c] * leaky(A(k[c]) + A(q[c]) + A(b[c]), p);
-        }
-        return s;
+      const A p = A(op.parameter);
+      const T *k = key[j] + h * C, *q = query[i] + h * C, *b = edge ? edge[e] + h * C : nullptr;
+      if constexpr (S == Score::dot) {
+        return p * (dot<A>(q, k, C) + (b == nullptr ? A(0) : dot<A>(q, b, C)));
       } else {
-        if (b == nullptr) return p * dot<A>(q, k, C);
-#pragma omp simd reduction(+ : s)
-        for (int64_t c = 0; c < C; ++c) s += A(q[c]) * (A(k[c]) + A(b[c]));
-        return p * s;
+        const A* a = att + h * C;
+        if (C < lanes<A>) {
+          A s = 0;
+          for (int64_t c = 0; c < C; ++c) s += a[c] * leaky(A(k[c]) + A(q[c]) + (b == nullptr ? A(0) : A(b[c])), p);
+          return s;
+        }
+        const Tail<A> tail(C);
+        const auto term = [=](int64_t c, Vector<A> t) { return load(a + c) * (t > 0 ? t : p * t); };
+        if (b == nullptr) return fold<A>(C, tail, [=](int64_t c) { return term(c, load(k + c) + load(q + c)); });
+        return fold<A>(C, tail, [=](int64_t c) { return term(c, load(k + c) + load(q + c) + load(b + c)); });
       }
     }
   }
@@ -146,12 +144,17 @@ struct AttentionBody {
     A weight[GROUP][CHUNK];
     const T* rows[CHUNK];
     const int64_t C = op.channels;
+    const A parameter = A(op.parameter);
     for (int64_t e = begin; e < end; e += CHUNK) {
       const int n = int(std::min<int64_t>(CHUNK, end - e));
       for (int k = 0; k < n; ++k)
         for (int64_t h = 0; h < edges.heads(); ++h) weight[h][k] = edges.score(col[e + k], i, e + k, edges.from + h);
       for (int64_t h = 0; h < edges.heads(); ++h) {
         A* w = weight[h];
+        if constexpr (S == Score::additive) {
+#pragma omp simd
+          for (int k = 0; k < n; ++k) w[k] = edges.leaky(w[k], parameter);
+        }
         A most = s.peak[h];
         for (int k = 0; k < n; ++k) most = w[k] > most ? w[k] : most;
         const A anchor = raise(s, h, most);
@@ -241,9 +244,10 @@ struct SourceGradBody {
   }
 
   void run(int64_t j, int64_t begin, int64_t end, State s, int64_t) const {
-    A weight[CHUNK], slope[CHUNK], ds[CHUNK], inner[CHUNK];
-    const T* rows[CHUNK];
     constexpr int SHORT = 16;  // the rows are read twice in a chunk
+    A weight[SHORT], slope[SHORT], ds[SHORT], lse[SHORT], inner[SHORT];
+    const T* rows[SHORT];
+    const A parameter = A(edges.op.parameter);
     for (int64_t t = begin; t < end; t += SHORT) {
       const int n = int(std::min<int64_t>(SHORT, end - t));
       for (int64_t k = t + SHORT; k < std::min<int64_t>(t + SHORT + n, op.transpose.edges); ++k) {
@@ -257,20 +261,19 @@ struct SourceGradBody {
         for (int k = 0; k < n; ++k) {
           const int64_t i = dst[t + k], e = perm[t + k];
           const A* fact = destination + (i * H + h) * facts;
-          A score;
-          if constexpr (S == Score::additive) {
-            score = edges.sum(j, fact[2], e, head);
-            slope[k] = score > 0 ? A(1) : A(edges.op.parameter);
-            score *= slope[k];
-          } else {
-            score = edges.score(j, i, e, head);
-          }
+          lse[k] = fact[0], ds[k] = fact[1];
+          weight[k] = S == Score::additive ? edges.sum(j, fact[facts - 1], e, head) : edges.score(j, i, e, head);
           if (S == Score::dot && edges.edge) inner[k] += dot<A>(rows[k], edges.edge[e] + head * C, C);
-          weight[k] = score - fact[0];
-          ds[k] = fact[1];
+        }
+        if constexpr (S == Score::additive) {
+#pragma omp simd
+          for (int k = 0; k < n; ++k) {
+            slope[k] = weight[k] > 0 ? A(1) : parameter;
+            weight[k] *= slope[k];
+          }
         }
 #pragma omp simd
-        for (int k = 0; k < n; ++k) weight[k] = exponential(weight[k]);
+        for (int k = 0; k < n; ++k) weight[k] = exponential(weight[k] - lse[k]);
         if (edges.dropout) {
           for (int k = 0; k < n; ++k) {
             const A factor = edges.dropout(perm[t + k], head);
@@ -281,7 +284,9 @@ struct SourceGradBody {
           for (int k = 0; k < n; ++k) ds[k] = weight[k] * (inner[k] - ds[k]);
         }
         if constexpr (S == Score::additive) {
-          for (int k = 0; k < n; ++k) s.key[h] += ds[k] *= slope[k];
+          A sum = 0;
+          for (int k = 0; k < n; ++k) sum += ds[k] *= slope[k];
+          s.key[h] += sum;
         }
         add_rows<A>(s.value + h * C, rows, weight, n, C);
         for (int k = 0; k < n; ++k) d_score[int64_t(perm[t + k]) * H + h] = ds[k];
@@ -290,7 +295,7 @@ struct SourceGradBody {
         if constexpr (S == Score::gatv2)
           for (int k = 0; k < n; ++k) add_slopes(s.value + h * C, j, dst[t + k], perm[t + k], head, ds[k]);
         if constexpr (S == Score::dot) {
-          for (int k = 0; k < n; ++k) ds[k] *= A(edges.op.parameter), rows[k] = edges.query[dst[t + k]] + head * C;
+          for (int k = 0; k < n; ++k) ds[k] *= parameter, rows[k] = edges.query[dst[t + k]] + head * C;
           add_rows<A>(s.key + h * C, rows, ds, n, C);
         }
       }
@@ -339,23 +344,28 @@ struct DestinationGradBody {
   }
 
   void run(int64_t i, int64_t begin, int64_t end, State s, int64_t unit) {
+    if constexpr (S == Score::additive) {
+      for (int64_t h = 0; h < H && s != nullptr; ++h) {
+        A sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t e = begin; e < end; ++e) sum += d_score[e * H + h];
+        s[h] += sum;
+      }
+      for (int64_t e = begin; e < end && d_edge; ++e)
+        for (int64_t h = 0; h < H; ++h) d_edge[e][edges.from + h] += d_score[e * H + h];
+      return;
+    }
     for (int64_t e = begin; e < end; ++e) {
-      if (S != Score::additive && e + AHEAD < edges.op.csr.edges)
-        prefetch(edges.key[col[e + AHEAD]] + edges.from * C, H * C);
+      if (e + AHEAD < edges.op.csr.edges) prefetch(edges.key[col[e + AHEAD]] + edges.from * C, H * C);
       for (int64_t h = 0; h < H; ++h) {
         const A ds = d_score[e * H + h];
-        if constexpr (S == Score::additive) {
-          if (s != nullptr) s[h] += ds;
-          if (d_edge) d_edge[e][edges.from + h] += ds;
+        const int64_t at = (edges.from + h) * C;
+        A* query = s == nullptr ? nullptr : s + h * C;
+        A* edge = d_edge ? d_edge[e] + at : nullptr;
+        if constexpr (S == Score::gatv2) {
+          gatv2(query, edge, d_att.empty() ? nullptr : d_att.data() + unit * H * C + h * C, col[e], i, e, at, ds);
         } else {
-          const int64_t at = (edges.from + h) * C;
-          A* query = s == nullptr ? nullptr : s + h * C;
-          A* edge = d_edge ? d_edge[e] + at : nullptr;
-          if constexpr (S == Score::gatv2) {
-            gatv2(query, edge, d_att.empty() ? nullptr : d_att.data() + unit * H * C + h * C, col[e], i, e, at, ds);
-          } else {
-            dot_product(query, edge, col[e], i, e, at, ds * A(edges.op.parameter), alpha == nullptr ? A(0) : alpha[e * H + h]);
-          }
+          dot_product(query, edge, col[e], i, e, at, ds * A(edges.op.parameter), alpha == nullptr ? A(0) : alpha[e * H + h]);
         }
       }
     }

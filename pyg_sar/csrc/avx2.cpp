@@ -9,6 +9,7 @@
 #endif
 
 #define ISA avx2
+#define VECTOR_BYTES 32
 #include "kernels.inl"
 
 const pyg_sar::Kernels& pyg_sar::avx2::kernels(Type type, bool wide) {

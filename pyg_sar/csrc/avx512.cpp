@@ -9,6 +9,7 @@
 #endif
 
 #define ISA avx512
+#define VECTOR_BYTES 64
 #include "kernels.inl"
 
 const pyg_sar::Kernels& pyg_sar::avx512::kernels(Type type, bool wide) {

@@ -6,9 +6,14 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "kernels.h"
 
@@ -130,6 +135,28 @@ class Arguments {
   std::vector<Tensor> kept_;
 };
 
+// Fresh memory comes in pages of 4 KiB, and to touch each of them for the first time costs more than to write it: large
+// tensors ask for huge pages.
+void zero_(Tensor out) {
+  STD_TORCH_CHECK(out.is_cpu() && out.is_contiguous(), "Expected a contiguous tensor on the CPU");
+  struct Range {
+    char* begin;
+    int64_t bytes;
+  } range{static_cast<char*>(out.mutable_data_ptr()), int64_t(out.numel() * out.element_size())};
+#if defined(__linux__)
+  constexpr uintptr_t huge = 2 << 20;
+  const uintptr_t begin = (uintptr_t(range.begin) + huge - 1) / huge * huge;
+  const uintptr_t end = (uintptr_t(range.begin) + range.bytes) / huge * huge;
+  // A hint that may be refused; it is lost on parts of huge pages.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+  static constexpr int64_t unit = 1 << 20;
+  parallel((range.bytes + unit - 1) / unit, [](int64_t u, void* context) {
+    const Range& r = *static_cast<Range*>(context);
+    std::memset(r.begin + u * unit, 0, std::min(unit, r.bytes - u * unit));
+  }, &range);
+}
+
 // Columns of a head, when `heads` heads lie side by side in `wide` columns.
 int64_t channels_of(int64_t wide, int64_t heads) {
   STD_TORCH_CHECK(heads > 0 ? wide % heads == 0 : wide == 0, "Expected rows of ", heads, " equal heads (got ", wide, " columns)");
@@ -248,6 +275,7 @@ void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, M
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
+  m.impl("zero_", TORCH_BOX(&zero_));
   m.impl("spmm_", TORCH_BOX(&spmm_));
   m.impl("sddmm_", TORCH_BOX(&sddmm_));
   m.impl("extremum_", TORCH_BOX(&extremum_));

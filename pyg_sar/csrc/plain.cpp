@@ -2,6 +2,7 @@
 #include "includes.h"
 
 #define ISA plain
+#define VECTOR_BYTES 16
 #include "kernels.inl"
 
 const pyg_sar::Kernels& pyg_sar::plain::kernels(Type type, bool wide) {

@@ -59,53 +59,81 @@ inline void prefetch(const T* row, int64_t n) {
   for (int64_t k = 0; k < n * int64_t(sizeof(T)); k += 64) __builtin_prefetch(p + k);
 }
 
+#include "simd.inl"
+
+// y += f(j), a vector at column j.
+template <class A, class F>
+inline void add(A* __restrict y, int64_t width, const Tail<A>& tail, F f) {
+  int64_t j = 0;
+  for (; j + lanes<A> <= width; j += lanes<A>) store<A>(y + j, load(y + j) + f(j));
+  j = width - lanes<A>;
+  if (tail) store<A>(y + j, load(y + j) + tail(f(j)));
+}
+
 // y += sum_k w[k] rows[k] over `n` rows; without weights where `w` is null.
 template <class A, class T>
 inline void add_rows(A* __restrict y, const T* const* rows, const A* w, int n, int64_t width) {
+  const Tail<A> tail(width);
   int k = 0;
-  for (; k + 4 <= n; k += 4) {
-    const T *__restrict a = rows[k], *__restrict b = rows[k + 1], *__restrict c = rows[k + 2], *__restrict d = rows[k + 3];
+  for (; k + 4 <= n && width >= lanes<A>; k += 4) {
+    const T *a = rows[k], *b = rows[k + 1], *c = rows[k + 2], *d = rows[k + 3];
     if (w == nullptr) {
-#pragma omp simd
-      for (int64_t j = 0; j < width; ++j) y[j] += (A(a[j]) + A(b[j])) + (A(c[j]) + A(d[j]));
+      const auto sum = [=](int64_t j) { return (load(a + j) + load(b + j)) + (load(c + j) + load(d + j)); };
+      add(y, width, tail, sum);
     } else {
       const A p = w[k], q = w[k + 1], r = w[k + 2], s = w[k + 3];
-#pragma omp simd
-      for (int64_t j = 0; j < width; ++j) y[j] += (p * A(a[j]) + q * A(b[j])) + (r * A(c[j]) + s * A(d[j]));
+      const auto sum = [=](int64_t j) {
+        return (p * load(a + j) + q * load(b + j)) + (r * load(c + j) + s * load(d + j));
+      };
+      add(y, width, tail, sum);
     }
   }
   for (; k < n; ++k) {
-    const T* __restrict a = rows[k];
+    const T* a = rows[k];
     const A p = w == nullptr ? A(1) : w[k];
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) y[j] += p * A(a[j]);
+    if (width >= lanes<A>) {
+      add(y, width, tail, [=](int64_t j) { return p * load(a + j); });
+    } else {
+      for (int64_t j = 0; j < width; ++j) y[j] += p * A(a[j]);
+    }
   }
 }
 
+// The sum of f(j) over all columns.
+template <class A, class F>
+inline A fold(int64_t width, const Tail<A>& tail, F f) {
+  Vector<A> sum{};
+  for (int64_t j = 0; j + lanes<A> <= width; j += lanes<A>) sum += f(j);
+  if (tail) sum += tail(f(width - lanes<A>));
+  return total(sum);
+}
+
 template <class A, class S, class T>
-inline A dot(const S* __restrict x, const T* __restrict y, int64_t width) {
+inline A dot(const S* x, const T* y, int64_t width) {
+  if (width >= lanes<A>) return fold<A>(width, Tail<A>(width), [=](int64_t j) { return load(x + j) * load(y + j); });
   A sum = 0;
-#pragma omp simd reduction(+ : sum)
   for (int64_t j = 0; j < width; ++j) sum += A(x[j]) * A(y[j]);
   return sum;
 }
 
 // out[k] = <x, rows[k]> for `n` rows, four at a time so that x is read once for all of them.
-template <class A, class S, class T>
-inline void dot_rows(A* out, const S* __restrict x, const T* const* rows, int n, int64_t width) {
+template <class A, class T>
+inline void dot_rows(A* out, const T* x, const T* const* rows, int n, int64_t width) {
+  const Tail<A> tail(width);
   int k = 0;
-  for (; k + 4 <= n; k += 4) {
-    const T *__restrict a = rows[k], *__restrict b = rows[k + 1], *__restrict c = rows[k + 2], *__restrict d = rows[k + 3];
-    A s = 0, t = 0, u = 0, v = 0;
-#pragma omp simd reduction(+ : s, t, u, v)
-    for (int64_t j = 0; j < width; ++j) {
-      const A z = A(x[j]);
-      s += z * A(a[j]);
-      t += z * A(b[j]);
-      u += z * A(c[j]);
-      v += z * A(d[j]);
+  for (; k + 4 <= n && width >= lanes<A>; k += 4) {
+    const T *a = rows[k], *b = rows[k + 1], *c = rows[k + 2], *d = rows[k + 3];
+    Vector<A> s{}, t{}, u{}, v{};
+    for (int64_t j = 0; j + lanes<A> <= width; j += lanes<A>) {
+      const Vector<A> z = load(x + j);
+      s += z * load(a + j), t += z * load(b + j), u += z * load(c + j), v += z * load(d + j);
     }
-    out[k] = s, out[k + 1] = t, out[k + 2] = u, out[k + 3] = v;
+    if (tail) {
+      const int64_t j = width - lanes<A>;
+      const Vector<A> z = load(x + j);
+      s += tail(z * load(a + j)), t += tail(z * load(b + j)), u += tail(z * load(c + j)), v += tail(z * load(d + j));
+    }
+    out[k] = total(s), out[k + 1] = total(t), out[k + 2] = total(u), out[k + 3] = total(v);
   }
   for (; k < n; ++k) out[k] = dot<A>(x, rows[k], width);
 }
