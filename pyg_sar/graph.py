@@ -329,6 +329,12 @@ class TypedGraph:
 
     @cached_property
     @ordinary_mode
+    def norm(self) -> Tensor:
+        """One over the number of edges of the same type and destination, for each edge in the worker's order."""
+        return self.graph.degree.double().reciprocal()[self.graph.row]
+
+    @cached_property
+    @ordinary_mode
     def relations(self) -> list[ShardedGraph]:
         """The graph of every type, whose destinations are the pairs of that type."""
         graphs = []

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pyg_sar import reference
 
-# Where rows of several heads lie side by side, the width of another argument counts them: of weights, or of ``peak``. All
-# heads share the columns of ``x``, or add to those of ``out``, where it has so many times fewer.
+# Where rows of several heads lie side by side, the width of another argument counts them: of weights, or of ``peak``.
+# All heads share the columns of ``x``, or add to those of ``out``, where it has so many times fewer.
 SCHEMAS = (
     # out = 0, for memory that is touched for the first time
     "zero_(Tensor(a!) out) -> ()",
@@ -33,8 +33,8 @@ SCHEMAS = (
     # One block of an online softmax, and its gradient, see pyg_sar/reduce.py.
     "attention_(Tensor(a!) peak, Tensor(b!) total, Tensor(c!) out, Tensor ptr, Tensor col, Tensor key, Tensor value, "
     "Tensor? query, Tensor? edge, Tensor? att, int kind, float parameter, Tensor? e_id, int seed, float dropout) -> ()",
-    "attention_grad_(Tensor(a!) d_value, Tensor(b!)? d_key, Tensor(c!)? d_query, Tensor(d!)? d_edge, Tensor(e!)? d_att, "
-    "Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, Tensor? query, "
+    "attention_grad_(Tensor(a!) d_value, Tensor(b!)? d_key, Tensor(c!)? d_query, Tensor(d!)? d_edge, "
+    "Tensor(e!)? d_att, Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, Tensor? query, "
     "Tensor? edge, Tensor? att, Tensor lse, Tensor inner, Tensor grad, int kind, float parameter, Tensor? e_id, "
     "int seed, float dropout) -> ()",
 )
@@ -60,9 +60,9 @@ def load() -> bool:
     except OSError as error:
         why = error.__cause__ or error if library.is_file() else "they were not built"  # torch names the file alone
         warnings.warn(
-            f"pyg_sar runs without its compiled kernels, in plain PyTorch, which is exact but slower: {why}. Install it "
-            "with 'pip install --no-build-isolation .' into an environment with torch >= 2.10 and a C++ compiler (or set "
-            "PYG_SAR_KERNELS=0 to choose plain PyTorch).",
+            f"pyg_sar runs without its compiled kernels, in plain PyTorch, which is exact but slower: {why}. Install "
+            "it with 'pip install --no-build-isolation .' into an environment with torch >= 2.10 and a C++ compiler "
+            "(or set PYG_SAR_KERNELS=0 to choose plain PyTorch).",
             stacklevel=2,
         )
         return False
@@ -71,6 +71,7 @@ def load() -> bool:
 
 register()
 KERNELS = load()
+
 
 def zeros(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return zeros on the device of ``like``, of its type by default."""

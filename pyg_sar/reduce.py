@@ -258,7 +258,9 @@ class Softmax(Reduce):
         """Return keys and values of packed rows."""
         values, keys = x.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
         # One line of memory holds the keys of several sources if they stand apart from the values.
-        return (values, values) if self.kind == GATV2 else (keys.contiguous() if self.kind == ADDITIVE else keys, values)
+        return (
+            (values, values) if self.kind == GATV2 else (keys.contiguous() if self.kind == ADDITIVE else keys, values)
+        )
 
     def arguments(self, x: Tensor, block: Block, rows: Rows) -> tuple[list[Any], list[Any]]:
         """Return the tensors and the settings of the operators."""
@@ -299,7 +301,9 @@ class Softmax(Reduce):
         source = zeros(x, *x.shape, dtype=accumulator(x.dtype))
         values, keys = source.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
         make = [query is not None and needs.rows.dst[0], mapped is not None, att is not None]
-        wanted = [torch.zeros_like(t, dtype=source.dtype) if m else None for t, m in zip(tensors[2:], make, strict=True)]
+        wanted = [
+            torch.zeros_like(t, dtype=source.dtype) if m else None for t, m in zip(tensors[2:], make, strict=True)
+        ]
         attention_grad_(
             values, None if self.kind == GATV2 else keys, *wanted, block.rowptr, block.col, *block.transpose, *tensors,
             *saved, out.flatten(1), *settings,

@@ -1,7 +1,7 @@
 // out[i] += sum over e in i of w[e] x[col[e]], and the gradient of w.
 
 constexpr int CHUNK = 32;   // edges at a time
-constexpr int AHEAD = 8;    // rows prefetched before they are read
+constexpr int AHEAD = 12;   // rows prefetched before they are read
 
 template <class T, class I>
 struct SumBody {

@@ -43,7 +43,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     def streamed(self, edge_index: Any, x: Any, size: Any = None) -> ShardedGraph | None:
         """Return the graph over which this call can stream source rows ``x``, a tensor or a pair, if there is one."""
         sharded = isinstance(edge_index, ShardedEdgeIndex)
-        if sharded and not edge_index.streams or not sharded and not has_kernels(edge_index, x):
+        if (sharded and not edge_index.streams) or (not sharded and not has_kernels(edge_index, x)):
             return None
         hooked = any(hooks for name, hooks in self.__dict__.items() if name.endswith("_hooks") and is_message(name))
         watched = hooked or self.explain or self.decomposed_layers > 1

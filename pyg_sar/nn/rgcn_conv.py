@@ -10,8 +10,10 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.graph import TypedGraph
+from pyg_sar.graph import ShardedGraph, TypedGraph
 from pyg_sar.nn.message_passing import SIMPLE, MessagePassing, reduce_rows
+from pyg_sar.reduce import Sum
+from pyg_sar.stream import aggregate
 
 
 class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
@@ -24,8 +26,9 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.RGCNConv`. On a sharded graph all relations
     stream at once: rows are aggregated for every pair :math:`(r, i)` that has an edge, where PyG runs over the graph
-    once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows. Sums and means fetch no row twice
-    (case 1 of the SAR paper, which has this layer in case 2). Without input features (``x=None``, or node ids in place
+    once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows; sums and means fetch no row twice
+    (case 1 of the SAR paper). With fewer bases than relations they are aggregated for every basis instead, with
+    coefficients that are learnt (case 2, as in the paper). Without input features (``x=None``, or node ids in place
     of ``x``) each node selects a row of the weights: ``in_channels`` is then the number of nodes of the whole graph.
     There, without ``num_bases`` or with ``aggr="max"``, relations stream one by one, as each has rows of its own.
 
@@ -59,14 +62,32 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
                 f"{x_dst.dtype})"
             )
         typed = graph.by_type(edge_type, self.num_relations)
+        if x_src.is_floating_point() and self.few_bases():
+            out = self.compose(graph, typed, edge_type, x_src)
+            return self.finish(out, x_dst)
 
         messages = self.embed(typed, x_src) if not x_src.is_floating_point() else self.transform(typed, x_src)
-        # PyG adds to zeros of the default type.
-        messages = messages.to(torch.promote_types(messages.dtype, torch.get_default_dtype()))
         out = messages.new_zeros(graph.num_dst, self.out_channels).index_add(0, typed.dst, messages)
+        return self.finish(out, x_dst)
+
+    def finish(self, out: Tensor, x_dst: Tensor) -> Tensor:
+        """Add the destinations' own term and the bias; PyG adds to zeros of the default type."""
+        out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
         if self.root is not None:
             out = out + (x_dst @ self.root if x_dst.is_floating_point() else self.root[x_dst])
         return out if self.bias is None else out + self.bias
+
+    def few_bases(self) -> bool:
+        """Whether sums for each basis are fewer than those for each relation."""
+        return self.num_bases is not None and self.num_bases < self.num_relations and self.aggr not in ("max", "min")
+
+    def compose(self, graph: ShardedGraph, typed: TypedGraph, edge_type: Tensor, x: Tensor) -> Tensor:
+        """Aggregate rows for each basis, weighted by the coefficient of the edge's relation."""
+        weight = self.comp[edge_type]
+        if self.aggr == "mean":
+            weight = weight * typed.norm.unsqueeze(-1).to(weight.dtype)
+        reduce = Sum(learn_weight=weight.requires_grad, sums=self.num_bases)
+        return aggregate(graph, reduce, x, edge=[weight]).flatten(1) @ self.weight.flatten(0, 1)
 
     def transform(self, typed: TypedGraph, x: Tensor) -> Tensor:
         """Aggregate rows for each pair, then multiply them by the weights of its relation."""
@@ -107,8 +128,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
 
 class FastRGCNConv(RGCNConv, torch_geometric.nn.FastRGCNConv):
-    r"""See :class:`RGCNConv`: PyG's :class:`~torch_geometric.nn.FastRGCNConv` trades memory for speed, here both are the
-    same.
+    r"""The same as :class:`RGCNConv`, of which :class:`torch_geometric.nn.FastRGCNConv` is a faster form that needs more
+    memory.
     """
 
     def can_stream(self) -> bool:
