@@ -17,8 +17,9 @@ def extension() -> dict[str, Any]:
         return {}
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    flags = ["-std=c++20", "-O2", "-ftree-vectorize", "-fopenmp-simd", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-g0",
-             "-fvisibility=hidden", "-DPy_LIMITED_API=0x030A0000", "-DTORCH_TARGET_VERSION=0x020A000000000000"]  # fmt: skip
+    flags = ["-std=c++20", "-O2", "-ftree-vectorize", "-fopenmp-simd", "-ffp-contract=fast", "-fno-math-errno"]
+    flags += ["-fno-trapping-math", "-fvisibility=hidden", "-g0"]
+    flags += ["-DPy_LIMITED_API=0x030A0000", "-DTORCH_TARGET_VERSION=0x020A000000000000"]  # Python 3.10, torch 2.10
     sources = sorted(path.as_posix() for path in Path("pyg_sar/csrc").glob("*.cpp"))
     module = CppExtension(
         "pyg_sar._kernels", sources, extra_compile_args=flags, py_limited_api=True,

@@ -34,9 +34,9 @@ SCHEMAS = (
     "attention_(Tensor(a!) peak, Tensor(b!) total, Tensor(c!) out, Tensor ptr, Tensor col, Tensor key, Tensor value, "
     "Tensor? query, Tensor? edge, Tensor? att, int kind, float parameter, Tensor? e_id, int seed, float dropout) -> ()",
     "attention_grad_(Tensor(a!) d_value, Tensor(b!)? d_key, Tensor(c!)? d_query, Tensor(d!)? d_edge, "
-    "Tensor(e!)? d_att, Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, Tensor? query, "
-    "Tensor? edge, Tensor? att, Tensor lse, Tensor inner, Tensor grad, int kind, float parameter, Tensor? e_id, "
-    "int seed, float dropout) -> ()",
+    "Tensor(e!)? d_att, Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, "
+    "Tensor? query, Tensor? edge, Tensor? att, Tensor lse, Tensor inner, Tensor grad, int kind, float parameter, "
+    "Tensor? e_id, int seed, float dropout) -> ()",
 )
 LIBRARY = torch.library.Library("pyg_sar", "DEF")
 

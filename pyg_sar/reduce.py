@@ -258,9 +258,7 @@ class Softmax(Reduce):
         """Return keys and values of packed rows."""
         values, keys = x.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
         # One line of memory holds the keys of several sources if they stand apart from the values.
-        return (
-            (values, values) if self.kind == GATV2 else (keys.contiguous() if self.kind == ADDITIVE else keys, values)
-        )
+        return {ADDITIVE: keys.contiguous(), GATV2: values}.get(self.kind, keys), values
 
     def arguments(self, x: Tensor, block: Block, rows: Rows) -> tuple[list[Any], list[Any]]:
         """Return the tensors and the settings of the operators."""
@@ -289,7 +287,9 @@ class Softmax(Reduce):
     def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
         """Return the log-sum-exp and the product of output and gradient."""
         result, lse = saved
-        return lse, torch.linalg.vecdot(out.to(lse.dtype), result.to(lse.dtype))
+        inner, ids = torch.empty_like(lse), torch.arange(lse.size(0) + 1, dtype=torch.int32, device=lse.device)
+        sddmm_(inner, ids, ids[:-1], flat(out), flat(result))  # without a product as wide as the rows
+        return lse, inner
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
@@ -309,11 +309,12 @@ class Softmax(Reduce):
             *saved, out.flatten(1), *settings,
         )  # fmt: skip
         d_query, d_mapped, d_att = wanted
-        d_edge, d_const = [], [] if d_att is None else [d_att.view(rows.const[0].shape)]
+        edge: list[Tensor] = []
+        const = [] if d_att is None else [d_att.view(rows.const[0].shape)]
         if d_mapped is not None:
             d_edge, d_map = embed_grad(d_mapped, rows.edge[0], rows.const[-1])
-            d_edge, d_const = [d_edge], [*d_const, d_map]
-        return source.to(x.dtype), Rows([d_query] if rows.dst else [], d_edge, d_const)
+            edge, const = [d_edge], [*const, d_map]
+        return source.to(x.dtype), Rows([d_query] if rows.dst else [], edge, const)
 
 
 def embed(edge: Tensor, weight: Tensor) -> Tensor:

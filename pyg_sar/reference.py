@@ -7,6 +7,8 @@ type.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,7 +31,7 @@ def spmm_(out: Tensor, ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | Non
 
 
 def weighted_sum(ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None = None, width: int = 0) -> Tensor:
-    """Sum gathered rows, each head with weights of its own, into ``width`` columns (as many as ``x`` has by default)."""
+    """Sum gathered rows, each head with weights of its own, into ``width`` columns (by default those of ``x``)."""
     if col.numel() == 0 or x.numel() == 0:
         return x.new_zeros(ptr.numel() - 1, width or x.size(1))
     if weight is not None and weight.size(1) > 1:
@@ -98,8 +100,9 @@ def factors(e_id: Tensor | None, heads: int, seed: int, dropout: float, dtype: t
 
 
 def attention_(
-    peak: Tensor, total: Tensor, out: Tensor, ptr: Tensor, col: Tensor, key: Tensor, value: Tensor, query: Tensor | None,
-    edge: Tensor | None, att: Tensor | None, kind: int, parameter: float, e_id: Tensor | None, seed: int, dropout: float,
+    peak: Tensor, total: Tensor, out: Tensor, ptr: Tensor, col: Tensor, key: Tensor, value: Tensor,
+    query: Tensor | None, edge: Tensor | None, att: Tensor | None, kind: int, parameter: float, e_id: Tensor | None,
+    seed: int, dropout: float,
 ) -> None:  # fmt: skip
     """Merge the block into the running softmax."""
     row, (num_dst, heads) = rows_of(ptr, col), peak.shape
@@ -128,8 +131,9 @@ def attention_grad_(
     d_keys = d_value if kind == GATV2 else d_key
     with torch.enable_grad():
         inputs = (key, query, edge, att)
-        leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
-        score = scores(row, col, *leaves, kind, parameter, heads)
+        leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in inputs]
+        k, q, e, a = leaves
+        score = scores(row, col, k, q, e, a, kind, parameter, heads)
     alpha = (score.detach() - lse[row]).exp_()
     drop = factors(e_id, heads, seed, dropout, alpha.dtype)
     product = torch.empty_like(alpha)

@@ -53,8 +53,8 @@ def once_differentiable() -> None:
     """Raise within a backward pass that shall itself be differentiated."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "Layers of 'pyg_sar.nn' have no second derivative on a sharded graph. Call 'backward' or 'autograd.grad' "
-            "without 'create_graph=True'."
+            "Layers of 'pyg_sar.nn' have no second derivative. Call 'backward' or 'autograd.grad' without "
+            "'create_graph=True', or use the layer of 'torch_geometric.nn' if the graph is not sharded."
         )
 
 

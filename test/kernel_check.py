@@ -52,8 +52,11 @@ class Block(NamedTuple):
 
 
 def block(name: str, seed: int = 0) -> Block:
+    return random_block(*BLOCKS[name], seed)
+
+
+def random_block(degrees: list[int], num_src: int, seed: int = 0) -> Block:
     """Random columns, a third of them 0: edges that appear more than once, self-loops, and a source that is a hub."""
-    degrees, num_src = BLOCKS[name]
     g = torch.Generator().manual_seed(seed)
     row = torch.arange(len(degrees)).repeat_interleave(torch.tensor(degrees, dtype=torch.long))
     col = torch.randint(max(num_src, 1), row.shape, generator=g) * (torch.rand(row.shape, generator=g) > 0.33)

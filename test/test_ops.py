@@ -95,50 +95,33 @@ def test_any_number_of_threads_gives_the_same_bits(dtype):
 @needs_kernels
 @pytest.mark.parametrize(("heads", "channels"), [(1, 130), (5, 26), (2, 65)])
 def test_rows_in_tiles(heads, channels):
-    """More source rows than fit the cache: they are read in tiles of columns, or a few heads at a time."""
-    num_src, num_dst, num_edges = 30_000, 40, 3000
-    g = torch.Generator().manual_seed(0)
-    assert num_src * heads * channels * 8 > 20 << 20 > num_src * 64 * 8
-    big = torch.randn(num_src, heads * channels, generator=g, dtype=torch.float64)
-    row = torch.randint(num_dst, (num_edges,), generator=g).sort().values
-    row[:1500] = 0  # a hub
-    # Fewer than 300 sources have edges, all over the array; a block of them alone is small.
-    used = torch.randperm(num_src, generator=g)[:300].sort().values
-    col = torch.randint(300, (num_edges,), generator=g)
-    perm = col.argsort(stable=True)
-    ptr, src_ptr, big_ptr = (
-        torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(t, minlength=n).cumsum(0)]).int()
-        for t, n in ((row, num_dst), (col, 300), (used[col], num_src))
-    )
-    small = kernel_check.Block(ptr, col.int(), row.int(), src_ptr, row[perm].int(), perm.int())
+    """Rows of more than 512 bytes that exceed a megabyte together and are read eight times: some columns at a time."""
+    wide = kernel_check.random_block([6000, 700, 0, 2500, 31, 1], 1100)
+    n, _, e = wide.sizes
+    assert heads * channels * 8 > 512 and n * heads * channels * 8 > 1 << 20 and e > 8 * n
     compared = 0
-    for call in calls(small, heads, channels):
-        if call.name not in ("spmm_", "attention_", "attention_grad_") or call.title.endswith(
-            ("by source", "to shared columns")
-        ):
-            continue
-        few, many = cast(call, torch.float64), cast(call, torch.float64)
-        for name, value in many.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 2 and value.size(0) == 300:
-                wide = big[:, : value.size(1)].clone()
-                wide[used] = value
-                many[name] = wide
-            elif isinstance(value, torch.Tensor):
-                many[name] = value.clone()
-        many["col"] = used[col].int()
-        if "src_ptr" in many:
-            many["src_ptr"] = big_ptr
-        getattr(reference, call.name)(*few.values())
-        getattr(OPS, call.name)(*many.values())
-        for argument in SCHEMAS[call.name].arguments:
-            if argument.alias_info is not None and few[argument.name] is not None:
-                found = many[argument.name]
-                found = found[used] if found.dim() == 2 and found.size(0) == num_src else found
-                torch.testing.assert_close(
-                    found, few[argument.name], rtol=1e-10, atol=1e-10, msg=lambda m, call=call: f"{call.title}: {m}"
-                )
-                compared += 1
-    assert compared > 50
+    for call in calls(wide, heads, channels):
+        found, expected = (execute(module, call, torch.float64, torch.int32) for module in (OPS, reference))
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                found[key], value, rtol=1e-10, atol=1e-10, msg=lambda m, call=call: f"{call.title}: {m}"
+            )
+            compared += value.numel()
+    assert compared > 1_000_000
+
+
+@needs_kernels
+@pytest.mark.parametrize("megabytes", [0, 1, 5])
+def test_zeros(megabytes):
+    """Small tensors and large ones, whose memory was used before."""
+    for _ in range(2):
+        out = ops.zeros(torch.empty(0), megabytes << 10, 256, dtype=torch.float32)
+        assert out.shape == (megabytes << 10, 256) and not out.any()
+        out.fill_(1)
+        del out
+    torch.library.opcheck(OPS.zero_.default, (torch.ones(3, 4),))
+    with pytest.raises(RuntimeError, match="contiguous"):
+        OPS.zero_(torch.ones(3, 4).t())
 
 
 @needs_kernels

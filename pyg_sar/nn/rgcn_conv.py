@@ -128,8 +128,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
 
 class FastRGCNConv(RGCNConv, torch_geometric.nn.FastRGCNConv):
-    r"""The same as :class:`RGCNConv`, of which :class:`torch_geometric.nn.FastRGCNConv` is a faster form that needs more
-    memory.
+    r"""The same as :class:`RGCNConv`; PyG's :class:`~torch_geometric.nn.FastRGCNConv` is a faster form of it that needs
+    more memory.
     """
 
     def can_stream(self) -> bool:
