@@ -42,7 +42,7 @@ from tqdm import tqdm
 import pyg_sar
 from pyg_sar.distributed.datasets import community_graph
 
-TOLERANCE, TOLERANCE_BF16 = 1e-4, 2e-2
+TOLERANCE, TOLERANCE_BF16 = 1e-3, 2e-2
 BOUNDS = ("linear maps", "gather", "gather" + BF16)
 
 
@@ -262,9 +262,8 @@ def legend() -> list[str]:
         "backward pass above the inputs (features, graph and weights); *results* are the output, its gradient and the "
         "gradients of features and weights. *gather* reads the rows that the aggregation must read, in its order, and "
         "computes nothing: once over the edges in each pass. *% of gather* is its time by that of the implementation, "
-        "*with linear maps* adds the layer's dense products, measured alone. *Error*: largest difference of output and "
-        "gradients from PyG in double precision, relative to the entry and to the usual entry of its row (of all rows, "
-        "if that is larger). "
+        "*with linear maps* adds the layer's dense products, measured alone. *Error*: the largest among "
+        "the output and all gradients, norm of the difference from PyG in double precision by norm. "
         "*PyG CSR* is PyG with a sparse matrix instead of `edge_index`. PyG has none of its optional compiled "
         "packages. DGL has graphs with 32-bit ids."
     ]
