@@ -149,7 +149,12 @@ def measure(
         for _ in ask("ready"):
             pass
         for name, errors in ask("check", reference):
-            results[name].error = validate(case, name, errors)
+            wrong, results[name].error = validate(name, errors)
+            if wrong and name.startswith("pyg_sar"):
+                raise RuntimeError(f"{case.name}: {name} differs from PyG in double precision in {wrong}")
+            if wrong:
+                results[name] = Result(note=f"computes something else: error of {wrong}")
+                del children[name]
         for k in range(args.warmups + args.repetitions):
             for name, (forward, backward) in ask("repeat"):
                 if k >= args.warmups:
@@ -166,14 +171,12 @@ def skip(args: argparse.Namespace, case: Case, implementation: str, edges: int) 
     return f"skipped: needs about {need:.0f} GB" if need > have else ""
 
 
-def validate(case: Case, implementation: str, errors: dict[str, float]) -> str:
-    """Return the largest error and what has it; raise if it is too large."""
+def validate(implementation: str, errors: dict[str, float]) -> tuple[str, str]:
+    """Return the errors that are too large, and the largest with what has it."""
     tolerance = TOLERANCE_BF16 if implementation.endswith(BF16) else TOLERANCE
-    wrong = {name: value for name, value in errors.items() if not value <= tolerance}
-    if wrong:
-        raise RuntimeError(f"{case.name}: {implementation} differs from PyG in double precision in {wrong}")
+    wrong = ", ".join(f"{name} {value:.0e}" for name, value in errors.items() if not value <= tolerance)
     worst = max(errors, key=errors.__getitem__)
-    return f"{errors[worst]:.0e} ({worst})"
+    return wrong, f"{errors[worst]:.0e} ({worst})"
 
 
 def report(args: argparse.Namespace, edges: int, results: Results) -> str:
