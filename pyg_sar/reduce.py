@@ -333,8 +333,8 @@ def embed_grad(grad: Tensor, edge: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return rows as a matrix that shares their memory."""
-    return x.view(x.size(0), -1) if x.numel() > 0 else x.reshape(x.size(0), math.prod(x.shape[1:]))
+    """Return rows as a matrix, which shares their memory if they are contiguous."""
+    return x.reshape(x.size(0), math.prod(x.shape[1:]))
 
 
 def per_head(weight: Tensor, dtype: torch.dtype) -> Tensor:

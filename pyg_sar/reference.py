@@ -31,7 +31,12 @@ def spmm_(out: Tensor, ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | Non
 
 
 def weighted_sum(ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None = None, width: int = 0) -> Tensor:
-    """Sum gathered rows, each head with weights of its own, into ``width`` columns (by default those of ``x``)."""
+    """Sum gathered rows, each head with weights of its own, into ``width`` columns (by default those of ``x``).
+
+    Rows and weights take the accumulator's type first: ``embedding_bag`` would round weights to that of the rows, and
+    rounded weights are wrong alike wherever they are equal.
+    """
+    x = x.to(accumulator(x.dtype))
     if col.numel() == 0 or x.numel() == 0:
         return x.new_zeros(ptr.numel() - 1, width or x.size(1))
     if weight is not None and weight.size(1) > 1:
@@ -41,7 +46,7 @@ def weighted_sum(ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None = No
         parts = [weighted_sum(ptr, col, a, w, 0) for a, w in zip(each, weight.split(1, 1), strict=True)]
         return sum(parts[1:], parts[0]) if parts[0].size(1) == width else torch.cat(parts, 1)
     if weight is not None:
-        weight = weight.reshape(-1).to(x.dtype)
+        weight = weight.reshape(-1)
     return F.embedding_bag(col, x, ptr, mode="sum", include_last_offset=True, per_sample_weights=weight)
 
 

@@ -353,9 +353,12 @@ def error(found: Tensor, truth: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("layer", "args", "kwargs", "roles"), LAYERS)
 def test_error_at_most_twice_that_of_pyg(layer, args, kwargs, roles, dtype):
-    """Root mean square over four random graphs for the output and every gradient; one hub would be a single sample."""
+    """Median of eight random graphs with hubs, for the output and every gradient.
+
+    The median, because a score that rounds to the other side of LeakyReLU's kink is an outlier of either.
+    """
     n, e, errors = 200, 4000, {}
-    for seed in range(4):
+    for seed in range(8):
         g = torch.Generator().manual_seed(seed)
         edge_index = torch.randint(n, (2, e), generator=g)
         edge_index[1, :400] = 3
@@ -380,12 +383,12 @@ def test_error_at_most_twice_that_of_pyg(layer, args, kwargs, roles, dtype):
             for key, value in truth.items():
                 if value is not None:
                     assert found[key].dtype == dtype, key
-                    mine, his = errors.setdefault((key, len(graph.graph.blocks)), [0, 0])
-                    errors[key, len(graph.graph.blocks)] = [
-                        mine + error(found[key], value), his + error(theirs[key], value)
-                    ]  # fmt: skip
-    for key, (mine, his) in errors.items():
-        assert mine.sqrt() <= 2 * his.sqrt(), (key, mine.sqrt(), his.sqrt())
+                    mine, his = errors.setdefault((key, len(graph.graph.blocks)), ([], []))
+                    mine.append(error(found[key], value))
+                    his.append(error(theirs[key], value))
+    for key, pair in errors.items():
+        mine, his = (torch.stack(each).median().sqrt() for each in pair)
+        assert mine <= 2 * his, (key, mine, his)
 
 
 def low_precision(group, dtype, mode):

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <random>
 
+#define VECTOR_BYTES 16
 namespace pyg_sar::walk {
 #include "../../pyg_sar/csrc/rows.inl"
 }

@@ -80,9 +80,9 @@ def test_self_loops_between_two_sets_of_nodes_are_pygs(streamed, name):
 
 
 def test_number_of_destinations_without_features():
-    x, edge_index = features(NUM_NODES, 8), edges(NUM_NODES, 20)
+    x, edge_index = features(NUM_NODES, 8), edges(NUM_NODES, 47)
     ours, theirs = twins("SAGEConv", 8, 4, root_weight=False)
-    for size in (None, (NUM_NODES, 20)):
+    for size in (None, (NUM_NODES, 47)):
         close(ours((x, None), edge_index, size=size), theirs((x, None), edge_index, size=size), f"size {size}")
 
 
@@ -133,6 +133,7 @@ def without_kernels(conv, x, edge_index):
         return conv(x, edge_index)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at all
 @pytest.mark.parametrize("how", [compiled, in_inference, with_hook, without_kernels])
 @pytest.mark.parametrize("name", ["SAGEConv", "GATConv"])
 def test_what_is_left_to_pyg(streamed, name, how):
