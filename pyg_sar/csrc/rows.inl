@@ -238,7 +238,7 @@ class Tile {
   // Rows of which the columns [from, to) may be read, where they stand in `x`.
   Rows<const T> copy(Rows<const T> x, int64_t rows, int64_t from, int64_t to, Parallel parallel) {
     const int64_t width = to - from;
-    if (size_ < rows * width) memory_.reset(new T[size_ = rows * width]);
+    if (!memory_ || size_ < rows * width) memory_.reset(new T[size_ = rows * width]);
     for_rows(rows, parallel, [&, out = memory_.get()](int64_t i) { std::copy_n(x[i] + from, width, out + i * width); });
     return {memory_.get() - from, width};
   }
