@@ -257,8 +257,10 @@ class Softmax(Reduce):
     def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of packed rows."""
         values, keys = x.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
-        # One line of memory holds the keys of several sources if they stand apart from the values.
-        return {ADDITIVE: keys.contiguous(), GATV2: values}.get(self.kind, keys), values
+        if self.kind == GATV2:
+            return values, values
+        # One line of memory holds narrow keys of several sources if they stand apart from the values.
+        return keys.contiguous() if self.kind == ADDITIVE else keys, values
 
     def arguments(self, x: Tensor, block: Block, rows: Rows) -> tuple[list[Any], list[Any]]:
         """Return the tensors and the settings of the operators."""

@@ -426,7 +426,7 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
   const std::unique_ptr<A[]> d_score(new A[forward.csr.edges * step]);
   const std::unique_ptr<A[]> alpha(S == Score::dot && op.d_edge ? new A[forward.csr.edges * step] : nullptr);
   const std::unique_ptr<A[]> facts(new A[dsts * step * SourceGradBody<S, T, I>::facts]);
-  Tile<T> keys, values, queries, grads;
+  Tile<T> keys, queries, grads;
   for (int64_t from = 0; from < forward.heads; from += step) {
     const int64_t to = std::min(from + step, forward.heads);
     Edges<S, T, I> edges{forward, dropout, from, to};
@@ -440,7 +440,8 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
       Walk<I, A, SourceGradBody<S, T, I>>(op.transpose, body).run(parallel);
     }
     if (!op.d_query && !op.d_edge && op.d_att == nullptr) continue;
-    if (step < forward.heads && S != Score::additive) edges.copy_sources(keys, values, parallel);
+    if (step < forward.heads && S != Score::additive)
+      edges.key = keys.copy(edges.key, forward.num_src, from * C, to * C, parallel);
     DestinationGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get()};
     Walk<I, A, DestinationGradBody<S, T, I>> walk(forward.csr, body);
     const int64_t width = edges.width();

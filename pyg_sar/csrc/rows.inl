@@ -6,11 +6,6 @@ using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
 struct bf16 {
   uint16_t bits;
   operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
-  bf16() = default;
-  explicit bf16(float x) {
-    const uint32_t u = std::bit_cast<uint32_t>(x);
-    bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
-  }
 };
 
 struct f16 {

@@ -10,7 +10,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.nn.attention import affine, attend, finish, replace_self_loops
-from pyg_sar.nn.message_passing import MessagePassing, misses_loops
+from pyg_sar.nn.message_passing import SUMS, MessagePassing, misses_loops
 from pyg_sar.reference import ADDITIVE
 
 
@@ -36,9 +36,7 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
           ``concat=False``
     """
 
-    def can_stream(self) -> bool:
-        """Whether messages are summed or averaged."""
-        return self.aggr in ("sum", "add", "mean")
+    streamable = SUMS
 
     def forward(
         self,

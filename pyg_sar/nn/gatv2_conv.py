@@ -8,7 +8,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.nn.attention import attend, finish, replace_self_loops
-from pyg_sar.nn.message_passing import MessagePassing, misses_loops
+from pyg_sar.nn.message_passing import SUMS, MessagePassing, misses_loops
 from pyg_sar.reference import GATV2
 
 
@@ -34,9 +34,7 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
           ``concat=False``
     """
 
-    def can_stream(self) -> bool:
-        """Whether messages are summed or averaged."""
-        return self.aggr in ("sum", "add", "mean")
+    streamable = SUMS
 
     def forward(
         self,

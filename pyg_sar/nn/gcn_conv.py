@@ -9,7 +9,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.message_passing import MessagePassing, reduce_rows
+from pyg_sar.nn.message_passing import SUMS, MessagePassing, reduce_rows
 
 
 class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
@@ -31,9 +31,7 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
     """
 
-    def can_stream(self) -> bool:
-        """Whether the scaling of rows commutes with the aggregation."""
-        return self.aggr in ("sum", "add", "mean")
+    streamable = SUMS  # the scaling of rows commutes with them
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Run the forward pass."""

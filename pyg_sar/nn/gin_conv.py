@@ -30,9 +30,7 @@ class GINConv(MessagePassing, torch_geometric.nn.GINConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})` if bipartite
     """
 
-    def can_stream(self) -> bool:
-        """Whether the aggregation is a simple one."""
-        return self.aggr in SIMPLE
+    streamable = SIMPLE
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``."""

@@ -19,6 +19,8 @@ from pyg_sar.stream import aggregate
 
 PROPAGATE = torch_geometric.nn.MessagePassing.propagate
 EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
+SUMS: tuple[str, ...] = ("sum", "add", "mean")
+SIMPLE: tuple[str, ...] = (*SUMS, "max", "min")
 
 
 class MessagePassing(torch_geometric.nn.MessagePassing):
@@ -31,6 +33,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     tensor and kept as long as that lives (``pyg_sar.shard(edge_index, num_nodes)`` makes it by hand); without compiled
     kernels, and under :func:`torch.compile`, it is PyG's layer.
     """
+
+    streamable: tuple[str, ...] = ()  # the aggregations that have a streaming form
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -54,7 +58,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
 
     def can_stream(self) -> bool:
         """Whether the options of this layer have a streaming form."""
-        return False
+        return self.aggr in self.streamable
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate the arguments of :meth:`propagate` over ``graph``."""
@@ -136,9 +140,6 @@ def overridden(cls: type) -> bool:
 def is_message(name: str) -> bool:
     """Whether a dictionary of hooks belongs to message passing, not to the module as a whole."""
     return name.startswith(("_propagate", "_message", "_aggregate", "_edge_update"))
-
-
-SIMPLE = ("sum", "add", "mean", "max", "min")
 
 
 def reduce_rows(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph, TypedGraph
-from pyg_sar.nn.message_passing import SIMPLE, MessagePassing, reduce_rows
+from pyg_sar.nn.message_passing import SIMPLE, SUMS, MessagePassing, reduce_rows
 from pyg_sar.reduce import Sum
 from pyg_sar.stream import aggregate
 
@@ -39,9 +39,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
     """
 
-    def can_stream(self) -> bool:
-        """Whether the aggregation is a simple one."""
-        return self.aggr in SIMPLE
+    streamable = SIMPLE
 
     def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
@@ -79,7 +77,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
     def few_bases(self) -> bool:
         """Whether sums for each basis are fewer than those for each relation."""
-        return self.num_bases is not None and self.num_bases < self.num_relations and self.aggr not in ("max", "min")
+        return self.num_bases is not None and self.num_bases < self.num_relations and self.aggr in SUMS
 
     def compose(self, graph: ShardedGraph, typed: TypedGraph, edge_type: Tensor, x: Tensor) -> Tensor:
         """Aggregate rows for each basis, weighted by the coefficient of the edge's relation."""
@@ -113,7 +111,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         """Let each node select its row of the weights."""
         if self.num_blocks is not None:
             raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
-        if self.num_bases is not None and self.aggr in ("sum", "add", "mean"):
+        if self.num_bases is not None and self.aggr in SUMS:
             rows = self.weight[:, ids].transpose(0, 1)  # one for each node and basis
             h = reduce_rows(typed.graph, rows.contiguous(), self.aggr)
             relation = torch.arange(self.num_relations, device=ids.device)
@@ -132,6 +130,4 @@ class FastRGCNConv(RGCNConv, torch_geometric.nn.FastRGCNConv):
     more memory.
     """
 
-    def can_stream(self) -> bool:
-        """Whether messages are summed or averaged."""
-        return self.aggr in ("sum", "add", "mean")
+    streamable = SUMS

@@ -31,9 +31,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})` if bipartite
     """
 
-    def can_stream(self) -> bool:
-        """Whether the aggregation is a simple one."""
-        return self.aggr in SIMPLE
+    streamable = SIMPLE
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``."""

@@ -11,7 +11,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.nn.attention import affine, attend, finish
-from pyg_sar.nn.message_passing import MessagePassing
+from pyg_sar.nn.message_passing import SUMS, MessagePassing
 from pyg_sar.reference import DOT
 
 
@@ -37,9 +37,7 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
           ``concat=False``
     """
 
-    def can_stream(self) -> bool:
-        """Whether messages are summed or averaged."""
-        return self.aggr in ("sum", "add", "mean")
+    streamable = SUMS
 
     def forward(
         self,
