@@ -331,6 +331,8 @@ LAYERS = [
     (GCNConv, (16, 8), {}, "w"),
     (GATConv, (16, 8), {"heads": 3}, ""),
     (GATConv, (16, 8), {"edge_dim": 3}, "a"),
+    (GATConv, (16, 8), {"heads": 3, "negative_slope": 1.0}, ""),
+    (GATConv, (16, 8), {"edge_dim": 3, "negative_slope": 1.0}, "a"),
     (RGCNConv, (16, 8, 5), {}, "t"),
 ]
 
@@ -353,10 +355,11 @@ def error(found: Tensor, truth: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("layer", "args", "kwargs", "roles"), LAYERS)
 def test_error_at_most_twice_that_of_pyg(layer, args, kwargs, roles, dtype):
-    """Median of eight random graphs with hubs, for the output and every gradient.
+    """Root mean square of eight random graphs with hubs, for the output and every gradient.
 
-    The median, because a score that rounds to the other side of LeakyReLU's kink is an outlier of either.
+    With LeakyReLU's kink the median: a score that rounds to its other side is an outlier of either.
     """
+    kink = layer is GATConv and "negative_slope" not in kwargs
     n, e, errors = 200, 4000, {}
     for seed in range(8):
         g = torch.Generator().manual_seed(seed)
@@ -387,7 +390,7 @@ def test_error_at_most_twice_that_of_pyg(layer, args, kwargs, roles, dtype):
                     mine.append(error(found[key], value))
                     his.append(error(theirs[key], value))
     for key, pair in errors.items():
-        mine, his = (torch.stack(each).median().sqrt() for each in pair)
+        mine, his = ((e.median() if kink else e.mean()).sqrt() for e in map(torch.stack, pair))
         assert mine <= 2 * his, (key, mine, his)
 
 
