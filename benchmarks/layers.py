@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from layer_jobs import BF16, FEATURES, RELATIONS, Case, cases, make_job, needs
-from process_memory import available
+from process_memory import RETURN_FREED_MEMORY, available
 from rounds import Child, Died, serve
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -121,9 +121,9 @@ def measure(
     results = {name: Result(note=skip(args, case, name, edges)) for name in names}
     with contextlib.ExitStack() as stack:
 
-        def start(name: str) -> Child:
+        def start(name: str, **settings: str) -> Child:
             told = ["--cases", case.name, "--hold", name, "--scratch", scratch, "--threads", str(args.threads)]
-            return stack.enter_context(Child(__file__, told, args.threads, DGLBACKEND="pytorch"))
+            return stack.enter_context(Child(__file__, told, args.threads, DGLBACKEND="pytorch", **settings))
 
         reference = str(Path(scratch) / "reference.safetensors")
         with start("reference") as child:
@@ -135,7 +135,7 @@ def measure(
             """Ask the living children in turn, the bounds only what they know."""
             for name in list(children):
                 bar.set_postfix_str(f"{question} {name}", refresh=False)
-                if name in BOUNDS and question in ("check", "memory"):
+                if name in BOUNDS and question == "check":
                     continue
                 try:
                     answer = children[name].ask(question, *arguments)
@@ -160,8 +160,12 @@ def measure(
                 if k >= args.warmups:
                     results[name].forward.append(forward)
                     results[name].backward.append(backward)
-        for name, memory in ask("memory"):
-            results[name].memory = memory
+        stack.close()
+        for name in set(children) - set(BOUNDS):
+            bar.set_postfix_str(f"memory {name}", refresh=False)
+            results[name].memory = start(name, **RETURN_FREED_MEMORY).ask("memory")
+            stack.close()
+        bar.update()
     return results
 
 

@@ -4,7 +4,9 @@ import ctypes
 import gc
 from pathlib import Path
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+# Settings under which a process gives every tensor of 1 MiB and more back to the system when it is freed, or they would
+# count as used. They must hold from its start: what was once a heap takes tensors of any size, and keeps their pages.
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
 
 
 def resident(which: str) -> float:
@@ -30,13 +32,3 @@ def settle() -> float:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
-
-
-def return_freed_memory() -> None:
-    """From now on give tensors of 1 MiB and more back to the system when they are freed, or they would count as used.
-
-    The same as ``MALLOC_MMAP_THRESHOLD_``, but only for what comes: it makes every such tensor slower.
-    """
-    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-        if not ctypes.CDLL(None).mallopt(option, 1 << 20):
-            raise RuntimeError("mallopt refused a threshold of 1 MiB")

@@ -18,7 +18,7 @@ def mix(h: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def dropout_factors(e_id: Tensor, heads: int, p: float, seed: int, dtype: torch.dtype) -> Tensor:
+def dropout_factors(e_id: Tensor, heads: int, p: float, seed: int, dtype: torch.dtype, head: int = 0) -> Tensor:
     r"""Return factors :math:`(|\mathcal{E}|, H)`: 0 with probability ``p``, else :math:`1 / (1 - p)`.
 
     Args:
@@ -27,10 +27,13 @@ def dropout_factors(e_id: Tensor, heads: int, p: float, seed: int, dtype: torch.
         p: Probability of 0.
         seed: Seed of this call.
         dtype: Type of the factors.
+        head: Number of the first head.
     """
     # Scrambled before they meet: were they merely added, the masks of seeds 0 and 1 would be the same numbers in
     # another order. One key is for the edges and one for each head.
-    keys = mix(torch.arange(1, heads + 2, device=e_id.device))
+    numbers = torch.arange(head + 1, head + heads + 2, device=e_id.device)
+    numbers[0] = 1
+    keys = mix(numbers)
     keys = mix(mix(keys ^ (seed & WORD)) ^ (seed >> 32 & WORD))
     h = mix(mix(e_id & WORD) ^ (e_id >> 32 & WORD) ^ keys[0])
     bits = mix(h.unsqueeze(1) ^ keys[1:])

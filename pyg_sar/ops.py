@@ -1,7 +1,7 @@
 r"""The block-level operators under every layer, as operators of PyTorch's dispatcher: ``torch.ops.pyg_sar``.
 
 An operator takes index tensors and rows ``[*, width]`` and knows nothing of workers. All of them add to tensors that
-are given, in the accumulator's type, and return nothing: blocks follow one another without a copy, and to
+are given, in the accumulator's type as a rule, and return nothing: blocks follow one another without a copy, and to
 :func:`torch.compile` and :func:`torch.export` they are opaque mutations. On CPU tensors the compiled kernels of
 ``csrc/`` run if they are there (and :envvar:`PYG_SAR_KERNELS` is not ``0``), everywhere else :mod:`pyg_sar.reference`.
 """
@@ -22,7 +22,7 @@ from pyg_sar import reference
 SCHEMAS = (
     # out = 0, for memory that is touched for the first time
     "zero_(Tensor(a!) out) -> ()",
-    # out[i] += sum over e in i of weight[perm[e]] * x[col[e]]
+    # out[i] += sum over e in i of weight[perm[e]] * x[col[e]], which is rounded if `out` has the type of `x`
     "spmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor x, Tensor? weight, Tensor? perm) -> ()",
     # out[e] = <y[row of e], x[col[e]]>
     "sddmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor y, Tensor x) -> ()",
@@ -30,13 +30,18 @@ SCHEMAS = (
     "extremum_(Tensor(a!) best, Tensor(b!) count, Tensor ptr, Tensor col, Tensor x, bool largest) -> ()",
     # out[j] += sum over e in j of share[row[e]] where best[row[e]] == x[j]
     "extremum_grad_(Tensor(a!) out, Tensor ptr, Tensor row, Tensor x, Tensor best, Tensor share) -> ()",
-    # One block of an online softmax, and its gradient, see pyg_sar/reduce.py.
+    # One block of an online softmax, and its gradient, see pyg_sar/reduce.py; `head` is the number of the first head.
     "attention_(Tensor(a!) peak, Tensor(b!) total, Tensor(c!) out, Tensor ptr, Tensor col, Tensor key, Tensor value, "
-    "Tensor? query, Tensor? edge, Tensor? att, int kind, float parameter, Tensor? e_id, int seed, float dropout) -> ()",
+    "Tensor? query, Tensor? edge, Tensor? att, int kind, float parameter, Tensor? e_id, int seed, float dropout, "
+    "int head) -> ()",
     "attention_grad_(Tensor(a!) d_value, Tensor(b!)? d_key, Tensor(c!)? d_query, Tensor(d!)? d_edge, "
     "Tensor(e!)? d_att, Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, "
     "Tensor? query, Tensor? edge, Tensor? att, Tensor lse, Tensor inner, Tensor grad, int kind, float parameter, "
-    "Tensor? e_id, int seed, float dropout) -> ()",
+    "Tensor? e_id, int seed, float dropout, int head) -> ()",
+    # The same for additive scores, if the block holds all edges: without the output, and `value` becomes its gradient.
+    "additive_grad_(Tensor(a!) value, Tensor(b!) d_key, Tensor(c!)? d_query, Tensor(d!)? d_edge, Tensor ptr, "
+    "Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor? query, Tensor? edge, Tensor lse, "
+    "Tensor grad, float parameter, Tensor? e_id, int seed, float dropout, int head) -> ()",
 )
 LIBRARY = torch.library.Library("pyg_sar", "DEF")
 
@@ -86,3 +91,4 @@ extremum_ = torch.ops.pyg_sar.extremum_
 extremum_grad_ = torch.ops.pyg_sar.extremum_grad_
 attention_ = torch.ops.pyg_sar.attention_
 attention_grad_ = torch.ops.pyg_sar.attention_grad_
+additive_grad_ = torch.ops.pyg_sar.additive_grad_

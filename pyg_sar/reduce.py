@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_sar.graph import Block
-from pyg_sar.ops import attention_, attention_grad_, extremum_, extremum_grad_, sddmm_, spmm_, zeros
+from pyg_sar.ops import additive_grad_, attention_, attention_grad_, extremum_, extremum_grad_, sddmm_, spmm_, zeros
 from pyg_sar.reference import ADDITIVE, GATV2, accumulator, segment_sum
 
 
@@ -79,19 +80,20 @@ class Sum(Reduce):
     Args:
         learn_weight: Whether the weights need a gradient.
         sums: If given, the number of sums over the same rows, each with a column of the weights.
+        once: Whether there is a single block, after which every sum is rounded at once.
     """
 
-    def __init__(self, learn_weight: bool = False, sums: int | None = None) -> None:
-        self.needs_source, self.sums = learn_weight, sums
+    def __init__(self, learn_weight: bool = False, sums: int | None = None, once: bool = False) -> None:
+        self.needs_source, self.sums, self.once = learn_weight, sums, once
 
     def init(self, x: Tensor, num_dst: int) -> Tensor:
         """Return zeros."""
         shape = x.shape[1:] if self.sums is None else (self.sums, *x.shape[1:])
-        return zeros(x, num_dst, *shape, dtype=accumulator(x.dtype))
+        return zeros(x, num_dst, *shape, dtype=x.dtype if self.once else accumulator(x.dtype))
 
     def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
         """Add the block."""
-        weight = per_head(rows.edge[0], state.dtype) if rows.edge else None
+        weight = per_head(rows.edge[0], accumulator(x.dtype)) if rows.edge else None
         spmm_(flat(state), block.rowptr, block.col, flat(x), weight, None)
         return state
 
@@ -108,9 +110,8 @@ class Sum(Reduce):
         if needs.source:
             ptr, row, perm = block.transpose
             shape = out.shape[1:] if self.sums is None else out.shape[2:]
-            source = zeros(out, block.num_src, *shape, dtype=accumulator(out.dtype))
+            source = zeros(out, block.num_src, *shape)
             spmm_(flat(source), ptr, row, flat(out), weight, perm)
-            source = source.to(out.dtype)
         if self.needs_source:
             assert x is not None and weight is not None
             d_weight = torch.empty_like(weight)
@@ -218,7 +219,7 @@ class Softmax(Reduce):
 
     with :math:`\mathbf{e}_{ij}` a linear map of the edge's features (or absent). A source row is packed as
     ``[values (H * C) | keys (H, 0, or H * C)]``; ``rows.dst`` holds the queries, ``rows.edge`` the features of the
-    edges and ``rows.const`` their map, after :math:`\mathbf{a}` if there is one.
+    edges and ``rows.const`` their map, after :math:`\mathbf{a}` if there is one. The output has rows of :math:`H * C`.
 
     The forward pass keeps a running maximum :math:`m`, normaliser :math:`l` and output :math:`o` for each destination
     ("online softmax", Milakov & Gimelshein 2018) and saves the output and the log-sum-exp; backward rebuilds
@@ -249,6 +250,8 @@ class Softmax(Reduce):
     ) -> None:
         self.heads, self.channels, self.kind, self.parameter, self.dropout = heads, channels, kind, parameter, dropout
 
+    saves_output = True
+
     def init(self, x: Tensor, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the state of a destination that has seen nothing."""
         lowest = x.new_full((num_dst, self.heads), -torch.inf, dtype=accumulator(x.dtype))
@@ -262,35 +265,42 @@ class Softmax(Reduce):
         # One line of memory holds narrow keys of several sources if they stand apart from the values.
         return keys.contiguous() if self.kind == ADDITIVE else keys, values
 
-    def arguments(self, x: Tensor, block: Block, rows: Rows) -> tuple[list[Any], list[Any]]:
+    def arguments(self, key: Tensor, value: Tensor, block: Block, rows: Rows, head: int) -> tuple[list[Any], list[Any]]:
         """Return the tensors and the settings of the operators."""
         att, edge = (rows.const[0], rows.const[1:]) if self.kind == GATV2 else (None, rows.const)
-        att = None if att is None else att.reshape(-1).to(accumulator(x.dtype))
-        mapped = embed(rows.edge[0], edge[0]).to(x.dtype) if rows.edge else None
+        att = None if att is None else att.reshape(-1).to(accumulator(value.dtype))
+        mapped = embed(rows.edge[0], edge[0]).to(value.dtype) if rows.edge else None
         p, seed, e_id = (0.0, 0, None) if self.dropout is None else (*self.dropout[:2], self.dropout[2](block))
         query = rows.dst[0] if rows.dst else None
-        return [*self.unpack(x), query, mapped, att], [self.kind, self.parameter, e_id, seed, p]
+        return [key, value, query, mapped, att], [self.kind, self.parameter, e_id, seed, p, head]
 
     def step(
         self, state: tuple[Tensor, Tensor, Tensor], block: Block, x: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Merge the block into the running softmax."""
-        tensors, settings = self.arguments(x, block, rows)
-        attention_(*state, block.rowptr, block.col, *tensors, *settings)
+        self.merge(state, block, *self.unpack(x), rows)
         return state
+
+    def merge(
+        self, state: Sequence[Tensor], block: Block, key: Tensor, value: Tensor, rows: Rows, head: int = 0
+    ) -> None:
+        """Merge the block, given keys and values of heads from number ``head`` on."""
+        tensors, settings = self.arguments(key, value, block, rows, head)
+        attention_(*state, block.rowptr, block.col, *tensors, *settings)
 
     def finish(self, state: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Normalise; a destination without edges gets 0."""
         peak, total, out = state
         some = total > 0
-        out = out.view(-1, self.heads, self.channels).div_(total.where(some, 1).unsqueeze(-1)).to(dtype)
+        out.view(-1, self.heads, self.channels).div_(total.where(some, 1).unsqueeze(-1))
+        out = out.to(dtype)
         return out, (out, torch.where(some, peak + total.log(), 0))
 
     def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
         """Return the log-sum-exp and the product of output and gradient."""
         result, lse = saved
         inner, ids = torch.empty_like(lse), torch.arange(lse.size(0) + 1, dtype=torch.int32, device=lse.device)
-        sddmm_(inner, ids, ids[:-1], flat(out), flat(result))  # without a product as wide as the rows
+        sddmm_(inner, ids, ids[:-1], out, result)  # without a product as wide as the rows
         return lse, inner
 
     def grad(
@@ -298,25 +308,137 @@ class Softmax(Reduce):
     ) -> Grads:
         """Rebuild the coefficients from the log-sum-exp."""
         assert x is not None
-        tensors, settings = self.arguments(x, block, rows)
-        _, _, query, mapped, att = tensors
         source = zeros(x, *x.shape, dtype=accumulator(x.dtype))
         values, keys = source.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
-        make = [query is not None and needs.rows.dst[0], mapped is not None, att is not None]
-        wanted = [
-            torch.zeros_like(t, dtype=source.dtype) if m else None for t, m in zip(tensors[2:], make, strict=True)
-        ]
+        tensors, settings = self.arguments(*self.unpack(x), block, rows, 0)
+        into = room(tensors, needs)
         attention_grad_(
-            values, None if self.kind == GATV2 else keys, *wanted, block.rowptr, block.col, *block.transpose, *tensors,
-            *saved, out.flatten(1), *settings,
+            values, None if self.kind == GATV2 else keys, *into, block.rowptr, block.col, *block.transpose, *tensors,
+            *saved, out, *settings,
         )  # fmt: skip
-        d_query, d_mapped, d_att = wanted
-        edge: list[Tensor] = []
-        const = [] if d_att is None else [d_att.view(rows.const[0].shape)]
-        if d_mapped is not None:
-            d_edge, d_map = embed_grad(d_mapped, rows.edge[0], rows.const[-1])
-            edge, const = [d_edge], [*const, d_map]
-        return source.to(x.dtype), Rows([d_query] if rows.dst else [], edge, const)
+        return source.to(x.dtype), collect(into, rows)
+
+
+class ProjectedSoftmax(Softmax):
+    r"""Additive attention over source rows that are features: values :math:`\mathbf{W} \mathbf{x}_j` and keys
+    :math:`\mathbf{K} \mathbf{x}_j` are made inside, some heads at a time, and made again in backward.
+
+    Nothing as wide as all heads lives besides the output, which is not saved, and its gradient: with all edges in one
+    block :math:`\langle \mathbf{g}_i, \mathbf{o}_i \rangle = \sum_j \alpha_{ij} d_{ij} \langle \mathbf{g}_i,
+    \mathbf{v}_j \rangle`. It is for graphs of a single worker and block.
+
+    Args:
+        heads: Number of heads :math:`H`.
+        channels: Number of values for each head :math:`C`.
+        parameter: The negative slope.
+        dropout: As in :class:`Softmax`.
+
+    ``rows.const`` ends with :math:`\mathbf{W}` of shape ``[H * C, *]`` and :math:`\mathbf{K}` of shape ``[H, *]``.
+    """
+
+    saves_output = False
+    columns = 128  # of values at a time: as wide as a tile of the kernels, see csrc/rows.inl
+
+    def __init__(
+        self,
+        heads: int,
+        channels: int,
+        parameter: float,
+        dropout: tuple[float, int, Callable[[Block], Tensor]] | None = None,
+    ) -> None:
+        super().__init__(heads, channels, ADDITIVE, parameter, dropout)
+
+    def groups(self, dtype: torch.dtype) -> list[tuple[slice, slice]]:
+        """Return ranges of heads and of their columns; sums over groups would round in half precision."""
+        step = max(self.columns // max(self.channels, 1), 1) if dtype == accumulator(dtype) else self.heads
+        ends = [(h, min(h + step, self.heads)) for h in range(0, self.heads, step)]
+        return [(slice(a, b), slice(a * self.channels, b * self.channels)) for a, b in ends]
+
+    def finish(self, state: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Normalise; a destination without edges gets 0."""
+        out, (_, lse) = super().finish(state, dtype)
+        return out, (lse,)
+
+    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+        """Return the log-sum-exp."""
+        return saved
+
+    def step(
+        self, state: tuple[Tensor, Tensor, Tensor], block: Block, x: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Merge the block into the running softmax."""
+        (*_, weight, key_weight), (peak, total, out) = rows.const, state
+        keys = F.linear(x, key_weight)
+        for heads, columns in self.groups(x.dtype):
+            part = (peak[:, heads], total[:, heads], out[:, columns])
+            value = F.linear(x, weight[columns])
+            self.merge(part, block, keys[:, heads].contiguous(), value, of_heads(rows, heads), heads.start)
+            del value  # or it would outlive the making of the next one
+        return state
+
+    def grad(
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+    ) -> Grads:
+        """Make the rows again, and their gradients, and from those the gradients of features and maps."""
+        assert x is not None
+        *_, weight, key_weight = rows.const
+        keys = F.linear(x, key_weight)
+        d_keys = zeros(keys, *keys.shape, dtype=accumulator(x.dtype))
+        source = torch.zeros_like(x) if needs.source else None
+        d_weight, parts, groups = torch.empty_like(weight), [], self.groups(x.dtype)
+        for heads, columns in groups:
+            value, grad, mine = F.linear(x, weight[columns]), out[:, columns], of_heads(rows, heads)
+            if len(groups) > 2:  # rows far apart take many pages of memory: to copy them is faster
+                grad = grad.contiguous()
+            tensors, settings = self.arguments(keys[:, heads].contiguous(), value, block, mine, heads.start)
+            key, _, query, edge, _ = tensors
+            into = room(tensors, needs)
+            additive_grad_(
+                value, d_keys[:, heads], *into[:2], block.rowptr, block.col, *block.transpose, key, query, edge,
+                saved[0][:, heads], grad, *settings[1:],
+            )  # fmt: skip
+            parts.append(collect(into, mine))
+            project_grad(x, value, weight[columns], source, d_weight[columns])
+            del value, grad, tensors  # or they would outlive the making of the next ones
+        d_key_weight = torch.empty_like(key_weight)
+        project_grad(x, d_keys, key_weight, source, d_key_weight)
+        dst, edge, const = (list(zip(*grads, strict=True)) for grads in zip(*parts, strict=True))
+        return source, Rows(
+            [None if g[0] is None else torch.cat(g, 1) for g in dst],
+            [sum(g[1:], g[0]) for g in edge],
+            [*(torch.cat(g) for g in const), d_weight, d_key_weight],
+        )
+
+
+def room(tensors: Sequence[Tensor | None], needs: Needs) -> list[Tensor | None]:
+    """Return zeros for the gradients of queries, mapped features and ``att`` that are wanted."""
+    query, mapped, att = tensors[2:]
+    wanted = (query if needs.rows.dst and needs.rows.dst[0] else None, mapped, att)
+    return [None if t is None else torch.zeros_like(t, dtype=accumulator(t.dtype)) for t in wanted]
+
+
+def collect(grads: Sequence[Tensor | None], rows: Rows) -> Rows:
+    """Return the gradients of rows, given those of queries, mapped features and ``att``."""
+    d_query, d_mapped, d_att = grads
+    edge: list[Tensor] = []
+    const = [] if d_att is None else [d_att.view(rows.const[0].shape)]
+    if d_mapped is not None:
+        d_edge, d_map = embed_grad(d_mapped, rows.edge[0], rows.const[-1])
+        edge, const = [d_edge], [*const, d_map]
+    return Rows([d_query] if rows.dst else [], edge, const)
+
+
+def of_heads(rows: Rows, heads: slice) -> Rows:
+    """Return what some heads read: queries, features of edges and their map."""
+    return Rows([q[:, heads] for q in rows.dst], rows.edge, [m[heads] for m in rows.const[:-2]])
+
+
+def project_grad(x: Tensor, grad: Tensor, weight: Tensor, source: Tensor | None, d_weight: Tensor) -> None:
+    """Add to the gradient of ``x`` and write that of ``weight``, given that of ``F.linear(x, weight)``."""
+    grad = grad.to(x.dtype)
+    if source is not None:
+        source.addmm_(grad, weight)
+    torch.mm(grad.t(), x, out=d_weight)
 
 
 def embed(edge: Tensor, weight: Tensor) -> Tensor:

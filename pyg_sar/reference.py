@@ -99,15 +99,15 @@ def scores(
     return split(total * att, heads).sum(-1, dtype=accumulator(key.dtype))
 
 
-def factors(e_id: Tensor | None, heads: int, seed: int, dropout: float, dtype: torch.dtype) -> Tensor | None:
+def factors(e_id: Tensor | None, heads: int, seed: int, dropout: float, head: int, dtype: torch.dtype) -> Tensor | None:
     """Return the factors of dropout for each edge and head, if there is any."""
-    return None if e_id is None else dropout_factors(e_id, heads, dropout, seed, dtype)
+    return None if e_id is None else dropout_factors(e_id, heads, dropout, seed, dtype, head)
 
 
 def attention_(
     peak: Tensor, total: Tensor, out: Tensor, ptr: Tensor, col: Tensor, key: Tensor, value: Tensor,
     query: Tensor | None, edge: Tensor | None, att: Tensor | None, kind: int, parameter: float, e_id: Tensor | None,
-    seed: int, dropout: float,
+    seed: int, dropout: float, head: int,
 ) -> None:  # fmt: skip
     """Merge the block into the running softmax."""
     row, (num_dst, heads) = rows_of(ptr, col), peak.shape
@@ -116,7 +116,7 @@ def attention_(
     anchor = new.masked_fill(new == -torch.inf, 0)  # a destination without edges so far
     weight, decay = (score - anchor[row]).exp_(), (peak - anchor).exp_()
     total.mul_(decay).add_(segment_sum(row, num_dst, weight))
-    drop = factors(e_id, heads, seed, dropout, weight.dtype)
+    drop = factors(e_id, heads, seed, dropout, head, weight.dtype)
     weight = weight if drop is None else weight * drop
     split(out, heads).mul_(decay.unsqueeze(-1))
     out += weighted_sum(ptr, col, value, weight)
@@ -128,10 +128,14 @@ def attention_(
 def attention_grad_(
     d_value: Tensor, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None, d_att: Tensor | None,
     ptr: Tensor, col: Tensor, src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, value: Tensor,
-    query: Tensor | None, edge: Tensor | None, att: Tensor | None, lse: Tensor, inner: Tensor, grad: Tensor, kind: int,
-    parameter: float, e_id: Tensor | None, seed: int, dropout: float,
+    query: Tensor | None, edge: Tensor | None, att: Tensor | None, lse: Tensor, inner: Tensor | None, grad: Tensor,
+    kind: int,
+    parameter: float, e_id: Tensor | None, seed: int, dropout: float, head: int,
 ) -> None:  # fmt: skip
-    """Rebuild the coefficients from the log-sum-exp; the gradient of the score itself is left to autograd."""
+    """Rebuild the coefficients from the log-sum-exp; the gradient of the score itself is left to autograd.
+
+    Without ``inner``, the product of output and gradient, the block must hold all edges.
+    """
     row, heads = rows_of(ptr, col), lse.size(1)
     d_keys = d_value if kind == GATV2 else d_key
     with torch.enable_grad():
@@ -140,12 +144,14 @@ def attention_grad_(
         k, q, e, a = leaves
         score = scores(row, col, k, q, e, a, kind, parameter, heads)
     alpha = (score.detach() - lse[row]).exp_()
-    drop = factors(e_id, heads, seed, dropout, alpha.dtype)
+    drop = factors(e_id, heads, seed, dropout, head, alpha.dtype)
     product = torch.empty_like(alpha)
     sddmm_(product, ptr, col, grad, value)
     if edge is not None and kind == DOT:
         product += split(grad[row] * edge, heads).sum(-1, dtype=product.dtype)
-    d_score = alpha * ((product if drop is None else product * drop) - inner[row])
+    product = product if drop is None else product * drop
+    inner = segment_sum(row, lse.size(0), alpha * product) if inner is None else inner
+    d_score = alpha * (product - inner[row])
     wanted = [
         (t, d) for t, d in zip(leaves, (d_keys, d_query, d_edge, d_att), strict=True) if t is not None and d is not None
     ]
@@ -156,6 +162,20 @@ def attention_grad_(
         total += part
     if d_edge is not None and kind == DOT:
         d_edge += spread(weight, grad[row])
+
+
+def additive_grad_(
+    value: Tensor, d_key: Tensor, d_query: Tensor | None, d_edge: Tensor | None, ptr: Tensor, col: Tensor,
+    src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, query: Tensor | None, edge: Tensor | None, lse: Tensor,
+    grad: Tensor, parameter: float, e_id: Tensor | None, seed: int, dropout: float, head: int,
+) -> None:  # fmt: skip
+    """Write the gradient of values over them."""
+    d_value = torch.zeros_like(value, dtype=accumulator(value.dtype))
+    attention_grad_(
+        d_value, d_key, d_query, d_edge, None, ptr, col, src_ptr, dst, perm, key, value, query, edge, None, lse, None,
+        grad, ADDITIVE, parameter, e_id, seed, dropout, head,
+    )  # fmt: skip
+    value.copy_(d_value)
 
 
 def spread(weight: Tensor, rows: Tensor) -> Tensor:

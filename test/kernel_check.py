@@ -14,11 +14,12 @@ from pyg_sar.reference import ADDITIVE, DOT, GATV2
 
 SCHEMAS = {
     name: getattr(torch.ops.pyg_sar, name).default._schema
-    for name in ("spmm_", "sddmm_", "extremum_", "extremum_grad_", "attention_", "attention_grad_")
+    for name in ("spmm_", "sddmm_", "extremum_", "extremum_grad_", "attention_", "attention_grad_", "additive_grad_")
 }
 KINDS = {"additive": ADDITIVE, "gatv2": GATV2, "dot": DOT}
 # Rows have the type that is asked for, all other numbers that of the accumulator.
 ROWS = {"x", "y", "key", "value", "query", "edge", "grad", "share"}
+ROUNDED = "spmm_ to the type of its rows"
 HALF = (torch.float32, torch.bfloat16, torch.float16)
 
 # In-degrees of the destinations. A unit of work is 1024 edges, and a row with more of them is cut.
@@ -91,6 +92,8 @@ def calls(b: Block, heads: int, channels: int, seed: int = 0, base: float = 1.0)
             {"out": base * rows(len(ptr) - 1), "ptr": ptr, "col": col, "x": rows(m if by_source else n),
              "weight": weight, "perm": perm},
         )  # fmt: skip
+    args = {"out": base * rows(m), "ptr": b.ptr, "col": b.col, "x": rows(n), "weight": rows(e, heads), "perm": None}
+    yield Call(ROUNDED, "spmm_", args)
     yield Call(
         "sddmm_", "sddmm_", {"out": base * rows(e, heads), "ptr": b.ptr, "col": b.col, "y": rows(m), "x": rows(n)}
     )
@@ -136,6 +139,7 @@ def calls(b: Block, heads: int, channels: int, seed: int = 0, base: float = 1.0)
             "e_id": torch.randint(-(2**62), 2**62, (e,), generator=g) if dropout else None,
             "seed": 2**61 + 12345,
             "dropout": dropout,
+            "head": 3,
         }
         title = f"attention_ {kind}{' query' * with_query}{' edge' * with_edge}{' dropout' * (dropout > 0)}"
         peak, total, out = (
@@ -162,11 +166,14 @@ def calls(b: Block, heads: int, channels: int, seed: int = 0, base: float = 1.0)
                 "d_edge": base * rows(e, each) if with_edge and wanted == "all" else None,
                 "d_att": base * rows(1, width)[0] if kind == "gatv2" and wanted == "all" else None,
             }
-            yield Call(
-                f"{title} gradient {wanted}", "attention_grad_",
-                {**grads, "ptr": b.ptr, "col": b.col, "src_ptr": b.src_ptr, "dst": b.dst, "perm": b.perm, **inputs,
-                 "lse": lse, "inner": rows(m, heads), "grad": rows(m), **settings},
-            )  # fmt: skip
+            arguments = {
+                **grads, "ptr": b.ptr, "col": b.col, "src_ptr": b.src_ptr, "dst": b.dst, "perm": b.perm, **inputs,
+                "lse": lse, "inner": rows(m, heads), "grad": rows(m), **settings,
+            }  # fmt: skip
+            yield Call(f"{title} gradient {wanted}", "attention_grad_", arguments)
+            if kind == "additive":
+                names = [a.name for a in SCHEMAS["additive_grad_"].arguments]
+                yield Call(f"{title} gradient {wanted} alone", "additive_grad_", {k: arguments[k] for k in names})
             peak, total, out = peak.clone(), total.clone(), out.clone()
 
 
@@ -230,7 +237,11 @@ def cast(call: Call, dtype: torch.dtype) -> dict[str, Any]:
     args = {}
     for name, value in call.args.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            row = name in ROWS or (name == "best" and call.name == "extremum_grad_")
+            row = (
+                name in ROWS
+                or (name, call.name) == ("best", "extremum_grad_")
+                or (name, call.title) == ("out", ROUNDED)
+            )
             value = value.to(dtype if row else reference.accumulator(dtype))
         args[name] = value
     return args
@@ -292,11 +303,12 @@ def check_precision(module: Any, dtype: torch.dtype, seeds: int = 6) -> int:
                 }
                 truth = normalised(execute(reference, call._replace(args=exact), torch.float64))
                 results = [normalised(execute(m, call, dtype)) for m in (module, reference)]
+                call_types = {} if "peak" in args else {k: v.dtype for k, v in args.items() if isinstance(v, Tensor)}
                 for key, value in truth.items():
                     sums = errors.setdefault((call.title, key), [0.0, 0.0])
                     scale = value.masked_fill(value.isinf(), 0).square().sum().item()
                     for k, result in enumerate(results):
-                        assert result[key].dtype == torch.float32
+                        assert result[key].dtype == call_types.get(key, torch.float32), call.title
                         off = (result[key].double() - value).masked_fill(result[key] == value, 0)  # infinities are
                         sums[k] += off.square().sum().item() / scale
     for what, (mine, theirs) in errors.items():

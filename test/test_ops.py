@@ -158,7 +158,7 @@ def test_what_is_not_a_number(dtype):
                 )
             value = torch.ones(6, 5, dtype=dtype)
             module.attention_(
-                peak, norm, mean, ptr, col, x.to(dtype), value, None, None, None, ADDITIVE, 1.0, None, 0, 0.0
+                peak, norm, mean, ptr, col, x.to(dtype), value, None, None, None, ADDITIVE, 1.0, None, 0, 0.0, 0
             )
         seen.append([best, count, out, total, lowest, norm, mean])
     for name, found, expected in zip(
@@ -181,8 +181,8 @@ def test_kernels_drop_what_the_reference_drops(p, dtype):
     ptr, col = torch.arange(n + 1), torch.arange(n)
     key, value = torch.zeros(n, heads, dtype=dtype), torch.ones(n, heads, dtype=dtype)
     for seed in (0, 1, 2**31, 2**32 + 1, 2**61 + 12345):
-        factors = dropout_factors(ids, heads, p, seed, dtype)
-        settings = (ADDITIVE, 1.0, ids, seed, p)
+        factors = dropout_factors(ids, heads, p, seed, dtype, seed % 7)
+        settings = (ADDITIVE, 1.0, ids, seed, p, seed % 7)
         peak, total, out = torch.full_like(key, -torch.inf), torch.zeros_like(key), torch.zeros_like(value)
         OPS.attention_(peak, total, out, ptr, col, key, value, None, None, None, *settings)
         assert torch.equal(out, factors)
@@ -229,7 +229,7 @@ def attend_and_sum(ptr, col, key, value, att):
     """A model's worth of operators."""
     n, heads = ptr.numel() - 1, 2
     state = key.new_full((n, heads), -torch.inf), key.new_zeros(n, heads), key.new_zeros(n, value.size(1))
-    ops.attention_(*state, ptr, col, value, value, key, None, att, GATV2, 0.2, None, 0, 0.0)
+    ops.attention_(*state, ptr, col, value, value, key, None, att, GATV2, 0.2, None, 0, 0.0, 0)
     total, products = torch.zeros_like(state[2]), value.new_empty(col.numel(), heads)
     ops.spmm_(total, ptr, col, value, None, None)
     ops.sddmm_(products, ptr, col, state[2] * 2, value)
@@ -268,7 +268,7 @@ def test_export(inputs):
 def arguments(name, kind=None):
     """Good arguments for an operator."""
     wanted = (c for c in calls(block("mixed"), 2, 3) if c.name == name and c.args.get("kind") == kind)
-    call = next(c for c in wanted if kind is None or ("edge" in c.title and "query" in c.title))
+    call = next(c for c in wanted if "att" not in name + c.title or ("edge" in c.title and "query" in c.title))
     return cast(call, torch.float32)
 
 
@@ -290,6 +290,7 @@ MISTAKES = [
     ("spmm_", None, other(x=lambda t: t[0]), "'x' to be a matrix (got [6])"),
     ("spmm_", None, other(x=lambda t: t[None]), "'x' to be a matrix"),
     ("spmm_", None, other(out=lambda t: t.bfloat16()), "'out' of type Float"),
+    ("spmm_", None, other(x=lambda t: t.half(), out=lambda t: t.bfloat16()), "'out' of type Float"),
     ("spmm_", None, other(out=wider), "'x' of shape"),
     ("spmm_", None, other(out=longer), "'out' of shape"),
     ("spmm_", None, other(out=lambda t: t.t().contiguous().t()), "rows of 'out' to be contiguous"),
@@ -351,6 +352,13 @@ MISTAKES = [
     ("attention_grad_", DOT, other(dst=lambda t: t[:-1], perm=lambda t: t[:-1]), "lead from 0 to the number of edges"),
     ("attention_grad_", DOT, other(lse=longer), "'lse' of shape"),
     ("attention_grad_", DOT, other(inner=wider), "'inner' of shape"),
+    ("additive_grad_", None, other(value=lambda t: t.t().contiguous().t()), "rows of 'value' to be contiguous"),
+    ("additive_grad_", None, other(lse=longer), "'lse' of shape"),
+    ("additive_grad_", None, other(grad=lambda t: t.half()), "'grad' of type Float"),
+    ("additive_grad_", None, other(d_key=wider), "'d_key' of shape"),
+    ("additive_grad_", None, other(d_query=longer), "'d_query' of shape"),
+    ("additive_grad_", None, other(d_edge=wider), "'d_edge' of shape"),
+    ("additive_grad_", None, other(src_ptr=torch.tensor([0, 182])), "transpose of the same block"),
     ("attention_grad_", DOT, other(grad=lambda t: t.half()), "'grad' of type Float"),
     ("attention_grad_", DOT, other(d_query=longer), "'d_query' of shape"),
     ("attention_grad_", DOT, other(d_edge=wider), "'d_edge' of shape"),
@@ -385,7 +393,7 @@ def test_rows_without_channels(module, name):
         total, att = torch.zeros(m, 2), torch.zeros(0) if kind == GATV2 else None
         peak, out = torch.full((m, 2), -torch.inf), torch.zeros(m, 0)
         query = torch.zeros(m, width)
-        module.attention_(peak, total, out, b.ptr, b.col, key, value, query, None, att, kind, 1.0, None, 0, 0.0)
+        module.attention_(peak, total, out, b.ptr, b.col, key, value, query, None, att, kind, 1.0, None, 0, 0.0, 0)
         assert torch.equal(total, b.ptr.diff().float().view(-1, 1).expand(-1, 2))
     out = torch.ones(e, 2)
     module.sddmm_(out, b.ptr, b.col, torch.zeros(m, 0), torch.zeros(n, 0))

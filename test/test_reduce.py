@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from layer_check import inputs, leaf, run
 from problem import NUM_NODES, assignment, close, edges, share
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.nn import GATConv, GCNConv, RGCNConv, SAGEConv
 from torch_geometric.utils import scatter, softmax
 
-from pyg_sar import nn, shard
+from pyg_sar import nn, ops, shard
 from pyg_sar.dropout import dropout_factors
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.reduce import Extremum, Message, Rows, Softmax, Sum
+from pyg_sar.reduce import Extremum, Message, ProjectedSoftmax, Rows, Softmax, Sum
 from pyg_sar.reference import ADDITIVE, DOT, GATV2
 from pyg_sar.stream import aggregate
 
@@ -117,7 +118,7 @@ def attention(group, mode, kind, query, edge, p):
     total = both[..., C:]
     oracle = both[..., :C] / torch.where(total > 0, total, 1)
     found = aggregate(graph, Softmax(H, C, KINDS[kind], PARAMETER, drop), torch.cat([values, keys], 1), **rest)
-    equal(gradients(found, *leaves), gradients(oracle, *leaves), "attention")
+    equal(gradients(found, *leaves), gradients(oracle.flatten(1), *leaves), "attention")
 
 
 @pytest.mark.parametrize("p", [0.0, 0.6])
@@ -125,6 +126,66 @@ def attention(group, mode, kind, query, edge, p):
 @pytest.mark.parametrize("mode", MODES)
 def test_attention_equals_the_generic_sum(pool, mode, kind, query, edge, p):
     pool.run(3, attention, mode, kind, query, edge, p)
+
+
+PROJECTED = [(query, edge, p) for query in (True, False) for edge in (True, False) for p in (0.0, 0.6)]
+
+
+@pytest.mark.parametrize(("query", "edge", "p"), PROJECTED)
+@pytest.mark.parametrize("columns", [1, 2 * C, 128])
+def test_features_projected_inside(monkeypatch, columns, query, edge, p):
+    """One head at a time, two and all: the same as to project them first, gradients included."""
+    monkeypatch.setattr(ProjectedSoftmax, "columns", columns)
+    monkeypatch.setattr(f"{__name__}.H", 3)
+    graph = shard(edges(), NUM_NODES).graph
+    _, _, rest = attention_inputs("additive", query, edge, NUM_NODES, NUM_NODES, graph.num_edges)
+    x, weight, keys = (leaf(torch.randn(*s, dtype=torch.float64)) for s in ((NUM_NODES, 5), (9, 5), (3, 5)))
+    leaves = (x, weight, keys, *rest["dst"], *rest["edge"], *rest["const"])
+    drop = (p, 12345, graph.ids_of) if p > 0 else None
+    packed = F.linear(x, torch.cat([weight, keys]))
+    expected = aggregate(graph, Softmax(3, C, ADDITIVE, PARAMETER, drop), packed, **rest)
+    rest["const"] += [weight, keys]
+    found = aggregate(graph, ProjectedSoftmax(3, C, PARAMETER, drop), x, **rest)
+    truth = gradients(expected, *leaves)
+    equal(gradients(found, *leaves), truth, "projected")
+    rest = {k: [t.detach() for t in ts] for k, ts in rest.items()}
+    alone = aggregate(graph, ProjectedSoftmax(3, C, PARAMETER, drop), x, **rest)
+    equal(gradients(alone, x), truth[:2], "features alone")
+
+
+class Largest(TorchDispatchMode):
+    """The number of values in every new tensor that is not a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        old = {
+            t.untyped_storage().data_ptr()
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in old:
+                self.sizes.append(t.numel())
+        return out
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="PYG_SAR_KERNELS=0: plain PyTorch copies rows")
+def test_nothing_as_wide_as_all_heads_lives_beside_the_output():
+    n, heads, channels = 400, 6, 100
+    conv = nn.GATConv(16, channels, heads, add_self_loops=False)
+    x, edge_index = torch.randn(n, 16, requires_grad=True), edges(n)
+    conv(x, edge_index)  # makes the graph
+    with Largest() as forward:
+        out = conv(x, edge_index)
+    grad = torch.ones_like(out)
+    with Largest() as backward:
+        out.backward(grad)
+    assert sorted(forward.sizes)[-2:] == [n * channels, out.numel()]
+    assert max(backward.sizes) == n * channels
 
 
 def frozen_queries(group):
@@ -274,7 +335,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish():
     g = torch.Generator().manual_seed(0)
     terms = torch.randn(NUM_NODES, 1, generator=g) * 1000
     values = leaf(torch.randn(NUM_NODES, 2, generator=g))
-    out = aggregate(graph, Softmax(1, 2, ADDITIVE, 1.0), torch.cat([values, terms], 1)).squeeze(1)
+    out = aggregate(graph, Softmax(1, 2, ADDITIVE, 1.0), torch.cat([values, terms], 1))
     alpha = softmax(terms[src], dst, num_nodes=NUM_NODES)
     expected = scatter(alpha * values[src], dst, 0, NUM_NODES)
     close(out, expected, "output", 1e-5)
@@ -297,7 +358,7 @@ def test_products_far_apart_neither_overflow_nor_vanish(kind):
     assert score.abs().max() > 1000
     expected = scatter(softmax(score, dst, num_nodes=NUM_NODES).unsqueeze(-1) * rows, dst, 0, NUM_NODES)
     leaves = [t for t in (values, keys) if t.numel() > 0]
-    equal(gradients(out, *leaves), gradients(expected, *leaves), "far apart")
+    equal(gradients(out, *leaves), gradients(expected.flatten(1), *leaves), "far apart")
 
 
 def test_masked_edges_count_for_nothing():
@@ -370,6 +431,8 @@ def test_error_at_most_twice_that_of_pyg(layer, args, kwargs, roles, dtype):
         x = torch.randn(n, 16).to(dtype)
         rest = inputs(roles, e, dtype)
         reference = As(layer(*args, **kwargs).to(dtype))
+        with torch.no_grad():  # biases start at zero
+            reference.layer.get_parameter("bias" if layer is not SAGEConv else "lin_l.bias").normal_()
         weights = reference.state_dict()
         ours = As(getattr(nn, layer.__name__)(*args, **kwargs).to(dtype))
         exact = As(layer(*args, **kwargs).double())

@@ -7,7 +7,10 @@
 // No coefficient is written to memory in the forward pass. Backward first walks by source: an edge's row of the
 // output's gradient is read once for both the product with the source's value and the value's gradient; the gradients of
 // the scores go to a buffer of one number for each edge and head of a tile (two where a dot product has edge rows), from
-// which a second walk, by destination, makes the gradients of queries, edges and att.
+// which a second walk, by destination, makes the gradients of queries, edges and att. Of additive scores with all
+// edges in one block (`alone`) `inner`, the product of output and gradient, is the sum of what the first walk writes; the
+// second walk finishes the gradients of the scores, a third adds them to those of keys. Then nobody needs the output, and
+// the values become their own gradient, row by row.
 
 constexpr int GROUP = 16;  // heads at a time, at most
 
@@ -23,8 +26,9 @@ class Dropout {
  public:
   Dropout(const Attention& op) : e_id_(op.e_id) {
     if (e_id_ == nullptr) return;
-    for (int64_t k = 0; k <= op.heads; ++k)
-      keys_.push_back(mix(mix(mix(uint32_t(k + 1)) ^ uint32_t(op.seed)) ^ uint32_t(uint64_t(op.seed) >> 32)));
+    const auto key = [&](int64_t k) { return mix(mix(mix(uint32_t(k)) ^ uint32_t(op.seed)) ^ uint32_t(uint64_t(op.seed) >> 32)); };
+    keys_.push_back(key(1));
+    for (int64_t h = op.head; h < op.head + op.heads; ++h) keys_.push_back(key(h + 2));
     threshold_ = uint64_t(std::nearbyint(op.dropout * 0x1p32));
     scale_ = op.dropout < 1 ? A(1) / A(1 - op.dropout) : A(0);
   }
@@ -226,8 +230,8 @@ struct SourceGradBody {
   const int64_t C = edges.C, H = edges.heads();
 
   static constexpr int64_t facts = S == Score::additive ? 3 : 2;
-  // The key of GATv2 is its value.
-  int64_t keys() const { return S == Score::additive ? H : S == Score::dot ? H * C : 0; }
+  // The key of GATv2 is its value; `alone` keys come later.
+  int64_t keys() const { return op.alone || S == Score::gatv2 ? 0 : S == Score::additive ? H : H * C; }
 
   State home(int64_t j) const {
     return {keys() == 0 ? nullptr : d_key[j] + (S == Score::dot ? edges.from * C : edges.from), d_value[j] + edges.from * C};
@@ -283,7 +287,7 @@ struct SourceGradBody {
         } else {
           for (int k = 0; k < n; ++k) ds[k] = weight[k] * (inner[k] - ds[k]);
         }
-        if constexpr (S == Score::additive) {
+        if (S == Score::additive && !op.alone) {
           A sum = 0;
           for (int k = 0; k < n; ++k) sum += ds[k] *= slope[k];
           s.key[h] += sum;
@@ -318,6 +322,49 @@ struct SourceGradBody {
   }
 };
 
+// Writes the gradient of a source's value over the value, which no other source reads.
+template <Score S, class T, class I>
+struct AloneSourceGradBody : SourceGradBody<S, T, I> {
+  void emit(int64_t j, typename SourceGradBody<S, T, I>::State s) const {
+    T* value = typed<T>(this->op.d_value)[j] + this->edges.from * this->C;
+    for (int64_t c = 0; c < this->H * this->C; ++c) value[c] = T(s.value[c]);
+  }
+};
+
+// Sums of the gradients of scores by row, and by column where `perm` is that of the transpose.
+template <class T, class I>
+struct ScoreSumBody {
+  using A = Acc<T>;
+  using State = A*;
+
+  const A* d_score;
+  const I* perm;
+  Rows<A> out;
+  int64_t from, heads;
+
+  State home(int64_t i) const { return out[i] + from; }
+  int64_t size() const { return heads; }
+  State part(A* p) const { return p; }
+  void clear(State s) const { std::fill_n(s, heads, A(0)); }
+  void merge(int64_t, State into, State s) const {
+    for (int64_t h = 0; h < heads; ++h) into[h] += s[h];
+  }
+
+  void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const {
+    for (int64_t h = 0; h < heads; ++h) {
+      A sum = 0;
+      if (perm == nullptr) {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t e = begin; e < end; ++e) sum += d_score[e * heads + h];
+      } else {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t t = begin; t < end; ++t) sum += d_score[int64_t(perm[t]) * heads + h];
+      }
+      s[h] += sum;
+    }
+  }
+};
+
 // By destination: the gradients of queries, edges and att from those of the scores.
 template <Score S, class T, class I>
 struct DestinationGradBody {
@@ -326,7 +373,8 @@ struct DestinationGradBody {
 
   Edges<S, T, I> edges;
   const AttentionGrad& op;
-  const A *d_score, *alpha;
+  A* d_score;
+  const A *alpha, *inner;  // inner of each destination and head, if scores are still to be finished
   std::vector<double> d_att{};  // a row for each unit, so that it is summed in the same order by any number of threads
   const I* col = static_cast<const I*>(edges.op.csr.col);
   Rows<A> d_query = typed<A>(op.d_query), d_edge = typed<A>(op.d_edge);
@@ -345,6 +393,7 @@ struct DestinationGradBody {
 
   void run(int64_t i, int64_t begin, int64_t end, State s, int64_t unit) {
     if constexpr (S == Score::additive) {
+      for (int64_t h = 0; h < H && inner != nullptr; ++h) finish(i, begin, end, h);
       for (int64_t h = 0; h < H && s != nullptr; ++h) {
         A sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -367,6 +416,24 @@ struct DestinationGradBody {
         } else {
           dot_product(query, edge, col[e], i, e, at, ds * A(edges.op.parameter), alpha == nullptr ? A(0) : alpha[e * H + h]);
         }
+      }
+    }
+  }
+
+  // From alpha d <g, v> to the gradient of the argument of the LeakyReLU.
+  void finish(int64_t i, int64_t begin, int64_t end, int64_t h) const {
+    A score[CHUNK];
+    const int64_t head = edges.from + h;
+    const A query = edges.query ? A(edges.query[i][head]) : A(0), parameter = A(edges.op.parameter);
+    const A lse = typed<A>(op.lse)[i][head], part = inner[i * H + h];
+    for (int64_t e = begin; e < end; e += CHUNK) {
+      const int n = int(std::min<int64_t>(CHUNK, end - e));
+      A* ds = d_score + e * H + h;
+      for (int k = 0; k < n; ++k) score[k] = edges.sum(col[e + k], query, e + k, head);
+#pragma omp simd
+      for (int k = 0; k < n; ++k) {
+        const A slope = score[k] > 0 ? A(1) : parameter;
+        ds[k * H] = (ds[k * H] - part * exponential(score[k] * slope - lse)) * slope;
       }
     }
   }
@@ -411,7 +478,7 @@ void collect(Acc<T>* facts, const AttentionGrad& op, const Edges<S, T, I>& edges
   for_rows(op.forward.csr.rows, parallel, [&](int64_t i) {
     A* fact = facts + i * edges.heads() * n;
     for (int64_t h = edges.from; h < edges.to; ++h, fact += n) {
-      fact[0] = lse[i][h], fact[1] = inner[i][h];
+      fact[0] = lse[i][h], fact[1] = op.alone ? A(0) : inner[i][h];
       if constexpr (n == 3) fact[2] = edges.query ? A(edges.query[i][h]) : A(0);
     }
   });
@@ -426,23 +493,33 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
   const std::unique_ptr<A[]> d_score(new A[forward.csr.edges * step]);
   const std::unique_ptr<A[]> alpha(S == Score::dot && op.d_edge ? new A[forward.csr.edges * step] : nullptr);
   const std::unique_ptr<A[]> facts(new A[dsts * step * SourceGradBody<S, T, I>::facts]);
+  const std::unique_ptr<A[]> inner(op.alone ? new A[dsts * step] : nullptr);
   Tile<T> keys, queries, grads;
   for (int64_t from = 0; from < forward.heads; from += step) {
     const int64_t to = std::min(from + step, forward.heads);
     Edges<S, T, I> edges{forward, dropout, from, to};
     collect(facts.get(), op, edges, parallel);
     {
-      SourceGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get(), facts.get()};
+      AloneSourceGradBody<S, T, I> body{{edges, op, d_score.get(), alpha.get(), facts.get()}};
       if (step < forward.heads) {
         body.grad = grads.copy(body.grad, dsts, from * C, to * C, parallel);
         if (S != Score::additive) body.edges.query = queries.copy(edges.query, dsts, from * C, to * C, parallel);
       }
-      Walk<I, A, SourceGradBody<S, T, I>>(op.transpose, body).run(parallel);
+      if (op.alone) {
+        Walk<I, A, AloneSourceGradBody<S, T, I>>(op.transpose, body).run(parallel);
+      } else {
+        Walk<I, A, SourceGradBody<S, T, I>>(op.transpose, body).run(parallel);
+      }
     }
-    if (!op.d_query && !op.d_edge && op.d_att == nullptr) continue;
+    if (op.alone) {
+      std::fill_n(inner.get(), dsts * edges.heads(), A(0));
+      ScoreSumBody<T, I> body{d_score.get(), nullptr, {inner.get(), edges.heads()}, 0, edges.heads()};
+      Walk<I, A, ScoreSumBody<T, I>>(forward.csr, body).run(parallel);
+    }
+    if (!op.alone && !op.d_query && !op.d_edge && op.d_att == nullptr) continue;
     if (step < forward.heads && S != Score::additive)
       edges.key = keys.copy(edges.key, forward.num_src, from * C, to * C, parallel);
-    DestinationGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get()};
+    DestinationGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get(), inner.get()};
     Walk<I, A, DestinationGradBody<S, T, I>> walk(forward.csr, body);
     const int64_t width = edges.width();
     if (op.d_att != nullptr) body.d_att.assign(walk.units() * width, 0.0);
@@ -451,6 +528,10 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
       double sum = 0;
       for (int64_t u = 0; u < walk.units(); ++u) sum += body.d_att[u * width + k];
       static_cast<A*>(op.d_att)[from * C + k] += A(sum);
+    }
+    if (op.alone) {
+      ScoreSumBody<T, I> body{d_score.get(), static_cast<const I*>(op.transpose.perm), typed<A>(op.d_key), from, edges.heads()};
+      Walk<I, A, ScoreSumBody<T, I>>(op.transpose, body).run(parallel);
     }
   }
 }

@@ -29,9 +29,9 @@ struct Sum {
   Csr csr;
   Rows<const void> x;
   Rows<const void> weight;  // accumulator type, [edges, heads], or null
-  Rows<void> out;           // accumulator type
+  Rows<void> out;           // accumulator type, or that of x
   int64_t num_cols, heads, channels;
-  bool same_x, same_out;
+  bool same_x, same_out, rounded;
 };
 
 struct Product {
@@ -71,6 +71,7 @@ struct Attention {
   const int64_t* e_id;              // of edges, or null without dropout
   int64_t seed;
   double dropout;
+  int64_t head;                     // number of the first head
   Rows<void> peak, total, out;      // accumulator type
 };
 
@@ -81,6 +82,7 @@ struct AttentionGrad {
   Rows<const void> grad;                // of the type of the values, [num_dst, heads * channels]
   Rows<void> d_key, d_value, d_query, d_edge;  // accumulator type, or null where not wanted
   void* d_att;                          // accumulator type, or null
+  bool alone;                           // all edges, additive scores: no `inner`, and `d_value` are the values themselves
 };
 
 // Runs `task(unit, context)` for all units on torch's threads, in any order.

@@ -173,7 +173,8 @@ void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe per
   const int64_t wide = op.heads * op.channels;
   op.x = args.rows("x", x, -1, op.same_x ? op.channels : wide, x.scalar_type());
   op.weight = args.rows("weight", weight, op.csr.edges, op.heads, accumulator(x));
-  op.out = args.out("out", out, op.csr.rows, op.same_out ? op.channels : wide, accumulator(x));
+  op.rounded = out.scalar_type() == x.scalar_type() && x.scalar_type() != accumulator(x);
+  op.out = args.out("out", out, op.csr.rows, op.same_out ? op.channels : wide, op.rounded ? x.scalar_type() : accumulator(x));
   if (op.csr.edges > 0 && wide > 0) kernels(x, ptr).sum(op, parallel);
 }
 
@@ -214,7 +215,7 @@ void extremum_grad_(Tensor out, Tensor ptr, Tensor row, Tensor x, Tensor best, T
 
 Attention attention(Arguments& args, const Tensor& ptr, const Tensor& col, const Tensor& key, const Tensor& value,
                     const Maybe& query, const Maybe& edge, const Maybe& att, int64_t heads, int64_t score, double parameter,
-                    const Maybe& e_id, int64_t seed, double dropout) {
+                    const Maybe& e_id, int64_t seed, double dropout, int64_t head) {
   STD_TORCH_CHECK(0 <= score && score <= 2, "Unknown score ", score);
   STD_TORCH_CHECK(heads > 0 && width_of("value", value) % heads == 0, "Expected values of ", heads, " equal heads (got ", shape(value), ")");
   Attention op{};
@@ -231,35 +232,41 @@ Attention attention(Arguments& args, const Tensor& ptr, const Tensor& col, const
   op.edge = args.rows("edge", edge, op.csr.edges, width, type);
   op.att = att ? args.index("att", *att, value.size(1), accumulator(value)) : nullptr;
   op.e_id = e_id ? static_cast<const int64_t*>(args.index("e_id", *e_id, op.csr.edges, ScalarType::Long)) : nullptr;
-  op.seed = seed, op.dropout = dropout;
+  op.seed = seed, op.dropout = dropout, op.head = head;
   return op;
 }
 
 void attention_(Tensor peak, Tensor total, Tensor out, Tensor ptr, Tensor col, Tensor key, Tensor value, Maybe query,
-                Maybe edge, Maybe att, int64_t score, double parameter, Maybe e_id, int64_t seed, double dropout) {
+                Maybe edge, Maybe att, int64_t score, double parameter, Maybe e_id, int64_t seed, double dropout,
+                int64_t head) {
   Arguments args;
   const auto type = accumulator(value);
-  Attention op = attention(args, ptr, col, key, value, query, edge, att, width_of("peak", peak), score, parameter, e_id, seed, dropout);
+  Attention op = attention(args, ptr, col, key, value, query, edge, att, width_of("peak", peak), score, parameter, e_id, seed, dropout, head);
   op.peak = args.out("peak", peak, op.csr.rows, op.heads, type);
   op.total = args.out("total", total, op.csr.rows, op.heads, type);
   op.out = args.out("out", out, op.csr.rows, value.size(1), type);
   if (op.csr.edges > 0) kernels(value, ptr).attention(op, parallel);
 }
 
+Csr transpose(Arguments& args, const Attention& op, const Tensor& ptr, const Tensor& src_ptr, const Tensor& dst, const Tensor& perm) {
+  const Csr csr = args.csr(src_ptr, dst, perm);
+  STD_TORCH_CHECK(csr.rows == op.num_src && csr.edges == op.csr.edges && src_ptr.scalar_type() == ptr.scalar_type(),
+                  "Expected the transpose of the same block");
+  return csr;
+}
+
 void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, Maybe d_att, Tensor ptr, Tensor col,
                      Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, Maybe query, Maybe edge, Maybe att,
                      Tensor lse, Tensor inner, Tensor grad, int64_t score, double parameter, Maybe e_id, int64_t seed,
-                     double dropout) {
+                     double dropout, int64_t head) {
   Arguments args;
   const auto type = accumulator(value);
   AttentionGrad op{};
-  op.forward = attention(args, ptr, col, key, value, query, edge, att, width_of("lse", lse), score, parameter, e_id, seed, dropout);
+  op.forward = attention(args, ptr, col, key, value, query, edge, att, width_of("lse", lse), score, parameter, e_id, seed, dropout, head);
   STD_TORCH_CHECK(d_key.has_value() == (op.forward.score != Score::gatv2), "'d_key' is for keys that are not the values");
   const int64_t dsts = op.forward.csr.rows, heads = op.forward.heads, all = value.size(1);
   const int64_t width = op.forward.score == Score::additive ? heads : all;
-  op.transpose = args.csr(src_ptr, dst, perm);
-  STD_TORCH_CHECK(op.transpose.rows == op.forward.num_src && op.transpose.edges == op.forward.csr.edges &&
-                  src_ptr.scalar_type() == ptr.scalar_type(), "Expected the transpose of the same block");
+  op.transpose = transpose(args, op.forward, ptr, src_ptr, dst, perm);
   op.lse = args.rows("lse", lse, dsts, heads, type);
   op.inner = args.rows("inner", inner, dsts, heads, type);
   op.grad = args.rows("grad", grad, dsts, all, value.scalar_type());
@@ -272,6 +279,26 @@ void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, M
   if (op.forward.csr.edges > 0) kernels(value, ptr).attention_grad(op, parallel);
 }
 
+void additive_grad_(Tensor value, Tensor d_key, Maybe d_query, Maybe d_edge, Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst,
+                    Tensor perm, Tensor key, Maybe query, Maybe edge, Tensor lse, Tensor grad, double parameter, Maybe e_id,
+                    int64_t seed, double dropout, int64_t head) {
+  Arguments args;
+  const auto type = accumulator(value);
+  AttentionGrad op{};
+  op.forward = attention(args, ptr, col, key, value, query, edge, std::nullopt, width_of("lse", lse), int64_t(Score::additive),
+                         parameter, e_id, seed, dropout, head);
+  const int64_t dsts = op.forward.csr.rows, heads = op.forward.heads, all = value.size(1);
+  op.transpose = transpose(args, op.forward, ptr, src_ptr, dst, perm);
+  op.lse = args.rows("lse", lse, dsts, heads, type);
+  op.grad = args.rows("grad", grad, dsts, all, value.scalar_type());
+  op.d_value = args.out("value", value, op.forward.num_src, all, value.scalar_type());
+  op.d_key = args.out("d_key", d_key, op.forward.num_src, heads, type);
+  op.d_query = args.out("d_query", d_query, dsts, heads, type);
+  op.d_edge = args.out("d_edge", d_edge, op.forward.csr.edges, heads, type);
+  op.alone = true;
+  kernels(value, ptr).attention_grad(op, parallel);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
@@ -282,6 +309,7 @@ STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
   m.impl("extremum_grad_", TORCH_BOX(&extremum_grad_));
   m.impl("attention_", TORCH_BOX(&attention_));
   m.impl("attention_grad_", TORCH_BOX(&attention_grad_));
+  m.impl("additive_grad_", TORCH_BOX(&additive_grad_));
 }
 
 }  // namespace pyg_sar

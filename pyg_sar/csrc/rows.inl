@@ -5,11 +5,25 @@ using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 struct bf16 {
   uint16_t bits;
+  bf16() = default;
+  explicit bf16(float x) {
+    const uint32_t b = std::bit_cast<uint32_t>(x);
+    bits = uint16_t(x == x ? (b + 0x7fff + (b >> 16 & 1)) >> 16 : 0x7fc0);
+  }
   operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
 };
 
 struct f16 {
   uint16_t bits;
+  f16() = default;
+  // Below the smallest normal number the processor rounds, as it adds 0.5, whose last place is worth as much.
+  explicit f16(float x) {
+    const uint32_t b = std::bit_cast<uint32_t>(x), magnitude = b & 0x7fffffff;
+    const uint32_t small = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000;
+    const uint32_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    const uint32_t large = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    bits = uint16_t((b >> 16 & 0x8000) | (magnitude < 0x38800000 ? small : magnitude < 0x47800000 ? normal : large));
+  }
   // Scaled by a power of two, which is exact for subnormal numbers, too; infinities and NaN keep their exponent.
   operator float() const {
     const uint32_t magnitude = uint32_t(bits & 0x7fff) << 13, sign = uint32_t(bits & 0x8000) << 16;
@@ -138,7 +152,8 @@ inline void dot_rows(A* out, const T* x, const T* const* rows, int n, int64_t wi
 // matrix alone, so that results do not depend on the number of threads.
 //
 // A body has `State home(row)`, `int64_t size()` and `State part(A*)` for the state of a piece, `clear(State)`,
-// `merge(row, State into, State from)` and `run(row, begin, end, State, unit)`.
+// `merge(row, State into, State from)` and `run(row, begin, end, State, unit)`. A body that has `emit(row, State)` instead
+// of `home` is given the sum over every row, also if that is empty.
 template <class I, class A, class Body>
 class Walk {
  public:
@@ -161,8 +176,17 @@ class Walk {
 
   void run(Parallel parallel) {
     parallel(units(), [](int64_t u, void* self) { static_cast<Walk*>(self)->work(u); }, this);
-    for (const Unit& unit : units_)
-      if (unit.piece >= 0) body_.merge(unit.first, body_.home(unit.first), part(unit));
+    for (size_t u = 0; u < units_.size(); ++u) {
+      const Unit& unit = units_[u];
+      if (unit.piece < 0) continue;
+      if constexpr (EMITS) {
+        for (; u + 1 < units_.size() && units_[u + 1].first == unit.first; ++u)
+          body_.merge(unit.first, part(unit), part(units_[u + 1]));
+        body_.emit(unit.first, part(unit));
+      } else {
+        body_.merge(unit.first, body_.home(unit.first), part(unit));
+      }
+    }
   }
 
  private:
@@ -192,9 +216,22 @@ class Walk {
       body_.run(unit.first, unit.begin, unit.end, state, u);
       return;
     }
-    for (int64_t row = unit.first; row < unit.last; ++row)
-      if (ptr_[row] < ptr_[row + 1] && !hub(row)) body_.run(row, ptr_[row], ptr_[row + 1], body_.home(row), u);
+    if constexpr (EMITS) {
+      std::vector<A> sum(body_.size());
+      const auto state = body_.part(sum.data());
+      for (int64_t row = unit.first; row < unit.last; ++row) {
+        if (hub(row)) continue;
+        body_.clear(state);
+        body_.run(row, ptr_[row], ptr_[row + 1], state, u);
+        body_.emit(row, state);
+      }
+    } else {
+      for (int64_t row = unit.first; row < unit.last; ++row)
+        if (ptr_[row] < ptr_[row + 1] && !hub(row)) body_.run(row, ptr_[row], ptr_[row + 1], body_.home(row), u);
+    }
   }
+
+  static constexpr bool EMITS = requires(Body& body, int64_t row, typename Body::State state) { body.emit(row, state); };
 
   const Csr& csr_;
   const I* ptr_;

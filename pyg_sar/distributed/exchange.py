@@ -6,7 +6,8 @@ Every exchange has the same few verbs, which is all that the streaming loop know
 * ``pull(x, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads;
 * ``sink(meter)``: takes the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their owners
   and returns that by ``sum()``; it may keep and change what it was given;
-* ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere.
+* ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere; ``alone``: whether there is no
+  other worker.
 
 :class:`Peers` runs the pairwise shift schedule: at step :math:`t` worker :math:`p` reads from :math:`p + t` and serves
 :math:`p - t`, its own shard first, so that local work hides the first transfer::
@@ -86,7 +87,7 @@ class Log:
 class Local:
     """All source rows live in this process, in pieces: one device, host memory, or the one-process test twin."""
 
-    num_halo = 0
+    num_halo, alone = 0, True
 
     def __init__(self, ids: Sequence[Index], log: Log | None = None) -> None:
         self.ids, self.log = list(ids), log or Log()
@@ -157,7 +158,7 @@ class Peers:
     ) -> None:
         self.serve, self.num_src, self.group, self.prefetch = list(serve), list(num_src), group, prefetch
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.log = log or Log()
+        self.log, self.alone = log or Log(), self.size == 1
         self.order = [(self.rank + t) % self.size for t in range(self.size)]
         self.num_halo = sum(n for q, n in enumerate(num_src) if q != self.rank)
         self.turn = 0  # how often rows or gradients were exchanged
@@ -288,7 +289,7 @@ class OneShot:
     order = (0,)
 
     def __init__(self, peers: Peers) -> None:
-        self.peers, self.log, self.num_halo = peers, peers.log, peers.num_halo
+        self.peers, self.log, self.num_halo, self.alone = peers, peers.log, peers.num_halo, peers.alone
         ends = torch.tensor([n if q != peers.rank else 0 for q, n in enumerate(peers.num_src)]).cumsum(0).tolist()
         self.spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 

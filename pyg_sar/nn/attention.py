@@ -12,48 +12,51 @@ from torch_geometric.utils import scatter
 
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.message_passing import divide_by_degree
-from pyg_sar.reduce import Softmax
+from pyg_sar.reduce import ProjectedSoftmax, Softmax
 from pyg_sar.stream import aggregate
 
 
 def attend(
     layer: Any, graph: ShardedGraph, kind: int, parameter: float, x: Tensor, query: Tensor | None,
-    edge: tuple[Tensor, Tensor] | None = None, att: Tensor | None = None,
+    edge: tuple[Tensor, Tensor] | None = None, att: Tensor | None = None, project: tuple[Tensor, ...] = (),
+    res: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    r"""Return the heads of an attention layer, :math:`(|\mathcal{V}|, H, C)`.
+    r"""Return the output of an attention layer.
 
     Args:
-        layer: PyG's layer: its heads, channels, dropout and aggregation (a sum or a mean).
+        layer: PyG's layer: its heads, channels, dropout, ``concat`` and aggregation (a sum or a mean).
         graph: The graph.
         kind: The kind of score, see :class:`~pyg_sar.reduce.Softmax`.
         parameter: Its parameter.
-        x: Packed source rows.
+        x: Packed source rows, or features with ``project``.
         query: Rows of destinations.
         edge: Features of edges and the matrix that maps them.
         att: The vector of GATv2.
+        project: The maps of features to values and keys, see :class:`~pyg_sar.reduce.ProjectedSoftmax`.
+        res: What is added to the output.
+        bias: The bias.
     """
     drop = None
     if layer.training and layer.dropout > 0:
         drop = (layer.dropout, graph.seeds.draw(), graph.ids_of)
-    out = aggregate(
-        graph,
-        Softmax(layer.heads, layer.out_channels, kind, parameter, drop),
-        x,
-        dst=[] if query is None else [query],
-        edge=[] if edge is None else edge[:1],
-        const=[t for t in (att, None if edge is None else edge[1]) if t is not None],
+    reduce = (
+        ProjectedSoftmax(layer.heads, layer.out_channels, parameter, drop)
+        if project
+        else Softmax(layer.heads, layer.out_channels, kind, parameter, drop)
     )
-    return divide_by_degree(graph, out) if layer.aggr == "mean" else out
-
-
-def finish(layer: Any, heads: Tensor, res: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Concatenate or average heads, add residual and bias."""
-    out = heads.flatten(1) if layer.concat else heads.mean(1)
-    out = out if res is None else out + res
-    if bias is not None:
-        return out + bias
-    # Nothing that the caller may change in place must be what backward reads.
-    return out.clone() if layer.concat and res is None else out
+    const = [t for t in (att, None if edge is None else edge[1], *project) if t is not None]
+    dst, features = [] if query is None else [query], [] if edge is None else edge[:1]
+    out = aggregate(graph, reduce, x, dst, features, const)
+    own = not reduce.saves_output  # nothing that may still be changed in place must be what backward reads
+    if layer.aggr == "mean":
+        out, own = divide_by_degree(graph, out), True
+    if not layer.concat:
+        out, own = out.view(-1, layer.heads, layer.out_channels).mean(1), True
+    for term in (res, bias):
+        if term is not None:
+            in_place = own and torch.promote_types(out.dtype, term.dtype) == out.dtype
+            out, own = out.add_(term) if in_place else out + term, True
+    return out if own else out.clone()
 
 
 def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:

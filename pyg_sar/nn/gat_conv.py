@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.attention import affine, attend, finish, replace_self_loops
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.attention import affine, attend, replace_self_loops
 from pyg_sar.nn.message_passing import SUMS, MessagePassing, misses_loops
 from pyg_sar.reference import ADDITIVE
 
@@ -59,21 +60,34 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         if edge_attr is not None and self.lin_edge is not None:
             edge = edge_attr, through(self.lin_edge.weight, self.att_edge)
         query = None if x_dst is None else self.terms(lin_dst, x_dst, self.att_dst)
-        out = attend(self, graph, ADDITIVE, self.negative_slope, self.rows(lin_src, x_src), query, edge)
-        return finish(self, out, res, self.bias)
+        rows, project = self.rows(graph, lin_src, x_src)
+        return attend(
+            self, graph, ADDITIVE, self.negative_slope, rows, query, edge, project=project, res=res, bias=self.bias
+        )
 
-    def rows(self, lin: Any, x: Tensor) -> Tensor:
-        """Return packed source rows, transformed features and their terms of the scores, in one product if possible."""
-        if affine(lin) is not None:
-            return F.linear(x, torch.cat([lin.weight, through(lin.weight, self.att_src)]))
-        z = lin(x)
-        return torch.cat([z, (z.view(-1, self.heads, self.out_channels) * self.att_src).sum(-1)], 1)
+    def rows(self, graph: ShardedGraph, lin: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return packed source rows, transformed features and their terms of the scores, in one product if possible;
+        or features and the maps to both, where no rows travel.
+        """
+        if not is_matrix(lin):
+            z = lin(x)
+            return torch.cat([z, (z.view(-1, self.heads, self.out_channels) * self.att_src).sum(-1)], 1), ()
+        maps = lin.weight, through(lin.weight, self.att_src)
+        if graph.exchange.alone and len(graph.blocks) == 1 and not torch.is_autocast_enabled(x.device.type):
+            return x, maps
+        return F.linear(x, torch.cat(maps)), ()
 
     def terms(self, lin: Any, x: Tensor, att: Tensor) -> Tensor:
         """Return the terms of destinations, one for each head."""
-        if affine(lin) is not None:
+        if is_matrix(lin):
             return F.linear(x, through(lin.weight, att))
         return (lin(x).view(-1, self.heads, self.out_channels) * att).sum(-1)
+
+
+def is_matrix(lin: Any) -> bool:
+    """Whether a linear layer is nothing but its weight."""
+    pair = affine(lin)
+    return pair is not None and pair[1] is None
 
 
 def through(weight: Tensor, att: Tensor) -> Tensor:

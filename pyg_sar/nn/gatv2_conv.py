@@ -7,7 +7,7 @@ from typing import Any
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.attention import attend, finish, replace_self_loops
+from pyg_sar.nn.attention import attend, replace_self_loops
 from pyg_sar.nn.message_passing import SUMS, MessagePassing, misses_loops
 from pyg_sar.reference import GATV2
 
@@ -58,5 +58,4 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
         if edge_attr is not None:
             assert self.lin_edge is not None
             edge = edge_attr, self.lin_edge.weight
-        out = attend(self, graph, GATV2, self.negative_slope, rows, query, edge, self.att)
-        return finish(self, out, res, self.bias)
+        return attend(self, graph, GATV2, self.negative_slope, rows, query, edge, self.att, res=res, bias=self.bias)

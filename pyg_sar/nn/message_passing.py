@@ -161,7 +161,8 @@ def reduce_rows(
     if aggr in ("max", "min"):
         reduce = Extremum(1 if aggr == "max" else -1)
     else:
-        reduce = Sum(learn_weight=weight is not None and weight.requires_grad)
+        learn = weight is not None and weight.requires_grad
+        reduce = Sum(learn_weight=learn, once=len(graph.blocks) == 1)
     out = aggregate(graph, reduce, rows, edge=() if weight is None else (weight,))
     return (divide_by_degree(graph, out) if aggr == "mean" else out).movedim(0, node_dim)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.attention import affine, attend, finish
+from pyg_sar.nn.attention import affine, attend
 from pyg_sar.nn.message_passing import SUMS, MessagePassing
 from pyg_sar.reference import DOT
 
@@ -55,8 +55,7 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
         edge = None if self.lin_edge is None else (edge_attr, self.lin_edge.weight)
         factor = 1 / math.sqrt(self.out_channels)
-        heads = attend(self, graph, DOT, factor, self.rows(x_src), self.lin_query(x_dst), edge)  # type: ignore[arg-type]
-        out = finish(self, heads, None, None)
+        out = attend(self, graph, DOT, factor, self.rows(x_src), self.lin_query(x_dst), edge)  # type: ignore[arg-type]
         if not self.root_weight:
             return out
         x_dst = self.lin_skip(x_dst)

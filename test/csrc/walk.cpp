@@ -47,6 +47,16 @@ struct Body {
   }
 };
 
+// Is given the sums instead.
+struct Emitting : Body {
+  std::vector<int> emitted{};
+
+  void emit(int64_t row, State s) {
+    ++emitted[row];
+    count[row] = *s.edges;
+  }
+};
+
 void expect(bool truth, const char* what, int64_t at) {
   if (truth) return;
   std::fprintf(stderr, "%s (at %lld)\n", what, static_cast<long long>(at));
@@ -85,6 +95,11 @@ void check(const std::vector<int64_t>& degrees) {
   for (const Range& r : ranges) expect(r.end - r.begin <= unit, "a piece longer than a unit", r.row);
   expect(std::is_sorted(body.merged.begin(), body.merged.end()), "pieces are not merged in their order", 0);
   expect(walk.units() <= 2 * 513 + int64_t(degrees.size()), "too many units", walk.units());
+
+  Emitting other{{std::vector<double>(degrees.size(), -1)}, std::vector<int>(degrees.size())};
+  pyg_sar::walk::Walk<I, double, Emitting>(csr, other).run(backwards);
+  for (size_t row = 0; row < degrees.size(); ++row)
+    expect(other.emitted[row] == 1 && other.count[row] == double(degrees[row]), "wrong sum of a row", int64_t(row));
 }
 
 }  // namespace
