@@ -111,6 +111,19 @@ def test_rows_in_tiles(heads, channels):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_round_as_torch_does(dtype):
+    """Ties, what overflows, subnormal numbers, and what is not a number."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(-(2**15), 2**15, (2, 1_000_000), generator=g).short().view(dtype)
+    out = torch.zeros(1, x.size(1), dtype=dtype)
+    OPS.spmm_(out, torch.tensor([0, 2]), torch.tensor([0, 1]), x, None, None)
+    expected = (x[0].float() + x[1].float()).to(dtype)
+    torch.testing.assert_close(out[0], expected, rtol=0, atol=0, equal_nan=True)
+    assert expected.isinf().any() and expected.isnan().any() and (expected.abs() < torch.finfo(dtype).tiny).any()
+
+
+@needs_kernels
 @pytest.mark.parametrize("megabytes", [0, 1, 5])
 def test_zeros(megabytes):
     """Small tensors and large ones, whose memory was used before."""

@@ -139,7 +139,7 @@ struct Checks {
         const int64_t H = weighted ? this->H : 1;
         Matrix<E> x = rows(reverse ? g.dsts : g.srcs, H * C);
         Matrix<A> weight = numbers(g.edges, H), out = numbers(reverse ? g.srcs : g.dsts, H * C);
-        Sum op{reverse ? g.transpose() : g.forward(), x, weighted ? weight : Rows<const void>{}, out, x.rows, H, C, false, false};
+        Sum op{reverse ? g.transpose() : g.forward(), x, weighted ? weight : Rows<const void>{}, out, x.rows, H, C, false, false, false};
         kernels.sum(op, parallel);
         for (int64_t e = 0; e < g.edges; ++e)
           for (int64_t j = 0; j < H * C; ++j)
@@ -152,8 +152,8 @@ struct Checks {
   void shared() const {
     Matrix<E> one = rows(g.srcs, C), all = rows(g.dsts, H * C);
     Matrix<A> weight = numbers(g.edges, H), wide = numbers(g.dsts, H * C), narrow = numbers(g.srcs, C), each = numbers(g.edges, H);
-    kernels.sum({g.forward(), one, weight, wide, g.srcs, H, C, H > 1, false}, parallel);
-    kernels.sum({g.transpose(), all, weight, narrow, g.dsts, H, C, false, H > 1}, parallel);
+    kernels.sum({g.forward(), one, weight, wide, g.srcs, H, C, H > 1, false, false}, parallel);
+    kernels.sum({g.transpose(), all, weight, narrow, g.dsts, H, C, false, H > 1, false}, parallel);
     kernels.product({g.forward(), all, one, each, H, C, H > 1}, parallel);
     for (int64_t e = 0; e < g.edges; ++e)
       for (int64_t h = 0; h < H; ++h) {
@@ -202,7 +202,7 @@ struct Checks {
   void attention(Score score, bool with_query, bool with_edge, bool with_dropout) const {
     const int64_t all = H * C, width = score == Score::additive ? H : all;
     const double p = with_dropout ? 0.4 : 0, parameter = score == Score::dot ? 0.125 : 0.25;
-    const int64_t seed = 0x123456789abcdef;
+    const int64_t seed = 0x123456789abcdef, first = with_query ? 3 : 0;
     Matrix<E> value = rows(g.srcs, all), other = rows(g.srcs, width), query = rows(g.dsts, width), edge = rows(g.edges, width);
     Matrix<E>& key = score == Score::gatv2 ? value : other;
     Matrix<E> grad = rows(g.dsts, all);
@@ -212,7 +212,7 @@ struct Checks {
     const auto keys = [&](int64_t e, int64_t j) { return key(g.col[e], j) + (with_edge ? edge(e, j) : 0); };
     const auto sum = [&](int64_t e, int64_t j) { return keys(e, j) + (with_query ? query(g.row[e], j) : 0); };
     const auto slope = [&](double t) { return t > 0 ? 1 : parameter; };
-    const auto drop = [&](int64_t e, int64_t h) { return with_dropout ? factor(ids[e], h, seed, p) : 1; };
+    const auto drop = [&](int64_t e, int64_t h) { return with_dropout ? factor(ids[e], first + h, seed, p) : 1; };
     const auto values = [&](int64_t e, int64_t j) { return value(g.col[e], j) + (score == Score::dot && with_edge ? edge(e, j) : 0); };
 
     Matrix<A> peak = numbers(g.dsts, H, false), total = numbers(g.dsts, H, false), out = numbers(g.dsts, all, false);
@@ -220,7 +220,7 @@ struct Checks {
       for (int64_t h = 0; h < H; ++h) peak.data[i * peak.stride + h] = -std::numeric_limits<A>::infinity(), peak(i, h) = -INFINITY;
     Attention op{score, parameter, g.srcs, H, C, g.forward(), key, value, with_query ? query : Rows<const void>{},
                  with_edge ? edge : Rows<const void>{}, score == Score::gatv2 ? att.data.get() : nullptr,
-                 with_dropout ? ids.get() : nullptr, seed, p, peak, total, out};
+                 with_dropout ? ids.get() : nullptr, seed, p, first, peak, total, out};
     std::vector<double> s(g.edges * H);
     for (int64_t e = 0; e < g.edges; ++e)
       for (int64_t h = 0; h < H; ++h) {
@@ -292,6 +292,39 @@ struct Checks {
       if (wants_edge) d_edge.check("d edge", loose);
       if (wants_att) d_att.check("d att", loose);
     }
+    if (score == Score::additive) alone(op, lse, grad, value, s, sum, drop);
+  }
+
+  // Additive scores without `inner`; the values become their gradient.
+  template <class F, class D>
+  void alone(const Attention& op, const Matrix<A>& lse, const Matrix<E>& grad, Matrix<E>& value, const std::vector<double>& s,
+             F sum, D drop) const {
+    Matrix<A> d_key = numbers(g.srcs, H), d_query = numbers(g.dsts, H), d_edge = numbers(g.edges, H), inner = numbers(g.dsts, H, false);
+    std::vector<double> d_value(value.exact.size()), alpha(g.edges * H), inside(g.edges * H);
+    for (int64_t e = 0; e < g.edges; ++e)
+      for (int64_t h = 0; h < H; ++h) {
+        const int64_t i = g.row[e], j = g.col[e], k = e * H + h;
+        alpha[k] = std::exp(s[k] - lse(i, h));
+        for (int64_t c = h * C; c < (h + 1) * C; ++c) {
+          inside[k] += drop(e, h) * grad(i, c) * value(j, c);
+          d_value[j * H * C + c] += alpha[k] * drop(e, h) * grad(i, c);
+        }
+        inner(i, h) += alpha[k] * inside[k];
+      }
+    for (int64_t e = 0; e < g.edges; ++e)
+      for (int64_t h = 0; h < H; ++h) {
+        const int64_t i = g.row[e], j = g.col[e], k = e * H + h;
+        const double ds = alpha[k] * (inside[k] - inner(i, h)) * (sum(e, h) > 0 ? 1 : op.parameter);
+        d_key(j, h) += ds, d_query(i, h) += ds, d_edge(e, h) += ds;
+      }
+    kernels.attention_grad({op, g.transpose(), lse, {}, grad, d_key, value, op.query ? Rows<void>(d_query) : Rows<void>{},
+                            op.edge ? Rows<void>(d_edge) : Rows<void>{}, nullptr, true}, parallel);
+    const double loose = 20 * tolerance;
+    value.exact = d_value;
+    if constexpr (!std::is_same_v<E, uint16_t>) value.check("value", loose);
+    d_key.check("d key alone", loose);
+    if (op.query) d_query.check("d query alone", loose);
+    if (op.edge) d_edge.check("d edge alone", loose);
   }
 
   void all() const {
@@ -304,14 +337,16 @@ struct Checks {
   }
 };
 
-// Every number that has 16 bits, through a sum of one edge.
+// Every number that has 16 bits, through a sum of one edge, which is rounded to itself.
 void every_half(const Kernels& kernels, bool brain) {
   constexpr int64_t n = 1 << 16;
   std::vector<uint16_t> x(n);
   std::vector<float> out(n);
   for (int64_t k = 0; k < n; ++k) x[k] = uint16_t(k);
   const int32_t ptr[]{0, 1}, col[]{0};
-  kernels.sum({{1, 1, ptr, col, nullptr}, {x.data(), n}, {}, {out.data(), n}, 1, 1, n, false, false}, backwards);
+  kernels.sum({{1, 1, ptr, col, nullptr}, {x.data(), n}, {}, {out.data(), n}, 1, 1, n, false, false, false}, backwards);
+  std::vector<uint16_t> same(n);
+  kernels.sum({{1, 1, ptr, col, nullptr}, {x.data(), n}, {}, {same.data(), n}, 1, 1, n, false, false, true}, backwards);
   for (int64_t k = 0; k < n; ++k) {
     const int exponent = brain ? int(k >> 7 & 0xff) : int(k >> 10 & 0x1f), bits = brain ? 7 : 10, bias = brain ? 127 : 15;
     const int fraction = int(k & ((1 << bits) - 1));
@@ -320,6 +355,7 @@ void every_half(const Kernels& kernels, bool brain) {
     if (k >> 15) truth = -truth;
     expect(truth == double(out[k]) || (truth != truth && out[k] != out[k]), "bits " + std::to_string(k) + " are read as " +
            std::to_string(out[k]));
+    if (truth == truth && truth != 0) expect(same[k] == k, "bits " + std::to_string(k) + " become " + std::to_string(same[k]));
   }
 }
 
