@@ -296,8 +296,9 @@ struct SourceGradBody {
         for (int k = 0; k < n; ++k) d_score[int64_t(perm[t + k]) * H + h] = ds[k];
         if (alpha != nullptr)
           for (int k = 0; k < n; ++k) alpha[int64_t(perm[t + k]) * H + h] = weight[k];
-        if constexpr (S == Score::gatv2)
-          for (int k = 0; k < n; ++k) add_slopes(s.value + h * C, j, dst[t + k], perm[t + k], head, ds[k]);
+        if constexpr (S == Score::gatv2) {
+          for (int k = 0; k < n; k += 4) add_slopes(s.value + h * C, j, dst + t + k, perm + t + k, head, ds + k, std::min(4, n - k));
+        }
         if constexpr (S == Score::dot) {
           for (int k = 0; k < n; ++k) ds[k] *= parameter, rows[k] = edges.query[dst[t + k]] + head * C;
           add_rows<A>(s.key + h * C, rows, ds, n, C);
@@ -306,19 +307,30 @@ struct SourceGradBody {
     }
   }
 
-  // y += ds att * LeakyReLU'(key_j + query_i + edge_ij)
-  void add_slopes(A* __restrict y, int64_t j, int64_t i, int64_t e, int64_t head, A ds) const {
-    const T *__restrict k = edges.key[j] + head * C, *__restrict q = edges.query[i] + head * C;
-    const T* __restrict b = edges.edge ? edges.edge[e] + head * C : nullptr;
-    const A* __restrict a = edges.att + head * C;
-    const A p = A(edges.op.parameter);
-    if (b == nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < C; ++c) y[c] += ds * a[c] * (A(k[c]) + A(q[c]) > 0 ? A(1) : p);
-    } else {
-#pragma omp simd
-      for (int64_t c = 0; c < C; ++c) y[c] += ds * a[c] * (A(k[c]) + A(q[c]) + A(b[c]) > 0 ? A(1) : p);
+  // y += sum_k ds[k] att * LeakyReLU'(key_j + query_i + edge_ij), over at most four edges
+  void add_slopes(A* __restrict y, int64_t j, const I* i, const I* e, int64_t head, const A* ds, int n) const {
+    const T *key = edges.key[j] + head * C, *query[4], *edge[4];
+    const A *att = edges.att + head * C, p = A(edges.op.parameter);
+    for (int k = 0; k < n; ++k) {
+      query[k] = edges.query[i[k]] + head * C;
+      edge[k] = edges.edge ? edges.edge[e[k]] + head * C : nullptr;
     }
+    if (C < lanes<A>) {
+      for (int k = 0; k < n; ++k)
+        for (int64_t c = 0; c < C; ++c)
+          y[c] += ds[k] * att[c] * (A(key[c]) + A(query[k][c]) + (edge[k] == nullptr ? A(0) : A(edge[k][c])) > 0 ? A(1) : p);
+      return;
+    }
+    add(y, C, Tail<A>(C), [&](int64_t c) {
+      const Vector<A> z = load(key + c);
+      Vector<A> sum{};
+      for (int k = 0; k < n; ++k) {
+        Vector<A> t = z + load(query[k] + c);
+        if (edge[k] != nullptr) t += load(edge[k] + c);
+        sum += t > 0 ? Vector<A>{} + ds[k] : Vector<A>{} + ds[k] * p;
+      }
+      return load(att + c) * sum;
+    });
   }
 };
 
@@ -404,17 +416,19 @@ struct DestinationGradBody {
         for (int64_t h = 0; h < H; ++h) d_edge[e][edges.from + h] += d_score[e * H + h];
       return;
     }
-    for (int64_t e = begin; e < end; ++e) {
-      if (e + AHEAD < edges.op.csr.edges) prefetch(edges.key[col[e + AHEAD]] + edges.from * C, H * C);
+    for (int64_t e = begin; e < end; e += 4) {
+      const int n = int(std::min<int64_t>(4, end - e));
+      for (int64_t k = e + AHEAD; k < std::min<int64_t>(e + AHEAD + n, edges.op.csr.edges); ++k)
+        prefetch(edges.key[col[k]] + edges.from * C, H * C);
       for (int64_t h = 0; h < H; ++h) {
-        const A ds = d_score[e * H + h];
         const int64_t at = (edges.from + h) * C;
         A* query = s == nullptr ? nullptr : s + h * C;
-        A* edge = d_edge ? d_edge[e] + at : nullptr;
         if constexpr (S == Score::gatv2) {
-          gatv2(query, edge, d_att.empty() ? nullptr : d_att.data() + unit * H * C + h * C, col[e], i, e, at, ds);
+          gatv2(query, d_att.empty() ? nullptr : d_att.data() + unit * H * C + h * C, col + e, i, e, at, h, n);
         } else {
-          dot_product(query, edge, col[e], i, e, at, ds * A(edges.op.parameter), alpha == nullptr ? A(0) : alpha[e * H + h]);
+          for (int64_t k = e; k < e + n; ++k)
+            dot_product(query, d_edge ? d_edge[k] + at : nullptr, col[k], i, k, at, d_score[k * H + h] * A(edges.op.parameter),
+                        alpha == nullptr ? A(0) : alpha[k * H + h]);
         }
       }
     }
@@ -438,18 +452,43 @@ struct DestinationGradBody {
     }
   }
 
-  void gatv2(A* __restrict query, A* __restrict edge, double* __restrict att, int64_t j, int64_t i, int64_t e, int64_t at, A ds) const {
-    const T *__restrict k = edges.key[j] + at, *__restrict q = edges.query[i] + at;
-    const T* __restrict b = edges.edge ? edges.edge[e] + at : nullptr;
-    const A* __restrict a = edges.att + at;
-    const A p = A(edges.op.parameter);
-    for (int64_t c = 0; c < C; ++c) {
-      const A t = A(k[c]) + A(q[c]) + (b == nullptr ? A(0) : A(b[c]));
-      const A slope = t > 0 ? A(1) : p, d = ds * a[c] * slope;
-      if (query != nullptr) query[c] += d;
-      if (edge != nullptr) edge[c] += d;
-      if (att != nullptr) att[c] += double(ds * (t * slope));
+  // Up to four edges of a destination.
+  void gatv2(A* query, double* att, const I* col, int64_t i, int64_t e, int64_t at, int64_t h, int n) const {
+    const T *z = edges.query[i] + at, *key[4], *edge[4];
+    A *into[4], ds[4];
+    for (int k = 0; k < n; ++k) {
+      ds[k] = d_score[(e + k) * H + h], key[k] = edges.key[col[k]] + at;
+      edge[k] = edges.edge ? edges.edge[e + k] + at : nullptr, into[k] = d_edge ? d_edge[e + k] + at : nullptr;
     }
+    const A *a = edges.att + at, p = A(edges.op.parameter);
+    const Tail<A> tail(C);
+    // One vector, or one number of rows that do not fill a vector.
+    const auto columns = [&](int64_t c, auto value, bool last) {
+      using V = decltype(value);
+      const auto read = [&](const auto* row) { if constexpr (std::is_same_v<V, A>) return A(row[c]); else return load(row + c); };
+      const auto plus = [&](A* row, V x) { if constexpr (std::is_same_v<V, A>) row[c] += x; else store<A>(row + c, load(row + c) + x); };
+      V slopes{}, products{};
+      const V q = read(z), weight = read(a);
+      for (int k = 0; k < n; ++k) {
+        V t = q + read(key[k]);
+        if (edge[k] != nullptr) t += read(edge[k]);
+        V d = t > 0 ? V{} + ds[k] : V{} + ds[k] * p;
+        if constexpr (!std::is_same_v<V, A>) d = last ? tail(d) : d;
+        slopes += d, products += d * t;
+        if (into[k] != nullptr) plus(into[k], d * weight);
+      }
+      if (query != nullptr) plus(query, slopes * weight);
+      if (att == nullptr) return;
+      if constexpr (std::is_same_v<V, A>) att[c] += products;
+      else for (int64_t l = 0; l < lanes<A>; ++l) att[c + l] += double(products[l]);
+    };
+    if (C < lanes<A>) {
+      for (int64_t c = 0; c < C; ++c) columns(c, A(0), false);
+      return;
+    }
+    int64_t c = 0;
+    for (; c + lanes<A> <= C; c += lanes<A>) columns(c, Vector<A>{}, false);
+    if (tail) columns(C - lanes<A>, Vector<A>{}, true);
   }
 
   void dot_product(A* __restrict query, A* __restrict edge, int64_t j, int64_t i, int64_t e, int64_t at, A ds, A alpha) const {
