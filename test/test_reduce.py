@@ -395,6 +395,7 @@ LAYERS = [
     (GATConv, (16, 8), {"heads": 3, "negative_slope": 1.0}, ""),
     (GATConv, (16, 8), {"edge_dim": 3, "negative_slope": 1.0}, "a"),
     (RGCNConv, (16, 8, 5), {}, "t"),
+    (RGCNConv, (16, 8, 5), {"num_bases": 2}, "t"),
 ]
 
 

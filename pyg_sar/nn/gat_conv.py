@@ -26,9 +26,9 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
 
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.GATConv`. On a sharded graph the softmax runs
     online over the source shards, and backward fetches source rows again unless the graph keeps them (case 2 of the SAR
-    paper). In a single process transformed rows exist for some heads at a time, and are made again in backward. The mask
-    of attention dropout is a function of the graph's seed, the global edge id and the head, and so does not depend on
-    the number of workers. With ``return_attention_weights`` the layer runs in one shot.
+    paper). In a single process transformed rows exist for some heads at a time, and are made again in backward. The
+    mask of attention dropout is a function of the graph's seed, the global edge id and the head, and so does not depend
+    on the number of workers. With ``return_attention_weights`` the layer runs in one shot.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -68,13 +68,14 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
 
     def rows(self, graph: ShardedGraph, lin: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return packed source rows, transformed features and their terms of the scores, in one product if possible;
-        or features and the maps to both, where no rows travel.
+        or features and the maps to both, where no rows travel and features are not the wider ones.
         """
         if not is_matrix(lin):
             z = lin(x)
             return torch.cat([z, (z.view(-1, self.heads, self.out_channels) * self.att_src).sum(-1)], 1), ()
         maps = lin.weight, through(lin.weight, self.att_src)
-        if graph.exchange.alone and len(graph.blocks) == 1 and not torch.is_autocast_enabled(x.device.type):
+        alone = graph.exchange.alone and len(graph.blocks) == 1
+        if alone and x.size(1) <= lin.weight.size(0) and not torch.is_autocast_enabled(x.device.type):
             return x, maps
         return F.linear(x, torch.cat(maps)), ()
 

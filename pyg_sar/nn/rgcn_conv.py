@@ -81,7 +81,10 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
     def compose(self, graph: ShardedGraph, typed: TypedGraph, edge_type: Tensor, x: Tensor) -> Tensor:
         """Aggregate rows for each basis, weighted by the coefficient of the edge's relation."""
-        weight = self.comp[edge_type]
+        # The gradient of a coefficient is a sum over all edges of its relation: in double precision, which lasts for one
+        # basis at a time.
+        columns = [column[edge_type].to(self.comp.dtype) for column in self.comp.double().unbind(1)]
+        weight = torch.stack(columns, 1)
         if self.aggr == "mean":
             weight = weight * typed.norm.unsqueeze(-1).to(weight.dtype)
         reduce = Sum(learn_weight=weight.requires_grad, sums=self.num_bases)
