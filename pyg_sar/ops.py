@@ -22,8 +22,8 @@ from pyg_sar import reference
 SCHEMAS = (
     # out = 0, for memory that is touched for the first time
     "zero_(Tensor(a!) out) -> ()",
-    # out[i] += sum over e in i of weight[perm[e]] * x[col[e]], which is rounded if `out` has the type of `x`
-    "spmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor x, Tensor? weight, Tensor? perm) -> ()",
+    # out[i] += sum over e in i of weight[perm[e]] * x[col[e]]; if `once`, out[i] = the sum, rounded to the type of x
+    "spmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor x, Tensor? weight, Tensor? perm, bool once) -> ()",
     # out[e] = <y[row of e], x[col[e]]>
     "sddmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor y, Tensor x) -> ()",
     # best[i] = max over e in i of (-)x[col[e]], count[i]: how many edges attain it

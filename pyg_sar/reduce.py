@@ -80,21 +80,21 @@ class Sum(Reduce):
     Args:
         learn_weight: Whether the weights need a gradient.
         sums: If given, the number of sums over the same rows, each with a column of the weights.
-        once: Whether there is a single block, after which every sum is rounded at once.
+        once: Whether there is a single block, which has edges: then every sum is written once, and nothing zeroed.
     """
 
     def __init__(self, learn_weight: bool = False, sums: int | None = None, once: bool = False) -> None:
         self.needs_source, self.sums, self.once = learn_weight, sums, once
 
     def init(self, x: Tensor, num_dst: int) -> Tensor:
-        """Return zeros."""
+        """Return zeros, or what will be written."""
         shape = x.shape[1:] if self.sums is None else (self.sums, *x.shape[1:])
-        return zeros(x, num_dst, *shape, dtype=x.dtype if self.once else accumulator(x.dtype))
+        return x.new_empty(num_dst, *shape) if self.once else zeros(x, num_dst, *shape, dtype=accumulator(x.dtype))
 
     def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
         """Add the block."""
         weight = per_head(rows.edge[0], accumulator(x.dtype)) if rows.edge else None
-        spmm_(flat(state), block.rowptr, block.col, flat(x), weight, None)
+        spmm_(flat(state), block.rowptr, block.col, flat(x), weight, None, self.once)
         return state
 
     def finish(self, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -110,8 +110,8 @@ class Sum(Reduce):
         if needs.source:
             ptr, row, perm = block.transpose
             shape = out.shape[1:] if self.sums is None else out.shape[2:]
-            source = zeros(out, block.num_src, *shape)
-            spmm_(flat(source), ptr, row, flat(out), weight, perm)
+            source = out.new_empty(block.num_src, *shape)
+            spmm_(flat(source), ptr, row, flat(out), weight, perm, True)
         if self.needs_source:
             assert x is not None and weight is not None
             d_weight = torch.empty_like(weight)

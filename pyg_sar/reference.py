@@ -23,11 +23,17 @@ def zero_(out: Tensor) -> None:
     out.zero_()
 
 
-def spmm_(out: Tensor, ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None, perm: Tensor | None) -> None:
-    """Add :func:`weighted_sum`, with weights ``[num_edges, heads]`` in an order of their own."""
+def spmm_(
+    out: Tensor, ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None, perm: Tensor | None, once: bool
+) -> None:
+    """Add :func:`weighted_sum`, with weights ``[num_edges, heads]`` in an order of their own, or write it ``once``."""
     if weight is not None and perm is not None:
         weight = weight[perm]
-    out += weighted_sum(ptr, col, x, weight, out.size(1))
+    total = weighted_sum(ptr, col, x, weight, out.size(1))
+    if once:
+        out.copy_(total)
+    else:
+        out += total
 
 
 def weighted_sum(ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None = None, width: int = 0) -> Tensor:

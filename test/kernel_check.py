@@ -19,7 +19,7 @@ SCHEMAS = {
 KINDS = {"additive": ADDITIVE, "gatv2": GATV2, "dot": DOT}
 # Rows have the type that is asked for, all other numbers that of the accumulator.
 ROWS = {"x", "y", "key", "value", "query", "edge", "grad", "share"}
-ROUNDED = "spmm_ to the type of its rows"
+ONCE = ("spmm_ once", "spmm_ once to shared columns")
 HALF = (torch.float32, torch.bfloat16, torch.float16)
 
 # In-degrees of the destinations. A unit of work is 1024 edges, and a row with more of them is cut.
@@ -90,18 +90,20 @@ def calls(b: Block, heads: int, channels: int, seed: int = 0, base: float = 1.0)
         yield Call(
             f"spmm_ {weights} weights {'by source' if by_source else ''}", "spmm_",
             {"out": base * rows(len(ptr) - 1), "ptr": ptr, "col": col, "x": rows(m if by_source else n),
-             "weight": weight, "perm": perm},
+             "weight": weight, "perm": perm, "once": False},
         )  # fmt: skip
-    args = {"out": base * rows(m), "ptr": b.ptr, "col": b.col, "x": rows(n), "weight": rows(e, heads), "perm": None}
-    yield Call(ROUNDED, "spmm_", args)
+    args = {"out": base * rows(m), "ptr": b.ptr, "col": b.col, "x": rows(n), "weight": rows(e, heads)}
+    yield Call(ONCE[0], "spmm_", {**args, "perm": None, "once": True})
+    args = {"out": base * rows(n, channels), "ptr": b.src_ptr, "col": b.dst, "x": rows(m), "weight": rows(e, heads)}
+    yield Call(ONCE[1], "spmm_", {**args, "perm": b.perm, "once": True})
     yield Call(
         "sddmm_", "sddmm_", {"out": base * rows(e, heads), "ptr": b.ptr, "col": b.col, "y": rows(m), "x": rows(n)}
     )
     # All heads share the columns of one operand.
     args = {"out": base * rows(m), "ptr": b.ptr, "col": b.col, "x": rows(n, channels), "weight": rows(e, heads)}
-    yield Call("spmm_ from shared columns", "spmm_", {**args, "perm": None})
+    yield Call("spmm_ from shared columns", "spmm_", {**args, "perm": None, "once": False})
     args = {"out": base * rows(n, channels), "ptr": b.src_ptr, "col": b.dst, "x": rows(m), "weight": rows(e, heads)}
-    yield Call("spmm_ to shared columns", "spmm_", {**args, "perm": b.perm})
+    yield Call("spmm_ to shared columns", "spmm_", {**args, "perm": b.perm, "once": False})
     args = {"out": base * rows(e, heads), "ptr": b.ptr, "col": b.col, "y": rows(m), "x": rows(n, channels)}
     yield Call("sddmm_ with shared columns", "sddmm_", args)
     for largest in (True, False):
@@ -240,7 +242,7 @@ def cast(call: Call, dtype: torch.dtype) -> dict[str, Any]:
             row = (
                 name in ROWS
                 or (name, call.name) == ("best", "extremum_grad_")
-                or (name, call.title) == ("out", ROUNDED)
+                or (name == "out" and call.title in ONCE)
             )
             value = value.to(dtype if row else reference.accumulator(dtype))
         args[name] = value

@@ -55,7 +55,7 @@ def check_isa(group, levels):
 def unknown_isa(group):
     os.environ["PYG_SAR_ISA"] = "neon"
     x = torch.ones(1, 1)
-    ops.spmm_(x.clone(), torch.tensor([0, 1]), torch.tensor([0]), x, None, None)
+    ops.spmm_(x.clone(), torch.tensor([0, 1]), torch.tensor([0]), x, None, None, False)
 
 
 @needs_kernels
@@ -116,8 +116,8 @@ def test_sums_round_as_torch_does(dtype):
     """Ties, what overflows, subnormal numbers, and what is not a number."""
     g = torch.Generator().manual_seed(0)
     x = torch.randint(-(2**15), 2**15, (2, 1_000_000), generator=g).short().view(dtype)
-    out = torch.zeros(1, x.size(1), dtype=dtype)
-    OPS.spmm_(out, torch.tensor([0, 2]), torch.tensor([0, 1]), x, None, None)
+    out = torch.full((1, x.size(1)), 7, dtype=dtype)
+    OPS.spmm_(out, torch.tensor([0, 2]), torch.tensor([0, 1]), x, None, None, True)
     expected = (x[0].float() + x[1].float()).to(dtype)
     torch.testing.assert_close(out[0], expected, rtol=0, atol=0, equal_nan=True)
     assert expected.isinf().any() and expected.isnan().any() and (expected.abs() < torch.finfo(dtype).tiny).any()
@@ -158,7 +158,7 @@ def test_what_is_not_a_number(dtype):
         module.extremum_(best, count, ptr, col, x.to(dtype), True)
         module.extremum_grad_(out, src_ptr, row[perm], x.to(dtype), best.to(dtype), share.to(dtype))
         total = torch.zeros(5, 5, dtype=acc)
-        module.spmm_(total, ptr, col, x.to(dtype), None, None)
+        module.spmm_(total, ptr, col, x.to(dtype), None, None, False)
         lowest = torch.full((5, 5), -torch.inf, dtype=acc)
         module.extremum_(lowest, count, ptr, col, x.to(dtype), False)
         # An attention score is a key here.
@@ -215,7 +215,7 @@ def test_every_number_of_sixteen_bits(dtype):
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     x = bits.view(dtype if dtype != torch.float32 else torch.bfloat16).to(dtype).view(1, -1)
     out = torch.zeros(1, x.size(1))
-    OPS.spmm_(out, torch.tensor([0, 1]), torch.tensor([0]), x, None, None)
+    OPS.spmm_(out, torch.tensor([0, 1]), torch.tensor([0]), x, None, None, False)
     torch.testing.assert_close(out, x.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -244,7 +244,7 @@ def attend_and_sum(ptr, col, key, value, att):
     state = key.new_full((n, heads), -torch.inf), key.new_zeros(n, heads), key.new_zeros(n, value.size(1))
     ops.attention_(*state, ptr, col, value, value, key, None, att, GATV2, 0.2, None, 0, 0.0, 0)
     total, products = torch.zeros_like(state[2]), value.new_empty(col.numel(), heads)
-    ops.spmm_(total, ptr, col, value, None, None)
+    ops.spmm_(total, ptr, col, value, None, None, False)
     ops.sddmm_(products, ptr, col, state[2] * 2, value)
     return total + state[2] / state[1].clamp(min=1e-6).repeat_interleave(3, 1), products
 
@@ -303,7 +303,7 @@ MISTAKES = [
     ("spmm_", None, other(x=lambda t: t[0]), "'x' to be a matrix (got [6])"),
     ("spmm_", None, other(x=lambda t: t[None]), "'x' to be a matrix"),
     ("spmm_", None, other(out=lambda t: t.bfloat16()), "'out' of type Float"),
-    ("spmm_", None, other(x=lambda t: t.half(), out=lambda t: t.bfloat16()), "'out' of type Float"),
+    ("spmm_", None, other(x=lambda t: t.half(), once=True), "'out' of type Half"),
     ("spmm_", None, other(out=wider), "'x' of shape"),
     ("spmm_", None, other(out=longer), "'out' of shape"),
     ("spmm_", None, other(out=lambda t: t.t().contiguous().t()), "rows of 'out' to be contiguous"),
@@ -411,7 +411,7 @@ def test_rows_without_channels(module, name):
     out = torch.ones(e, 2)
     module.sddmm_(out, b.ptr, b.col, torch.zeros(m, 0), torch.zeros(n, 0))
     assert not out.any()
-    module.spmm_(torch.zeros(m, 0), b.ptr, b.col, torch.zeros(n, 0), None, None)
+    module.spmm_(torch.zeros(m, 0), b.ptr, b.col, torch.zeros(n, 0), None, None, False)
 
 
 # Loading.

@@ -59,22 +59,22 @@ def test_spmm(problem, heads, channels, index, reorder):
         each = each.expand(-1, heads) if perm is None or weight is None else each[perm].expand(-1, heads)
         pairs = zip(each.unbind(1), x.chunk(heads, 1), strict=True)
         expected = out + torch.cat([matrix(row, col, w) @ part for w, part in pairs], 1)
-        spmm_(out, ptr.to(index), col.to(index), x, weight, None if perm is None else perm.to(index))
+        spmm_(out, ptr.to(index), col.to(index), x, weight, None if perm is None else perm.to(index), False)
         close(out, expected, f"{weights} weights")
 
 
 def test_spmm_of_rows_that_are_not_contiguous(problem):
     ptr, row, col = problem
     x, out = torch.randn(3, N, dtype=torch.float64).t(), torch.zeros(M, 3, dtype=torch.float64)
-    spmm_(out, ptr, col, x, None, None)
+    spmm_(out, ptr, col, x, None, None, False)
     close(out, matrix(row, col, torch.ones(len(row)).double()) @ x, "spmm")
 
 
 def test_spmm_without_sources_or_destinations():
     none = torch.empty(0, dtype=torch.int32)
-    spmm_(torch.empty(0, 2), torch.zeros(1, dtype=torch.int32), none, torch.rand(3, 2), None, None)
+    spmm_(torch.empty(0, 2), torch.zeros(1, dtype=torch.int32), none, torch.rand(3, 2), None, None, False)
     out = torch.ones(3, 2)
-    spmm_(out, torch.zeros(4, dtype=torch.int32), none, torch.rand(0, 2), None, None)
+    spmm_(out, torch.zeros(4, dtype=torch.int32), none, torch.rand(0, 2), None, None, False)
     assert out.tolist() == [[1.0, 1.0]] * 3
 
 
@@ -217,5 +217,5 @@ def test_sums_in_half_precision_round_once(module, dtype):
     x = torch.full((1, 3), 1.125, dtype=dtype)
     for weight, expected in ((None, n * 1.125), (torch.full((n, 1), 2.0), n * 2.25)):
         out = torch.zeros(1, 3)
-        module.spmm_(out, ptr, col, x, weight, None)
+        module.spmm_(out, ptr, col, x, weight, None, False)
         assert out.tolist() == [[expected] * 3]

@@ -364,7 +364,7 @@ struct ScoreSumBody {
 
   void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const {
     for (int64_t h = 0; h < heads; ++h) {
-      A sum = 0;
+      double sum = 0;  // an error of `inner` is that of all edges of a row
       if (perm == nullptr) {
 #pragma omp simd reduction(+ : sum)
         for (int64_t e = begin; e < end; ++e) sum += d_score[e * heads + h];
@@ -372,7 +372,7 @@ struct ScoreSumBody {
 #pragma omp simd reduction(+ : sum)
         for (int64_t t = begin; t < end; ++t) sum += d_score[int64_t(perm[t]) * heads + h];
       }
-      s[h] += sum;
+      s[h] += A(sum);
     }
   }
 };

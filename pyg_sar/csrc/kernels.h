@@ -29,9 +29,10 @@ struct Sum {
   Csr csr;
   Rows<const void> x;
   Rows<const void> weight;  // accumulator type, [edges, heads], or null
-  Rows<void> out;           // accumulator type, or that of x
+  Rows<void> out;           // accumulator type; that of x if `once`
   int64_t num_cols, heads, channels;
-  bool same_x, same_out, rounded;
+  bool same_x, same_out;
+  bool once;                // out is written, whatever it held, instead of added to
 };
 
 struct Product {

@@ -137,19 +137,23 @@ class Arguments {
 
 // Fresh memory comes in pages of 4 KiB, and to touch each of them for the first time costs more than to write it: large
 // tensors ask for huge pages.
+void ask_for_huge_pages(const Tensor& t) {
+#if defined(__linux__)
+  constexpr uintptr_t huge = 2 << 20;
+  const uintptr_t first = uintptr_t(t.const_data_ptr()), bytes = t.is_contiguous() ? t.numel() * t.element_size() : 0;
+  const uintptr_t begin = (first + huge - 1) / huge * huge, end = (first + bytes) / huge * huge;
+  // A hint that may be refused; it is lost on parts of huge pages.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 void zero_(Tensor out) {
   STD_TORCH_CHECK(out.is_cpu() && out.is_contiguous(), "Expected a contiguous tensor on the CPU");
   struct Range {
     char* begin;
     int64_t bytes;
   } range{static_cast<char*>(out.mutable_data_ptr()), int64_t(out.numel() * out.element_size())};
-#if defined(__linux__)
-  constexpr uintptr_t huge = 2 << 20;
-  const uintptr_t begin = (uintptr_t(range.begin) + huge - 1) / huge * huge;
-  const uintptr_t end = (uintptr_t(range.begin) + range.bytes) / huge * huge;
-  // A hint that may be refused; it is lost on parts of huge pages.
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
+  ask_for_huge_pages(out);
   static constexpr int64_t unit = 1 << 20;
   parallel((range.bytes + unit - 1) / unit, [](int64_t u, void* context) {
     const Range& r = *static_cast<Range*>(context);
@@ -163,7 +167,7 @@ int64_t channels_of(int64_t wide, int64_t heads) {
   return heads == 0 ? 0 : wide / heads;
 }
 
-void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe perm) {
+void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe perm, bool once) {
   Arguments args;
   const int64_t of_x = width_of("x", x), of_out = width_of("out", out);
   Sum op{};
@@ -173,9 +177,10 @@ void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe per
   const int64_t wide = op.heads * op.channels;
   op.x = args.rows("x", x, -1, op.same_x ? op.channels : wide, x.scalar_type());
   op.weight = args.rows("weight", weight, op.csr.edges, op.heads, accumulator(x));
-  op.rounded = out.scalar_type() == x.scalar_type() && x.scalar_type() != accumulator(x);
-  op.out = args.out("out", out, op.csr.rows, op.same_out ? op.channels : wide, op.rounded ? x.scalar_type() : accumulator(x));
-  if (op.csr.edges > 0 && wide > 0) kernels(x, ptr).sum(op, parallel);
+  op.once = once;
+  op.out = args.out("out", out, op.csr.rows, op.same_out ? op.channels : wide, once ? x.scalar_type() : accumulator(x));
+  if (once) ask_for_huge_pages(out);
+  if ((op.csr.edges > 0 || once) && wide > 0) kernels(x, ptr).sum(op, parallel);
 }
 
 void sddmm_(Tensor out, Tensor ptr, Tensor col, Tensor y, Tensor x) {

@@ -48,27 +48,28 @@ struct SumBody {
   }
 };
 
-// Rounds to the type of x, once, and adds.
+// Writes each sum once, rounded to the type of x.
 template <class T, class I>
-struct RoundedSumBody : SumBody<T, I> {
+struct OnceSumBody : SumBody<T, I> {
   void emit(int64_t i, typename SumBody<T, I>::State s) const {
     T* y = typed<T>(this->op.out)[i] + (this->op.same_out ? 0 : this->from);
-    for (int64_t j = 0; j < this->size(); ++j) y[j] = T(Acc<T>(y[j]) + s[j]);
+    for (int64_t j = 0; j < this->size(); ++j) y[j] = T(s[j]);
   }
 };
 
 template <class T, class I>
 void sum(const Sum& op, Parallel parallel) {
   const int64_t width = op.heads * op.channels;
-  int64_t step = op.same_x ? width : tile_columns(op.csr, op.num_cols, width, sizeof(T));
+  const bool whole = op.same_x || (op.once && op.same_out);  // no row may be written twice
+  int64_t step = whole ? width : tile_columns(op.csr, op.num_cols, width, sizeof(T));
   if (op.heads > 1) step = std::max<int64_t>(step / op.channels, 1) * op.channels;
-  RoundedSumBody<T, I> body{{op}};
+  OnceSumBody<T, I> body{{op}};
   Tile<T> tile;
   for (int64_t from = 0; from < width; from += step) {
     body.from = from, body.to = std::min(from + step, width);
     if (step < width) body.x = tile.copy(typed<T>(op.x), op.num_cols, from, body.to, parallel);
-    if (op.rounded) {
-      Walk<I, Acc<T>, RoundedSumBody<T, I>>(op.csr, body).run(parallel);
+    if (op.once) {
+      Walk<I, Acc<T>, OnceSumBody<T, I>>(op.csr, body).run(parallel);
     } else {
       Walk<I, Acc<T>, SumBody<T, I>>(op.csr, body).run(parallel);
     }

@@ -162,7 +162,7 @@ def reduce_rows(
         reduce = Extremum(1 if aggr == "max" else -1)
     else:
         learn = weight is not None and weight.requires_grad
-        reduce = Sum(learn_weight=learn, once=len(graph.blocks) == 1)
+        reduce = Sum(learn_weight=learn, once=len(graph.blocks) == 1 and graph.num_edges > 0)
     out = aggregate(graph, reduce, rows, edge=() if weight is None else (weight,))
     return (divide_by_degree(graph, out) if aggr == "mean" else out).movedim(0, node_dim)
 

@@ -81,8 +81,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
     def compose(self, graph: ShardedGraph, typed: TypedGraph, edge_type: Tensor, x: Tensor) -> Tensor:
         """Aggregate rows for each basis, weighted by the coefficient of the edge's relation."""
-        # The gradient of a coefficient is a sum over all edges of its relation: in double precision, which lasts for one
-        # basis at a time.
+        # The gradient of a coefficient is a sum over all edges of its relation: in double precision, basis by basis.
         columns = [column[edge_type].to(self.comp.dtype) for column in self.comp.double().unbind(1)]
         weight = torch.stack(columns, 1)
         if self.aggr == "mean":
