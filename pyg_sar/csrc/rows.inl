@@ -187,6 +187,7 @@ class Walk {
         body_.merge(unit.first, body_.home(unit.first), part(unit));
       }
     }
+    fence();
   }
 
  private:
@@ -225,6 +226,7 @@ class Walk {
         body_.run(row, ptr_[row], ptr_[row + 1], state, u);
         body_.emit(row, state);
       }
+      fence();
     } else {
       for (int64_t row = unit.first; row < unit.last; ++row)
         if (ptr_[row] < ptr_[row + 1] && !hub(row)) body_.run(row, ptr_[row], ptr_[row + 1], body_.home(row), u);

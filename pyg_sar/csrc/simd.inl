@@ -51,6 +51,21 @@ inline void store(A* p, Vector<A> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+// Copies n numbers to `y`, which is aligned to 16 bytes, past the caches: they keep what is read again. `fence` makes such
+// stores visible to other threads.
+inline void stream(float* y, const float* x, int64_t n) {
+  int64_t j = 0;
+#if defined(__x86_64__)
+  for (; j + 4 <= n; j += 4) _mm_stream_ps(y + j, _mm_loadu_ps(x + j));
+#endif
+  for (; j < n; ++j) y[j] = x[j];
+}
+inline void fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // The sum of all lanes, by halves.
 template <class V>
 inline auto total(V v) {

@@ -51,10 +51,21 @@ struct SumBody {
 // Writes each sum once, rounded to the type of x.
 template <class T, class I>
 struct OnceSumBody : SumBody<T, I> {
+  // Whether rows go past the caches, where together they would take the place of what is gathered.
+  bool streams() const {
+    const int64_t bytes = this->op.out.stride * sizeof(T), start = int64_t(uintptr_t(this->op.out.data) + this->from * sizeof(T));
+    return std::is_same_v<T, float> && this->op.csr.rows * bytes >= 8 << 20 && bytes % 16 == 0 && start % 16 == 0;
+  }
+
   void emit(int64_t i, typename SumBody<T, I>::State s) const {
     T* y = typed<T>(this->op.out)[i] + (this->op.same_out ? 0 : this->from);
+    if constexpr (std::is_same_v<T, float>) {
+      if (past) return stream(y, s, this->size());
+    }
     for (int64_t j = 0; j < this->size(); ++j) y[j] = T(s[j]);
   }
+
+  bool past = false;
 };
 
 template <class T, class I>
@@ -66,7 +77,7 @@ void sum(const Sum& op, Parallel parallel) {
   OnceSumBody<T, I> body{{op}};
   Tile<T> tile;
   for (int64_t from = 0; from < width; from += step) {
-    body.from = from, body.to = std::min(from + step, width);
+    body.from = from, body.to = std::min(from + step, width), body.past = body.streams();
     if (step < width) body.x = tile.copy(typed<T>(op.x), op.num_cols, from, body.to, parallel);
     if (op.once) {
       Walk<I, Acc<T>, OnceSumBody<T, I>>(op.csr, body).run(parallel);
