@@ -292,7 +292,7 @@ struct Checks {
       const bool wants_att = everything && score == Score::gatv2;
       AttentionGrad back{op, g.transpose(), lse, inner, grad, score == Score::gatv2 ? Rows<void>{} : Rows<void>(d_other), d_value,
                          wants_query ? Rows<void>(d_query) : Rows<void>{}, wants_edge ? Rows<void>(d_edge) : Rows<void>{},
-                         wants_att ? d_att.data.get() : nullptr};
+                         wants_att ? d_att.data.get() : nullptr, false};
       kernels.attention_grad(back, parallel);
       const double loose = 20 * tolerance;
       d_value.check("d value", loose);
