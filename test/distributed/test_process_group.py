@@ -77,8 +77,12 @@ def member(rank, store, ends, pipe):
 
     try:
         with mock.patch.object(dist, "init_process_group", with_file_store), pyg_sar.process_group("gloo", 20):
+            ready = dist.FileStore(f"{store}-ready", 2)
             if rank == 1:
+                ready.set("connected", "yes")
                 time.sleep(0.5)
+            else:  # or it would be gone before the other has joined
+                ready.wait(["connected"])
             ended = time.monotonic()
             if rank == 0:
                 ENDS[ends]()
