@@ -5,8 +5,8 @@
 
 Every implementation of a case lives in a child process of its own, with the same graph, weights and features; its
 output and all gradients are checked against PyG in double precision before anything is timed. Then they take turns, one
-repetition each, and the table has medians. Peaks of memory come last, with every freed tensor of 1 MiB given back to
-the system. The bound is a loop that only reads the rows which the aggregation must read (``gather.cpp``).
+repetition each, and the table has medians. Peaks of memory come last, in fresh processes that give every freed tensor of
+1 MiB back to the system. The bound is a loop that only reads the rows which the aggregation must read (``gather.cpp``).
 
 DGL is measured where it can be imported. Its release 1.1.3 runs with current torch (besides what PyG needs, it imports
 scipy)::
@@ -161,7 +161,7 @@ def measure(
                     results[name].forward.append(forward)
                     results[name].backward.append(backward)
         stack.close()
-        for name in set(children) - set(BOUNDS):
+        for name in (name for name in children if name not in BOUNDS):
             bar.set_postfix_str(f"memory {name}", refresh=False)
             results[name].memory = start(name, **RETURN_FREED_MEMORY).ask("memory")
             stack.close()
