@@ -5,8 +5,9 @@
 
 Every implementation of a case lives in a child process of its own, with the same graph, weights and features; its
 output and all gradients are checked against PyG in double precision before anything is timed. Then they take turns, one
-repetition each, and the table has medians. Peaks of memory come last, in fresh processes that give every freed tensor of
-1 MiB back to the system. The bound is a loop that only reads the rows which the aggregation must read (``gather.cpp``).
+repetition each, and the table has medians. Peaks of memory come last, in fresh processes that give freed tensors of 1
+MiB and more back to the system. The bound is a loop that only reads the rows which the aggregation must read
+(``gather.cpp``).
 
 DGL is measured where it can be imported. Its release 1.1.3 runs with current torch (besides what PyG needs, it imports
 scipy)::

@@ -387,19 +387,18 @@ class ProjectedSoftmax(Softmax):
         source = torch.zeros_like(x) if needs.source else None
         d_weight, parts, groups = torch.empty_like(weight), [], self.groups(x.dtype)
         for heads, columns in groups:
-            value, grad, mine = F.linear(x, weight[columns]), out[:, columns], of_heads(rows, heads)
+            grad = out[:, columns]
             if len(groups) > 2:  # rows far apart take many pages of memory: to copy them is faster
                 grad = grad.contiguous()
-            tensors, settings = self.arguments(keys[:, heads].contiguous(), value, block, mine, heads.start)
-            key, _, query, edge, _ = tensors
-            into = room(tensors, needs)
-            additive_grad_(
-                value, d_keys[:, heads], *into[:2], block.rowptr, block.col, *block.transpose, key, query, edge,
-                saved[0][:, heads], grad, *settings[1:],
-            )  # fmt: skip
-            parts.append(collect(into, mine))
+            value = F.linear(x, weight[columns])
+            mine = of_heads(rows, heads)
+            parts.append(
+                self.overwrite(
+                    value, d_keys[:, heads], block, keys[:, heads], mine, saved[0][:, heads], grad, needs, heads
+                )
+            )
             project_grad(x, value, weight[columns], source, d_weight[columns])
-            del value, grad, tensors  # or they would outlive the making of the next ones
+            del value, grad  # or they would outlive the making of the next ones
         d_key_weight = torch.empty_like(key_weight)
         project_grad(x, d_keys, key_weight, source, d_key_weight)
         dst, edge, const = (list(zip(*grads, strict=True)) for grads in zip(*parts, strict=True))
@@ -408,6 +407,20 @@ class ProjectedSoftmax(Softmax):
             [sum(g[1:], g[0]) for g in edge],
             [*(torch.cat(g) for g in const), d_weight, d_key_weight],
         )
+
+    def overwrite(
+        self, value: Tensor, d_key: Tensor, block: Block, key: Tensor, rows: Rows, lse: Tensor, grad: Tensor,
+        needs: Needs, heads: slice,
+    ) -> Rows:  # fmt: skip
+        """Turn the values of some heads into their gradients, add those of keys to ``d_key`` and return the others."""
+        tensors, settings = self.arguments(key.contiguous(), value, block, rows, heads.start)
+        key, _, query, mapped, _ = tensors
+        into = room(tensors, needs)
+        additive_grad_(
+            value, d_key, *into[:2], block.rowptr, block.col, *block.transpose, key, query, mapped, lse, grad,
+            *settings[1:],
+        )  # fmt: skip
+        return collect(into, rows)
 
 
 def room(tensors: Sequence[Tensor | None], needs: Needs) -> list[Tensor | None]:
