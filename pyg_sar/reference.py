@@ -135,8 +135,7 @@ def attention_grad_(
     d_value: Tensor, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None, d_att: Tensor | None,
     ptr: Tensor, col: Tensor, src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, value: Tensor,
     query: Tensor | None, edge: Tensor | None, att: Tensor | None, lse: Tensor, inner: Tensor | None, grad: Tensor,
-    kind: int,
-    parameter: float, e_id: Tensor | None, seed: int, dropout: float, head: int,
+    kind: int, parameter: float, e_id: Tensor | None, seed: int, dropout: float, head: int,
 ) -> None:  # fmt: skip
     """Rebuild the coefficients from the log-sum-exp; the gradient of the score itself is left to autograd.
 

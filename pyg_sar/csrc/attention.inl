@@ -343,6 +343,22 @@ struct AloneSourceGradBody : SourceGradBody<S, T, I> {
   }
 };
 
+// s += the sum of the numbers of each head of the edges [begin, end), or of perm[begin], ... .
+template <class A, class I>
+inline void add_edges(A* s, const A* numbers, const I* perm, int64_t begin, int64_t end, int64_t heads) {
+  for (int64_t h = 0; h < heads; ++h) {
+    double sum = 0;  // an error of `inner` is that of all edges of a row
+    if (perm == nullptr) {
+#pragma omp simd reduction(+ : sum)
+      for (int64_t e = begin; e < end; ++e) sum += numbers[e * heads + h];
+    } else {
+#pragma omp simd reduction(+ : sum)
+      for (int64_t t = begin; t < end; ++t) sum += numbers[int64_t(perm[t]) * heads + h];
+    }
+    s[h] += A(sum);
+  }
+}
+
 // Sums of the gradients of scores by row, and by column where `perm` is that of the transpose.
 template <class T, class I>
 struct ScoreSumBody {
@@ -362,19 +378,7 @@ struct ScoreSumBody {
     for (int64_t h = 0; h < heads; ++h) into[h] += s[h];
   }
 
-  void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const {
-    for (int64_t h = 0; h < heads; ++h) {
-      double sum = 0;  // an error of `inner` is that of all edges of a row
-      if (perm == nullptr) {
-#pragma omp simd reduction(+ : sum)
-        for (int64_t e = begin; e < end; ++e) sum += d_score[e * heads + h];
-      } else {
-#pragma omp simd reduction(+ : sum)
-        for (int64_t t = begin; t < end; ++t) sum += d_score[int64_t(perm[t]) * heads + h];
-      }
-      s[h] += A(sum);
-    }
-  }
+  void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const { add_edges(s, d_score, perm, begin, end, heads); }
 };
 
 // By destination: the gradients of queries, edges and att from those of the scores.
@@ -406,12 +410,7 @@ struct DestinationGradBody {
   void run(int64_t i, int64_t begin, int64_t end, State s, int64_t unit) {
     if constexpr (S == Score::additive) {
       for (int64_t h = 0; h < H && inner != nullptr; ++h) finish(i, begin, end, h);
-      for (int64_t h = 0; h < H && s != nullptr; ++h) {
-        A sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t e = begin; e < end; ++e) sum += d_score[e * H + h];
-        s[h] += sum;
-      }
+      if (s != nullptr) add_edges<A, I>(s, d_score, nullptr, begin, end, H);
       for (int64_t e = begin; e < end && d_edge; ++e)
         for (int64_t h = 0; h < H; ++h) d_edge[e][edges.from + h] += d_score[e * H + h];
       return;

@@ -183,11 +183,11 @@ class Walk {
         for (; u + 1 < units_.size() && units_[u + 1].first == unit.first; ++u)
           body_.merge(unit.first, part(unit), part(units_[u + 1]));
         body_.emit(unit.first, part(unit));
+        fence();
       } else {
         body_.merge(unit.first, body_.home(unit.first), part(unit));
       }
     }
-    fence();
   }
 
  private:

@@ -51,14 +51,22 @@ inline void store(A* p, Vector<A> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
-// Copies n numbers to `y`, which is aligned to 16 bytes, past the caches: they keep what is read again. `fence` makes such
+// Rounds n numbers to `y`, which is aligned to 16 bytes, past the caches: they keep what is read again. `fence` makes such
 // stores visible to other threads.
-inline void stream(float* y, const float* x, int64_t n) {
-  int64_t j = 0;
+template <class T, class A>
+inline void stream(T* y, const A* x, int64_t n) {
+  constexpr int64_t size = 256 / int64_t(sizeof(T)), line = 16 / int64_t(sizeof(T));
+  alignas(16) T rounded[size];
+  for (int64_t j = 0; j < n; j += size) {
+    const int64_t m = std::min(size, n - j);
+    for (int64_t k = 0; k < m; ++k) rounded[k] = T(x[j + k]);
+    int64_t k = 0;
 #if defined(__x86_64__)
-  for (; j + 4 <= n; j += 4) _mm_stream_ps(y + j, _mm_loadu_ps(x + j));
+    for (; k + line <= m; k += line)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(y + j + k), _mm_load_si128(reinterpret_cast<__m128i*>(rounded + k)));
 #endif
-  for (; j < n; ++j) y[j] = x[j];
+    for (; k < m; ++k) y[j + k] = rounded[k];
+  }
 }
 inline void fence() {
 #if defined(__x86_64__)

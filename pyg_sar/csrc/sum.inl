@@ -54,14 +54,12 @@ struct OnceSumBody : SumBody<T, I> {
   // Whether rows go past the caches, where together they would take the place of what is gathered.
   bool streams() const {
     const int64_t bytes = this->op.out.stride * sizeof(T), start = int64_t(uintptr_t(this->op.out.data) + this->from * sizeof(T));
-    return std::is_same_v<T, float> && this->op.csr.rows * bytes >= 8 << 20 && bytes % 16 == 0 && start % 16 == 0;
+    return this->op.csr.rows * bytes >= 8 << 20 && bytes % 16 == 0 && start % 16 == 0;
   }
 
   void emit(int64_t i, typename SumBody<T, I>::State s) const {
     T* y = typed<T>(this->op.out)[i] + (this->op.same_out ? 0 : this->from);
-    if constexpr (std::is_same_v<T, float>) {
-      if (past) return stream(y, s, this->size());
-    }
+    if (past) return stream(y, s, this->size());
     for (int64_t j = 0; j < this->size(); ++j) y[j] = T(s[j]);
   }
 
