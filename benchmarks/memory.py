@@ -86,6 +86,7 @@ def main(args: argparse.Namespace) -> None:
         gc.collect()
     peer = measure(args, 0, None)[0] if args.peer else None
     out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
     write_table(args, out / f"memory-{args.model}.md", found, peer, nodes, edges)
     plot(args, out / f"memory-{args.model}.png", found, peer)
 
