@@ -1,4 +1,4 @@
-"""Peak memory and time of partitioning, in multiples of the bytes of ``edge_index``.
+"""Peak memory of partitioning, in multiples of the bytes of ``edge_index``.
 
     python benchmarks/partition.py --out docs
     python benchmarks/partition.py --out /tmp --nodes 10000 --edges 100000 --parts 2
@@ -11,7 +11,6 @@ tensors back to the system. A graph is directed (random pairs), or stores both d
 import argparse
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -45,27 +44,26 @@ def worker(args: argparse.Namespace) -> None:
         edge_index = torch.cat([half, half.flip(0)], 1)
     data = Data(edge_index=edge_index, num_nodes=args.nodes)
     with tempfile.TemporaryDirectory() as scratch:
-        before, start = settle(), time.perf_counter()
+        before = settle()
         pyg_sar.partition(data, 1 if single else args.parts, Path(scratch) / "parts", method=method, order=order)
-        seconds = time.perf_counter() - start
-        answer([(resident("VmHWM") - before) * 2**20 / edge_index.nbytes, seconds])
+        answer((resident("VmHWM") - before) * 2**20 / edge_index.nbytes)
 
 
 def main(args: argparse.Namespace) -> None:
     lines = [
-        f"Peak memory of `pyg_sar.partition` above the graph, in multiples of the bytes of `edge_index`, and its time: "
+        f"Peak memory of `pyg_sar.partition` above the graph, in multiples of the bytes of `edge_index`: "
         f"random graphs of {args.nodes:,} nodes and {args.edges:,} edges without features; {processor()}, "
         f"{os.cpu_count()} cores. Made by `benchmarks/partition.py`.",
         "",
-        "| method | order of rows | edges | parts | peak / bytes of `edge_index` | seconds |",
-        "|---|---|---|---|---|---|",
+        "| method | order of rows | edges | parts | peak / bytes of `edge_index` |",
+        "|---|---|---|---|---|",
     ]
     for case, (method, order, both, single) in enumerate(tqdm(CASES)):
         sizes = ["--nodes", str(args.nodes), "--edges", str(args.edges), "--parts", str(args.parts)]
         options = ["--case", str(case), *sizes]
-        ((peak, seconds),) = launch(__file__, 0, options, threads=args.threads, **RETURN_FREED_MEMORY)
+        (peak,) = launch(__file__, 0, options, threads=args.threads, **RETURN_FREED_MEMORY)
         edges, parts = "both directions" if both else "directed", 1 if single else args.parts
-        lines.append(f"| {method} | {order} | {edges} | {parts} | {peak:.1f} | {seconds:.0f} |")
+        lines.append(f"| {method} | {order} | {edges} | {parts} | {peak:.1f} |")
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "partition.md").write_text("\n".join(lines) + "\n")

@@ -55,14 +55,14 @@ inline void store(A* p, Vector<A> v) {
 // stores visible to other threads.
 template <class T, class A>
 inline void stream(T* y, const A* x, int64_t n) {
-  constexpr int64_t size = 256 / int64_t(sizeof(T)), line = 16 / int64_t(sizeof(T));
+  constexpr int64_t size = 256 / int64_t(sizeof(T));
   alignas(16) T rounded[size];
   for (int64_t j = 0; j < n; j += size) {
     const int64_t m = std::min(size, n - j);
     for (int64_t k = 0; k < m; ++k) rounded[k] = T(x[j + k]);
     int64_t k = 0;
 #if defined(__x86_64__)
-    for (; k + line <= m; k += line)
+    for (constexpr int64_t line = 16 / int64_t(sizeof(T)); k + line <= m; k += line)
       _mm_stream_si128(reinterpret_cast<__m128i*>(y + j + k), _mm_load_si128(reinterpret_cast<__m128i*>(rounded + k)));
 #endif
     for (; k < m; ++k) y[j + k] = rounded[k];
