@@ -79,7 +79,7 @@ def worker(args: argparse.Namespace) -> None:
     with pyg_sar.process_group() as rank:
         torch.manual_seed(args.seeds)
         if args.folder:
-            nn, data = pyg_sar.nn, pyg_sar.load(args.folder)
+            nn, data = pyg_sar.nn, pyg_sar.load(args.folder, wire=torch.bfloat16 if args.narrow else None)
         else:
             nn, data = torch_geometric.nn, dataset(args.task, args.root)
             data.total_nodes = data.num_nodes
@@ -87,7 +87,8 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    print("| graph | layer | PyG, 1 process | 2 workers | 4 workers |\n|---|---|---|---|---|")
+    columns = ["graph", "layer", "PyG, 1 process", "2 workers", "4 workers", "2 workers, bf16 travels"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory() as scratch:
         for name, kind, hidden, epochs, seeds in TASKS:
             if args.only and args.only not in name:
@@ -95,14 +96,14 @@ def main(args: argparse.Namespace) -> None:
             common = ["--task", name, "--root", args.root, "--kind", kind, "--hidden", str(hidden)]
             common += ["--epochs", str(epochs), "--seeds", str(seeds)]
             cells = []
-            for workers in (0, 2, 4):
+            for workers, narrow in ((0, False), (2, False), (4, False), (2, True)):
                 folder = Path(scratch) / f"{name.replace('/', '-')}-{workers}"
                 if workers and not folder.exists():
                     pyg_sar.partition(dataset(name, args.root), workers, folder)
-                where = ["--folder", str(folder)] if workers else []
+                where = [*(["--folder", str(folder)] if workers else []), *(["--narrow"] if narrow else [])]
                 accs = launch(__file__, workers, common + where, threads=1 if workers else 2)[0]
                 cells.append(f"{100 * statistics.mean(accs):.1f} ± {100 * statistics.stdev(accs):.1f}")
-                print(name, kind, workers, accs, file=sys.stderr)
+                print(name, kind, workers, narrow, accs, file=sys.stderr)
             print(f"| {name} | {kind.upper()} | {' | '.join(cells)} |", flush=True)
 
 
@@ -110,9 +111,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
     parser.add_argument("--only", help="only data sets whose name contains this")
-    for option in ("--worker", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
+    for option in ("--worker", "--narrow", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
         number = option in ("--hidden", "--epochs", "--seeds")
-        if option == "--worker":
+        if option in ("--worker", "--narrow"):
             parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
         else:
             parser.add_argument(option, type=int if number else str, help=argparse.SUPPRESS)

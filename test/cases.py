@@ -90,10 +90,13 @@ class Setup:
         return {name: g for name, g in found.items() if g is not None}
 
 
-def setup(group: Any, case: Case, *, mode: int = 1, prefetch: int = 1, method: str = "random", seed: int = 0) -> Setup:
+def setup(
+    group: Any, case: Case, *, mode: int = 1, prefetch: int = 1, method: str = "random", seed: int = 0,
+    wire: torch.dtype | None = None,
+) -> Setup:  # fmt: skip
     """Give this worker its share of the graph and of random inputs."""
     edge_index = edges(seed=seed)
-    mine = share(group, edge_index, assignment(method, group.size()), mode=mode, prefetch=prefetch)
+    mine = share(group, edge_index, assignment(method, group.size()), mode=mode, prefetch=prefetch, wire=wire)
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(NUM_NODES, 8, generator=g, dtype=torch.float64)
     extra = [leaf(e[mine.edge], case.learn) for e in inputs(case.roles, edge_index.size(1), torch.float64)]

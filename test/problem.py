@@ -48,8 +48,9 @@ class Share:
 
 
 def share(
-    group: Any, edge_index: Tensor, part: Tensor, *, mode: int = 1, prefetch: int = 1, dst_part: Tensor | None = None
-) -> Share:
+    group: Any, edge_index: Tensor, part: Tensor, *, mode: int = 1, prefetch: int = 1, dst_part: Tensor | None = None,
+    wire: torch.dtype | None = None,
+) -> Share:  # fmt: skip
     """Cut the graph as ``load`` would; rows are in any order but that of ids, because a partition may choose one."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if dst_part is None:
@@ -58,7 +59,7 @@ def share(
         topology = list(split(edge_index, part, part, size, nodes))[rank]
     else:
         topology = list(split(edge_index, part, dst_part, size))[rank]
-    graph = assemble(topology, rank, group, remat=mode == 1, prefetch=prefetch, seed=3)
+    graph = assemble(topology, rank, group, remat=mode == 1, prefetch=prefetch, seed=3, wire=wire)
     sharded = ShardedEdgeIndex(graph)
     return Share(sharded.merge() if mode == 3 else sharded, topology.src_id, topology.dst_id, topology.e_id)
 

@@ -21,6 +21,7 @@ def assemble(
     remat: bool = True,
     prefetch: int = 1,
     seed: int = 0,
+    wire: torch.dtype | None = None,
 ) -> ShardedGraph:
     """Return the graph of worker ``rank``; a partition with a single part needs no process group."""
     num_src, ids = topology.src_id.numel(), _local_first(topology.num_src, rank)
@@ -32,7 +33,7 @@ def assemble(
     if len(blocks) == 1:
         exchange: Local | Peers = Local([slice(0, num_src)])
     else:
-        exchange = Peers(topology.serve, topology.num_src, group, prefetch)
+        exchange = Peers(topology.serve, topology.num_src, group, prefetch, wire=wire)
     return ShardedGraph(
         blocks,
         num_src,

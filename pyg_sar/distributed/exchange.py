@@ -21,6 +21,7 @@ Every exchange has the same few verbs, which is all that the streaming loop know
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -35,28 +36,34 @@ from torch import Tensor
 from pyg_sar.distributed.collectives import talking
 from pyg_sar.graph import Index
 
-Meter = Callable[[int, int], None]
+Meter = Callable[..., None]  # of bytes sent and received, and of seconds spent waiting
 
 
 @dataclass
 class Traffic:
-    """Bytes that one aggregation sent to and received from other workers; ``case`` is the paper's 1 or 2."""
+    """Bytes that one aggregation sent to and received from other workers, and the seconds in which it waited for them;
+    ``case`` is the paper's 1 or 2.
+    """
 
     forward_sent: int = 0
     forward_received: int = 0
     backward_sent: int = 0
     backward_received: int = 0
     case: int = 0
+    forward_wait: float = 0.0
+    backward_wait: float = 0.0
 
-    def forward(self, sent: int, received: int) -> None:
+    def forward(self, sent: int = 0, received: int = 0, wait: float = 0.0) -> None:
         """Add to the forward pass."""
         self.forward_sent += sent
         self.forward_received += received
+        self.forward_wait += wait
 
-    def backward(self, sent: int, received: int) -> None:
+    def backward(self, sent: int = 0, received: int = 0, wait: float = 0.0) -> None:
         """Add to the backward pass."""
         self.backward_sent += sent
         self.backward_received += received
+        self.backward_wait += wait
 
 
 @dataclass
@@ -146,6 +153,7 @@ class Peers:
         num_src: ``num_src[q]`` is how many rows this worker reads from worker ``q``.
         group: The process group, or None for the default one.
         prefetch: How many fetches are under way while a block is consumed.
+        wire: The type in which wider floating-point rows and gradients travel, or None for their own.
     """
 
     def __init__(
@@ -155,8 +163,10 @@ class Peers:
         group: dist.ProcessGroup | None = None,
         prefetch: int = 1,
         log: Log | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.serve, self.num_src, self.group, self.prefetch = list(serve), list(num_src), group, prefetch
+        self.wire = wire
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.log, self.alone = log or Log(), self.size == 1
         self.order = [(self.rank + t) % self.size for t in range(self.size)]
@@ -165,7 +175,8 @@ class Peers:
 
     def to(self, device: torch.device | str) -> Peers:
         """Move the index tensors to ``device``."""
-        return Peers([s.to(device) for s in self.serve], self.num_src, self.group, self.prefetch, self.log)
+        serve = [s.to(device) for s in self.serve]
+        return Peers(serve, self.num_src, self.group, self.prefetch, self.log, self.wire)
 
     def merge(self) -> OneShot:
         """Return the exchange that fetches everything at once."""
@@ -182,9 +193,9 @@ class Peers:
         for q in self.order:
             queue.append((q, *self._fetch(q, x, meter)))
             if len(queue) > self.prefetch:
-                yield arrived(queue)
+                yield arrived(queue, x.dtype)
         while queue:
-            yield arrived(queue)
+            yield arrived(queue, x.dtype)
 
     def _fetch(self, q: int, x: Tensor, meter: Meter) -> tuple[Tensor, list[Transfer]]:
         if q == self.rank:
@@ -193,9 +204,15 @@ class Peers:
         block = self.buffer(self.num_src[q], x)
         return block, self.swap(x[self.serve[client]], client, block, q, "source rows", meter)
 
-    def buffer(self, rows: int, like: Tensor) -> Tensor:
-        """Return memory for ``rows`` rows from a peer."""
-        return like.new_empty(rows, *like.shape[1:])
+    def buffer(self, rows: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory for ``rows`` rows from a peer, as they travel or of another type."""
+        return like.new_empty(rows, *like.shape[1:], dtype=dtype or self.travels_as(like.dtype))
+
+    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which rows of a type travel."""
+        if self.wire is None or not dtype.is_floating_point or dtype.itemsize <= self.wire.itemsize:
+            return dtype
+        return self.wire
 
     def sink(self, meter: Meter) -> PeerSink:
         """Return the sink."""
@@ -212,6 +229,7 @@ class Peers:
 
     def swap(self, out: Tensor, dst: int, into: Tensor, src: int, what: str, meter: Meter) -> list[Transfer]:
         """Start to send ``out`` to ``dst`` and to receive ``into`` from ``src``; nothing empty travels."""
+        out = out.to(self.travels_as(out.dtype))
         ops, transfers = [], []
         for op, tensor, peer in ((dist.isend, out, dst), (dist.irecv, into, src)):
             if tensor.numel() > 0:
@@ -224,7 +242,9 @@ class Peers:
             works = dist.batch_isend_irecv(ops)
         # A backend that groups transfers returns one handle for all of them.
         pairs = zip(works, transfers, strict=True) if len(works) == len(transfers) else [(works[0], transfers[0])]
-        return [Transfer(self, work, transfers, f"{verb} {what}, worker {peer}") for work, (_, peer, verb) in pairs]
+        return [
+            Transfer(self, work, transfers, f"{verb} {what}, worker {peer}", meter) for work, (_, peer, verb) in pairs
+        ]
 
 
 @dataclass
@@ -235,20 +255,23 @@ class Transfer:
     work: dist.Work
     tensors: list[tuple[Tensor, int, str]]
     doing: str
+    meter: Meter
 
     def wait(self) -> None:
         """Return when the message has arrived."""
+        start = time.perf_counter()
         with talking(self.doing, self.peers.group):
             self.work.wait()
+        self.meter(wait=time.perf_counter() - start)
         self.tensors = []
 
 
-def arrived(queue: deque[tuple[int, Tensor, list[Transfer]]]) -> tuple[int, Tensor]:
+def arrived(queue: deque[tuple[int, Tensor, list[Transfer]]], dtype: torch.dtype) -> tuple[int, Tensor]:
     """Wait for the oldest fetch and return it, keeping no reference to it."""
     q, block, transfers = queue.popleft()
     for transfer in transfers:
         transfer.wait()
-    return q, block
+    return q, block.to(dtype)
 
 
 class PeerSink:
@@ -273,7 +296,7 @@ class PeerSink:
             self._drain()
 
     def _drain(self) -> None:
-        client, grad = arrived(self.queue)
+        client, grad = arrived(self.queue, self.grad.dtype)
         self.grad.index_add_(0, self.peers.serve[client], grad)
 
     def sum(self) -> Tensor:
@@ -305,14 +328,18 @@ class OneShot:
         """Yield the own rows and those of all peers as one piece."""
         peers, n = self.peers, x.size(0)
         peers.turn += 1
-        rows = peers.buffer(n + self.num_halo, x)
+        rows = peers.buffer(n + self.num_halo, x, x.dtype)
         rows[:n] = x
-        halo, transfers = rows[n:], []
+        halo = rows[n:] if peers.travels_as(x.dtype) == x.dtype else peers.buffer(self.num_halo, x)
+        transfers: list[Transfer] = []
         for q in peers.order[1:]:
             client = peers.client(q)
             transfers += peers.swap(x[peers.serve[client]], client, halo[self.spans[q]], q, "source rows", meter)
         for transfer in transfers:
             transfer.wait()
+        if halo.dtype != rows.dtype:
+            rows[n:] = halo
+        del halo
         yield 0, rows
 
     def sink(self, meter: Meter) -> OneShotSink:
@@ -343,7 +370,7 @@ class OneShotSink:
         for client, into, transfers in pending:
             for transfer in transfers:
                 transfer.wait()
-            self.grad.index_add_(0, peers.serve[client], into)
+            self.grad.index_add_(0, peers.serve[client], into.to(self.grad.dtype))
 
     def sum(self) -> Tensor:
         """Return the gradient of the own rows."""

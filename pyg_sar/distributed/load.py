@@ -20,6 +20,7 @@ def load(
     group: dist.ProcessGroup | None = None,
     remat: bool = True,
     prefetch: int = 1,
+    wire: torch.dtype | None = None,
 ) -> Data:
     r"""Load this worker's part of a partitioned graph.
 
@@ -35,6 +36,9 @@ def load(
             (default: :obj:`True`)
         prefetch (int, optional): How many fetches are under way while a block is consumed; ``prefetch + 1`` remote
             blocks are alive at a time. (default: :obj:`1`)
+        wire (torch.dtype, optional): A floating-point type, such as :obj:`torch.bfloat16`, to which wider rows and
+            gradients are rounded where they travel between workers, and only there: sums stay as precise as ever.
+            Results are then no longer exact. (default: :obj:`None`, nothing is rounded)
 
     Returns:
         A :class:`torch_geometric.data.Data` with this worker's rows of every node-level and edge-level tensor, with
@@ -49,18 +53,21 @@ def load(
     try:
         if prefetch < 0:
             raise ValueError(f"Expected 'prefetch' to be 0 or more (got {prefetch})")
+        if wire is not None and not wire.is_floating_point:
+            raise ValueError(f"Expected 'wire' to be a floating-point type (got {wire})")
         shard = read_part(path, rank)
     except Exception as e:  # whatever it is, the others must hear of it
         error = f"{type(e).__name__}: {e}"
-    mine = error, *((shard.identity, shard.num_parts) if shard else ("", 0)), torch.initial_seed(), remat, prefetch
+    settings = torch.initial_seed(), remat, prefetch, str(wire)
+    mine = error, *((shard.identity, shard.num_parts) if shard else ("", 0)), *settings
     said = gather_objects(mine, group)
     _agree(said, rank)
     assert shard is not None
-    graph = assemble(shard.topology, rank, group, remat, prefetch, seed=said[0][3])
+    graph = assemble(shard.topology, rank, group, remat, prefetch, seed=said[0][3], wire=wire)
     return _data(shard, ShardedEdgeIndex(graph)).to(str(device))
 
 
-def _agree(said: list[tuple[str, str, int, int, bool, int]], rank: int) -> None:
+def _agree(said: list[tuple[str, str, int, int, bool, int, str]], rank: int) -> None:
     """Raise the same error on every worker unless all opened parts of one partition that fits them."""
     errors = [f"rank {r}: {error}" for r, (error, *_) in enumerate(said) if error]
     parts = {num_parts for error, _, num_parts, *_ in said if not error}
@@ -72,7 +79,7 @@ def _agree(said: list[tuple[str, str, int, int, bool, int]], rank: int) -> None:
             f"[rank {rank}] The partition has {found} parts, but there are {len(said)} workers. Start one worker for "
             f"each part ('--nproc-per-node'), or partition the graph anew with 'num_parts={len(said)}'."
         )
-    for name, column in (("identity", 1), ("remat", 4), ("prefetch", 5)):
+    for name, column in (("identity", 1), ("remat", 4), ("prefetch", 5), ("wire", 6)):
         values = [s[column] for s in said]
         if len(set(values)) > 1:
             why = (

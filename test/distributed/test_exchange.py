@@ -28,6 +28,11 @@ def boundary(part, rank):
     return int((reads[1] == rank).sum()), int((part[reads[0]] == rank).sum())
 
 
+def sizes(traffic):
+    """Everything in a record but times."""
+    return {name: value for name, value in vars(traffic).items() if not name.endswith("wait")}
+
+
 def measure(group, mode, method):
     """Traffic of every layer, and what it must be."""
     rank, results = dist.get_rank(group), {}
@@ -45,7 +50,7 @@ def measure(group, mode, method):
             "backward_received": (serves + again * reads) * row,
             "backward_sent": (reads + again * serves) * row,
         }
-        results[name] = vars(found), expected
+        results[name] = sizes(found), expected
     return results
 
 
@@ -56,6 +61,54 @@ def test_every_layer_moves_the_boundary_rows_and_nothing_else(pool, workers, mod
     for results in pool.run(workers, measure, mode, method):
         for name, (found, expected) in results.items():
             assert found == expected, name
+
+
+def sum_in_bf16(group, mode, prefetch):
+    """A sum over rows that travel in bfloat16, and its gradient; each with what it must be, from the edges alone."""
+    part, (src, dst) = assignment("random", group.size()), edges()
+    mine = share(group, edges(), part, mode=mode, prefetch=prefetch, wire=torch.bfloat16)
+    x, grad = torch.randn(2, len(part), 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    own = x[mine.src].requires_grad_()
+    out = reduce_rows(mine.edge_index.graph, own, "sum")
+    out.backward(grad[mine.dst])
+    near = (part[src] == part[dst]).unsqueeze(1)
+    total = torch.zeros_like(x).index_add(0, dst, torch.where(near, x[src], x.bfloat16().double()[src]))
+    total_grad = torch.zeros_like(x)
+    for reader in range(group.size()):
+        there = part[dst] == reader
+        read = torch.zeros_like(x).index_add(0, src[there], grad[dst[there]])
+        total_grad += torch.where((part == reader).unsqueeze(1), read, read.bfloat16().double())
+    return (out, total[mine.dst]), (own.grad, total_grad[mine.src])
+
+
+@pytest.mark.parametrize(("mode", "prefetch"), [(1, 0), (1, 1), (2, 2), (3, 1)])
+def test_bf16_on_the_wire_rounds_what_travels_and_nothing_else(pool, mode, prefetch):
+    for pairs in pool.run(3, sum_in_bf16, mode, prefetch):
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def traffic_and_gradients(group, mode, wire):
+    """Traffic and gradients of every layer."""
+    found = {}
+    for name, case in CASES.items():
+        it = setup(group, case, mode=mode, wire=wire)
+        with record_traffic(it.share.edge_index) as records:
+            it.loss().backward()
+        found[name] = sizes(records[0]), it.grads()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_on_the_wire_in_every_layer(pool, mode):
+    wide, narrow = (pool.run(3, traffic_and_gradients, mode, wire) for wire in (None, torch.bfloat16))
+    for exact, rough in zip(wide, narrow, strict=True):
+        for name, (traffic, grads) in exact.items():
+            found, rough_grads = rough[name]
+            assert found == {k: n if k == "case" else n // 4 for k, n in traffic.items()}, name
+            for key, grad in grads.items() if "max" not in name else ():  # there another row may win by rounding
+                error = (rough_grads[key] - grad).norm() / grad.norm()
+                assert error < 2**-6, (name, key)  # a rounded number is off by up to 2^-9
 
 
 def test_one_worker_moves_nothing(pool):
@@ -121,8 +174,8 @@ class Watch:
         self.peak = {"rows": 0, "grads": 0}
         make = Peers.buffer
 
-        def buffer(peers, rows, like):
-            size = make(peers, rows, like)
+        def buffer(peers, rows, like, dtype=None):
+            size = make(peers, rows, like, dtype)
             if size.numel() == 0:
                 return size
             memory = Memory(size.numel() * size.element_size())

@@ -72,6 +72,8 @@ ERRORS = {
     "mode": ("three", {"remat": False}, "differ in 'remat'.*rank 1: False", 3),
     "prefetch": ("three", {"prefetch": 2}, "differ in 'prefetch'.*rank 1: 2", 3),
     "negative prefetch": ("three", {"prefetch": -1}, "rank 1: ValueError.*'prefetch' to be 0 or more", 3),
+    "wire": ("three", {"wire": torch.bfloat16}, "differ in 'wire'.*rank 1: torch.bfloat16", 3),
+    "whole numbers on the wire": ("three", {"wire": torch.int8}, "rank 1: ValueError.*floating-point type", 3),
     "not a path": ("three", {"path": None}, "rank 1: TypeError", 3),
 }
 
