@@ -119,7 +119,10 @@ def merge(group: Any, count: int, mean: Tensor, m2: Tensor) -> tuple[int, Tensor
 
 
 class Normalize(torch.autograd.Function):
-    """Normalise by given statistics, whose gradient needs two sums over all workers' rows."""
+    """Normalise by given statistics, whose gradient needs two sums over all workers' rows.
+
+    Forward makes its output and nothing else as long as the rows, backward one tensor besides the gradient.
+    """
 
     @staticmethod
     def forward(
@@ -129,11 +132,11 @@ class Normalize(torch.autograd.Function):
         """Normalise."""
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.count, ctx.group = count, group
-        out = (x - mean) * rstd
+        out = (x - mean).mul_(rstd)
         if weight is not None:
-            out = out * weight
+            out.mul_(weight.to(out.dtype))
         if bias is not None:
-            out = out + bias
+            out.add_(bias.to(out.dtype))
         return out.to(x.dtype)
 
     @staticmethod
@@ -142,13 +145,14 @@ class Normalize(torch.autograd.Function):
         once_differentiable()
         x, weight, mean, rstd = ctx.saved_tensors
         grad = grad.to(mean.dtype)
-        normal = (x - mean) * rstd
-        d_bias, d_weight = grad.sum(0), (grad * normal).sum(0)
+        normal = (x - mean).mul_(rstd)
+        product = grad * normal
+        d_bias, d_weight = grad.sum(0), product.sum(0)
         d_x = None
         if ctx.needs_input_grad[0]:
             sums = (all_reduce(torch.stack([d_bias, d_weight]).double(), ctx.group) / ctx.count).to(grad.dtype)
-            d_x = (grad - sums[0] - normal * sums[1]) * rstd
-            d_x = (d_x if weight is None else d_x * weight).to(x.dtype)
+            d_x = torch.sub(grad, sums[0], out=product).sub_(normal.mul_(sums[1])).mul_(rstd)
+            d_x = (d_x if weight is None else d_x.mul_(weight.to(d_x.dtype))).to(x.dtype)
         if weight is not None:
             d_weight, d_bias = d_weight.to(weight.dtype), d_bias.to(weight.dtype)
         wants = ctx.needs_input_grad
