@@ -1,4 +1,4 @@
-"""The benchmark of layers on a tiny graph: it validates every implementation before it measures."""
+"""Benchmarks on tiny graphs: they run, and write what they say."""
 
 import os
 import subprocess
@@ -10,16 +10,32 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.slow
-def test_layers(tmp_path):
-    pytest.importorskip("matplotlib")
-    small = ["--nodes", 300, "--edges", 2000, "--repetitions", 1, "--warmups", 0, "--threads", 1, "--out", tmp_path]
-    small += ["--cases", "gat-2", "sum-100", "--implementations", "PyG", "gather"]
-    command = [sys.executable, "benchmarks/layers.py", *map(str, small)]
+def run(script, *args):
+    """Run a benchmark as the README says."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, f"benchmarks/{script}.py", *map(str, args)]
     env = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_layers(tmp_path):
+    """It validates every implementation before it measures."""
+    pytest.importorskip("matplotlib")
+    sizes = ["--nodes", 300, "--edges", 2000, "--repetitions", 1, "--warmups", 0, "--threads", 1]
+    cases = ["--cases", "gat-2", "sum-100", "--implementations", "PyG", "gather"]
+    run("layers", *sizes, *cases, "--out", tmp_path)
     table = (tmp_path / "layers-cpu.md").read_text()
     assert "| gat-2 | PyG |" in table and "| sum-100 | gather |" in table and "skipped" not in table
     assert (tmp_path / "layers-cpu.png").exists()
+
+
+@pytest.mark.slow
+def test_scaling(tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ["--nodes", 300, "--edges", 2000, "--steps", 1, "--workers", 2]
+    run("scaling", *sizes, "--models", "sage", "--modes", 1, 3, "--no-peer", "--out", tmp_path)
+    table = (tmp_path / "scaling-metis.md").read_text()
+    assert "| sage | 1 rematerialise | 2 |" in table and "| sage | 3 one shot | 2 |" in table
+    assert (tmp_path / "scaling-metis.png").exists()

@@ -1,0 +1,259 @@
+"""Memory, traffic and time of a training step of the paper's 3-layer models, against the number of workers.
+
+    python benchmarks/scaling.py --out docs
+    python benchmarks/scaling.py --out /tmp --models sage --workers 2 4 --modes 1 --method random --no-peer
+
+For every model, mode and number of workers it measures in each worker: the peak of resident memory during training
+steps above what the process held before them (libraries, graph, features, model, optimizer), the bytes that travel, the
+seconds of a step, and those of them that are spent waiting for messages; of memory and times it takes the largest
+worker. The share of communication that hides behind computation is one minus waiting time by the time that the same
+messages take when nothing is computed. Tensors of 1 MiB and more are given back to the system when they are freed, or
+what the C library keeps would count, too. Workers beyond the cores are there for memory and traffic only; their times
+are left out. Writes ``scaling-METHOD.md`` and ``scaling-METHOD.png``.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from launch import answer, launch
+from layers import processor
+from process_memory import RETURN_FREED_MEMORY, resident, settle
+from torch import Tensor
+from tqdm import tqdm
+
+import pyg_sar
+from pyg_sar.distributed.datasets import community_graph
+from pyg_sar.distributed.exchange import Traffic
+
+MODES = {1: "rematerialise", 2: "keep", 3: "one shot"}
+RELATIONS = 8
+
+
+class GNN(torch.nn.Module):
+    """Three layers with batch normalisation between them; ``nn`` is ``pyg_sar.nn`` or ``torch_geometric.nn``."""
+
+    def __init__(self, nn: ModuleType, kind: str, inputs: int, outputs: int) -> None:
+        super().__init__()
+        if kind == "gat":
+            hidden, heads = 512, 4
+            convs = [nn.GATConv(a, hidden // heads, heads) for a in (inputs, hidden)]
+            convs.append(nn.GATConv(hidden, outputs, heads, concat=False))
+        else:
+            hidden, widths = 256, [inputs, 256, 256, outputs]
+            convs = [nn.SAGEConv(a, b) if kind == "sage" else nn.RGCNConv(a, b, RELATIONS) for a, b in pairwise(widths)]
+        self.convs = torch.nn.ModuleList(convs)
+        self.norms = torch.nn.ModuleList(nn.BatchNorm(hidden) for _ in range(2))
+
+    def forward(self, x: Tensor, edge_index: Tensor, *extra: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            x = norm(conv(x, edge_index, *extra)).relu()
+        return self.convs[-1](x, edge_index, *extra)
+
+
+@dataclass
+class Found:
+    """What was measured of one configuration: MiB, and seconds of a step."""
+
+    peak: float
+    sent: float
+    received: float
+    step: float
+    waited: float
+    alone: float
+
+
+def graph(args: argparse.Namespace) -> Any:
+    data = community_graph(args.nodes, args.edges, num_features=100, num_classes=47)
+    data.edge_type = torch.randint(RELATIONS, (data.num_edges,), generator=torch.Generator().manual_seed(0))
+    return data
+
+
+def worker(args: argparse.Namespace) -> None:
+    with pyg_sar.process_group() as rank:
+        torch.manual_seed(0)
+        if args.folder:
+            nn, data = pyg_sar.nn, pyg_sar.load(args.folder, remat=args.mode == 1, prefetch=args.prefetch)
+            data.edge_index = data.edge_index.merge() if args.mode == 3 else data.edge_index
+        else:
+            nn, data = torch_geometric.nn, graph(args)
+        model = GNN(nn, args.models[0], data.x.size(1), data.num_classes)
+        optimizer = torch.optim.Adam(model.parameters())
+        step(model, optimizer, data)  # makes what is made once: transposed blocks, self-loops, the optimizer's state
+        model.zero_grad()
+        before, steps, layers = settle(), [], []
+        for _ in range(args.steps):
+            start = time.perf_counter()
+            if args.folder:
+                with pyg_sar.record_traffic(data.edge_index) as layers:
+                    step(model, optimizer, data)
+            else:
+                step(model, optimizer, data)
+            steps.append(time.perf_counter() - start)
+        peak = resident("VmHWM") - before
+        sent = sum(t.forward_sent + t.backward_sent for t in layers)
+        received = sum(t.forward_received + t.backward_received for t in layers)
+        waited = sum(t.forward_wait + t.backward_wait for t in layers)
+        alone = replay(data.edge_index.graph, layers) if args.folder and args.mode != 3 else 0.0
+        answer([rank, peak, sent / 2**20, received / 2**20, statistics.median(steps), waited, alone])
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> None:
+    optimizer.zero_grad()
+    extra = [data.edge_type] if isinstance(model.convs[0], torch_geometric.nn.RGCNConv) else []
+    out = model(data.x, data.edge_index, *extra)
+    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none")
+    pyg_sar.global_mean(loss).backward()
+    pyg_sar.sum_gradients(model)
+    optimizer.step()
+
+
+def replay(shares: Any, layers: list[Any]) -> float:
+    """Return the seconds that the messages of a step take when nothing is computed between them."""
+    exchange = shares.exchange
+    if exchange.num_halo == 0:
+        return 0.0
+
+    silent, start = Traffic().forward, time.perf_counter()
+    for t in layers:
+        x = torch.zeros(shares.num_src, t.forward_received // exchange.num_halo // 4)
+        for _ in range(2 if t.case == 2 and shares.remat else 1):
+            deque(exchange.pull(x, silent), maxlen=0)
+        if t.backward_received:
+            sink = exchange.sink(silent)
+            for q in exchange.order:
+                sink.push(q, x.new_zeros(shares.blocks[q].num_src, x.size(1)))
+            sink.sum()
+    return time.perf_counter() - start
+
+
+def measure(args: argparse.Namespace, model: str, workers: int, mode: int, folder: str | None) -> Found:
+    """Run a configuration; take the mean of the bytes and the largest worker's of the rest."""
+    options = ["--models", model, "--mode", str(mode), "--prefetch", str(args.prefetch), "--steps", str(args.steps)]
+    options += ["--nodes", str(args.nodes), "--edges", str(args.edges), *(["--folder", folder] if folder else [])]
+    rows = launch(__file__, workers, options, **RETURN_FREED_MEMORY)
+    _, peak, sent, received, seconds, waited, alone = zip(*rows, strict=True)
+    count = len(rows)
+    return Found(max(peak), sum(sent) / count, sum(received) / count, max(seconds), max(waited), max(alone))
+
+
+def main(args: argparse.Namespace) -> None:
+    found: dict[tuple[str, int, int], Found] = {}
+    peers: dict[str, Found] = {}
+    runs = list(product(args.workers, args.models, args.modes))
+    with tempfile.TemporaryDirectory() as scratch, tqdm(total=len(runs) + len(args.models) * args.peer) as bar:
+        data, folders = graph(args), {}
+        for workers in args.workers:
+            folders[workers] = str(Path(scratch) / str(workers))
+            pyg_sar.partition(data, workers, folders[workers], method=args.method)
+        del data
+        for workers, model, mode in runs:
+            bar.set_description(f"{model}, mode {mode}, {workers} workers")
+            found[model, mode, workers] = measure(args, model, workers, mode, folders[workers])
+            bar.update()
+            text = report(args, found, peers)
+        for model in args.models if args.peer else []:
+            bar.set_description(f"{model}, PyG")
+            peers[model] = measure(args, model, 0, 0, None)
+            bar.update()
+            text = report(args, found, peers)
+    print(text)
+
+
+def report(args: argparse.Namespace, found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> str:
+    """Write table and figure; return the table."""
+    stem = Path(args.out) / f"scaling-{args.method}"
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join([heading(args), "", *table(found, peers)])
+    stem.with_suffix(".md").write_text(text + "\n")
+    plot(stem.with_suffix(".png"), found)
+    return text
+
+
+def heading(args: argparse.Namespace) -> str:
+    return (
+        f"Training steps of 3-layer models (GraphSAGE and R-GCN with {RELATIONS} relations: 256 hidden; GAT: 4 heads "
+        f"of 128) with batch normalisation and Adam; generated graph of {args.nodes:,} nodes and {args.edges:,} edges, "
+        f"100 features, 47 classes, parts by {args.method}; float32, 1 thread a worker, prefetch {args.prefetch}; "
+        f"{processor()}, {os.cpu_count()} cores, torch {torch.__version__}. *Peak*: resident memory above the loaded "
+        "state, of the largest worker. *Step*: median; *waiting*: for messages; *hidden*: one minus that by the time "
+        "of the same messages alone. Times of more workers than cores mean nothing and are left out. Made by "
+        "`benchmarks/scaling.py`."
+    )
+
+
+def table(found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> list[str]:
+    columns = ["model", "mode", "workers", "peak MiB", "x workers, by that of 2", "MiB received by a worker", "step s"]
+    columns += ["waiting s", "messages alone s", "hidden"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for (model, mode, workers), it in found.items():
+        pair = found.get((model, mode, 2))
+        growth = "" if pair is None else f"{it.peak * workers / (2 * pair.peak):.2f}"
+        cells = [model, f"{mode} {MODES[mode]}", str(workers), f"{it.peak:.0f}", growth, f"{it.received:.1f}"]
+        timed = workers <= (os.cpu_count() or 1)
+        cells += [f"{it.step:.2f}", f"{it.waited:.2f}", f"{it.alone:.2f}"] if timed else [""] * 3
+        cells.append(f"{100 * (1 - it.waited / it.alone):.0f}%" if timed and it.alone > 0 else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    for model, it in peers.items():
+        lines.append(f"| {model} | PyG | one process | {it.peak:.0f} | | | {it.step:.2f} | | | |")
+    return lines
+
+
+def plot(path: Path, found: dict[tuple[str, int, int], Found]) -> None:
+    """Draw memory and traffic of each model against the number of workers."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(model for model, _, _ in found))
+    figure, grid = plt.subplots(2, len(models), figsize=(4 * len(models), 7), squeeze=False)
+    for (memory, traffic), model in zip(grid.T, models, strict=True):
+        counts = sorted({workers for name, _, workers in found if name == model})
+        for mode, name in MODES.items():
+            lines = [(w, found[model, mode, w]) for w in counts if (model, mode, w) in found]
+            memory.plot([w for w, _ in lines], [it.peak for _, it in lines], "o-", label=f"mode {mode}: {name}")
+            traffic.plot([w for w, _ in lines], [it.received for _, it in lines], "o-", label=f"mode {mode}: {name}")
+        memory.set(xscale="log", yscale="log", title=f"{model}: peak MiB per worker")
+        traffic.set(xscale="log", xlabel="workers", title="MiB received by a worker in a step")
+        for axes in (memory, traffic):
+            axes.set(xticks=counts, xticklabels=counts)
+            axes.minorticks_off()
+        memory.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", choices=["sage", "gat", "rgcn"], default=["sage", "gat", "rgcn"])
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--modes", nargs="+", type=int, choices=[1, 2, 3], default=[1, 2, 3])
+    parser.add_argument("--nodes", type=int, default=50_000)
+    parser.add_argument("--edges", type=int, default=2_500_000)
+    parser.add_argument("--method", choices=["metis", "random", "contiguous"], default="metis")
+    parser.add_argument("--prefetch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", default="docs")
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave out PyG in one process")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--mode", type=int, default=1, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    worker(arguments) if arguments.worker else main(arguments)
