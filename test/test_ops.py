@@ -124,21 +124,22 @@ def test_sums_round_as_torch_does(dtype):
 
 
 @needs_kernels
-@pytest.mark.parametrize("width", [100, 101, 300])
+@pytest.mark.parametrize("width", [100, 101, 104, 300])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_large_sums_go_past_the_caches(width, offset):
+@pytest.mark.parametrize("dtype", [*HALF, torch.float64])
+def test_large_sums_go_past_the_caches(width, offset, dtype):
     """From 8 MB on, where rows are aligned; a row that is cut, empty rows; by two threads."""
     torch.set_num_threads(2)
     g = torch.Generator().manual_seed(0)
-    n = (8 << 20) // (4 * width) + 10
+    n = (8 << 20) // (dtype.itemsize * width) + 10
     row = torch.cat([torch.randint(n - 5, (20_000,), generator=g), torch.full((5000,), 7)]).sort().values
-    col, x = torch.randint(40, row.shape, generator=g), torch.randn(40, width, generator=g)
+    col, x = torch.randint(40, row.shape, generator=g), torch.randn(40, width, generator=g).to(dtype)
     ptr = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(row, minlength=n).cumsum(0)])
-    out = torch.full((n * width + offset,), 7.0)[offset:].view(n, width)
+    out = torch.full((n * width + offset,), 7.0, dtype=dtype)[offset:].view(n, width)
     OPS.spmm_(out, ptr, col, x, None, None, True)
-    expected = torch.zeros(n, width)
+    expected = torch.zeros(n, width, dtype=reference.accumulator(dtype))
     OPS.spmm_(expected, ptr, col, x, None, None, False)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0)
     assert not out[-5:].any()
 
 
