@@ -19,9 +19,8 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ import torch_geometric.nn
 from launch import answer, launch
 from layers import processor
 from process_memory import RETURN_FREED_MEMORY, resident, settle
-from torch import Tensor
 from tqdm import tqdm
 
 import pyg_sar
@@ -41,33 +39,11 @@ MODES = {1: "rematerialise", 2: "keep", 3: "one shot"}
 RELATIONS = 8
 
 
-class GNN(torch.nn.Module):
-    """Three layers with batch normalisation between them; ``nn`` is ``pyg_sar.nn`` or ``torch_geometric.nn``."""
-
-    def __init__(self, nn: ModuleType, kind: str, inputs: int, outputs: int) -> None:
-        super().__init__()
-        if kind == "gat":
-            hidden, heads = 512, 4
-            convs = [nn.GATConv(a, hidden // heads, heads) for a in (inputs, hidden)]
-            convs.append(nn.GATConv(hidden, outputs, heads, concat=False))
-        else:
-            hidden, widths = 256, [inputs, 256, 256, outputs]
-            convs = [nn.SAGEConv(a, b) if kind == "sage" else nn.RGCNConv(a, b, RELATIONS) for a, b in pairwise(widths)]
-        self.convs = torch.nn.ModuleList(convs)
-        self.norms = torch.nn.ModuleList(nn.BatchNorm(hidden) for _ in range(2))
-
-    def forward(self, x: Tensor, edge_index: Tensor, *extra: Tensor) -> Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=False):
-            x = norm(conv(x, edge_index, *extra)).relu()
-        return self.convs[-1](x, edge_index, *extra)
-
-
 @dataclass
 class Found:
     """What was measured of one configuration: MiB, and seconds of a step."""
 
     peak: float
-    sent: float
     received: float
     step: float
     waited: float
@@ -81,14 +57,18 @@ def graph(args: argparse.Namespace) -> Any:
 
 
 def worker(args: argparse.Namespace) -> None:
-    with pyg_sar.process_group() as rank:
+    from models import GNN  # workers alone have the examples on their path
+
+    with pyg_sar.process_group():
         torch.manual_seed(0)
         if args.folder:
             nn, data = pyg_sar.nn, pyg_sar.load(args.folder, remat=args.mode == 1, prefetch=args.prefetch)
             data.edge_index = data.edge_index.merge() if args.mode == 3 else data.edge_index
         else:
             nn, data = torch_geometric.nn, graph(args)
-        model = GNN(nn, args.models[0], data.x.size(1), data.num_classes)
+        (kind,) = args.models
+        hidden = 128 if kind == "gat" else 256  # of each of 4 heads
+        model = GNN(nn, kind, data.x.size(1), hidden, data.num_classes, dropout=0.0, relations=RELATIONS)
         optimizer = torch.optim.Adam(model.parameters())
         step(model, optimizer, data)  # makes what is made once: transposed blocks, self-loops, the optimizer's state
         model.zero_grad()
@@ -102,11 +82,10 @@ def worker(args: argparse.Namespace) -> None:
                 step(model, optimizer, data)
             steps.append(time.perf_counter() - start)
         peak = resident("VmHWM") - before
-        sent = sum(t.forward_sent + t.backward_sent for t in layers)
         received = sum(t.forward_received + t.backward_received for t in layers)
         waited = sum(t.forward_wait + t.backward_wait for t in layers)
         alone = replay(data.edge_index.graph, layers) if args.folder and args.mode != 3 else 0.0
-        answer([rank, peak, sent / 2**20, received / 2**20, statistics.median(steps), waited, alone])
+        answer([peak, received / 2**20, statistics.median(steps), waited, alone])
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> None:
@@ -143,9 +122,8 @@ def measure(args: argparse.Namespace, model: str, workers: int, mode: int, folde
     options = ["--models", model, "--mode", str(mode), "--prefetch", str(args.prefetch), "--steps", str(args.steps)]
     options += ["--nodes", str(args.nodes), "--edges", str(args.edges), *(["--folder", folder] if folder else [])]
     rows = launch(__file__, workers, options, **RETURN_FREED_MEMORY)
-    _, peak, sent, received, seconds, waited, alone = zip(*rows, strict=True)
-    count = len(rows)
-    return Found(max(peak), sum(sent) / count, sum(received) / count, max(seconds), max(waited), max(alone))
+    peak, received, seconds, waited, alone = zip(*rows, strict=True)
+    return Found(max(peak), statistics.mean(received), max(seconds), max(waited), max(alone))
 
 
 def main(args: argparse.Namespace) -> None:

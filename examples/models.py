@@ -1,5 +1,6 @@
 """The models of the SAR paper. ``nn`` is ``pyg_sar.nn`` or ``torch_geometric.nn``: they differ in nothing else."""
 
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -8,17 +9,17 @@ from torch import Tensor
 
 
 class GNN(torch.nn.Module):
-    """Three layers of GraphSAGE or GAT, with batch normalisation and dropout between them."""
+    """Three layers of GraphSAGE, GAT or R-GCN, with batch normalisation and dropout between them."""
 
     def __init__(
         self, nn: ModuleType, kind: str, in_channels: int, hidden: int, out_channels: int, heads: int = 4,
-        dropout: float = 0.5, attention_dropout: float = 0.0,
+        dropout: float = 0.5, attention_dropout: float = 0.0, relations: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dropout = dropout
-        if kind == "sage":
-            widths = [in_channels, hidden, hidden]
-            convs = [nn.SAGEConv(a, b) for a, b in zip(widths, [*widths[1:], out_channels], strict=True)]
+        if kind in ("sage", "rgcn"):
+            layer, options = (nn.SAGEConv, []) if kind == "sage" else (nn.RGCNConv, [relations])
+            convs = [layer(a, b, *options) for a, b in pairwise([in_channels, hidden, hidden, out_channels])]
             norms = [nn.BatchNorm(hidden) for _ in range(2)]
         else:
             widths = [in_channels, heads * hidden, heads * hidden]
@@ -27,7 +28,7 @@ class GNN(torch.nn.Module):
             norms = [nn.BatchNorm(heads * hidden) for _ in range(2)]
         self.convs, self.norms = torch.nn.ModuleList(convs), torch.nn.ModuleList(norms)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *edges: Tensor) -> Tensor:
         for conv, norm in zip(self.convs, self.norms, strict=False):
-            x = F.dropout(norm(conv(x, edge_index)).relu(), self.dropout, self.training)
-        return self.convs[-1](x, edge_index)
+            x = F.dropout(norm(conv(x, *edges)).relu(), self.dropout, self.training)
+        return self.convs[-1](x, *edges)
