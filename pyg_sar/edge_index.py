@@ -332,7 +332,7 @@ class Halo(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, graph: ShardedGraph, traffic: Any = None) -> Tensor:
         """Fetch."""
         meter = counted(ctx, graph, traffic)
-        ((_, rows),) = graph.exchange.merge().pull(x.contiguous(), meter)
+        ((_, rows),) = graph.exchange.merge().pull([x.contiguous()], meter)
         return rows
 
     @staticmethod
@@ -350,7 +350,7 @@ class Home(torch.autograd.Function):
         meter = counted(ctx, graph, traffic)
         sink = graph.exchange.merge().sink(meter)
         sink.push(0, rows)
-        out = sink.sum()
+        (out,) = sink.sum()
         return out.clone() if out is rows else out
 
     @staticmethod

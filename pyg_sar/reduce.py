@@ -2,13 +2,16 @@ r"""How messages combine: each reduction is a few small functions over one block
 
 A reduction is a state that takes one source block after the other (``init``, ``step``, ``finish``) and the gradient of
 one block (``grad``). ``needs_source`` says whether that gradient needs the source rows again: *case 2* of the SAR
-paper, against *case 1*, in which walking the transposed block is enough.
+paper, against *case 1*, in which walking the transposed block is enough. ``split`` cuts it by columns, so that narrow
+rows travel one part after the other instead of wide ones at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -43,11 +46,37 @@ class Needs(NamedTuple):
 
 Grads = tuple[Tensor | None, Rows]
 
+COLUMNS = 128  # of values that travel at a time: as wide as a tile of the kernels, see csrc/rows.inl
+
+
+class Part(NamedTuple):
+    """A reduction over some columns.
+
+    Args:
+        reduce: The reduction.
+        source: The columns of the source rows that it reads.
+        out: The columns of the output that it makes.
+        narrow: Returns views of what it reads of :class:`Rows`, or of their gradients.
+    """
+
+    reduce: Reduce
+    source: slice
+    out: slice
+    narrow: Callable[[Rows], Rows]
+
 
 class Reduce:
-    """Base class; ``state`` is whatever ``init`` returns, ``saved`` are the tensors that backward reads."""
+    """Base class; ``state`` is whatever ``init`` returns, ``saved`` are the tensors that backward reads.
+
+    ``needs_source`` and ``saves_output`` say whether backward reads source rows and the output, too.
+    """
 
     needs_source = True
+    saves_output = False
+
+    def split(self, x: Tensor, rows: Rows, blocks: int) -> list[Part]:
+        """Return reductions over narrower source rows that together do the same over some blocks; here, itself."""
+        return [Part(self, slice(None), slice(None), lambda rows: rows)]
 
     def init(self, x: Tensor, num_dst: int) -> Any:
         """Return the state before the first block."""
@@ -58,11 +87,14 @@ class Reduce:
         raise NotImplementedError
 
     def finish(self, state: Any, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the output and what backward needs of it."""
+        """Return the output and what backward needs besides it."""
         raise NotImplementedError
 
-    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
-        """Turn what was saved, once, into what ``grad`` reads for every block; ``out`` is the output's gradient."""
+    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        """Turn what was saved, once, into what ``grad`` reads for every block.
+
+        ``result`` is the output, if it was saved, and ``out`` its gradient.
+        """
         return saved
 
     def grad(
@@ -85,6 +117,11 @@ class Sum(Reduce):
 
     def __init__(self, learn_weight: bool = False, sums: int | None = None, once: bool = False) -> None:
         self.needs_source, self.sums, self.once = learn_weight, sums, once
+
+    def split(self, x: Tensor, rows: Rows, blocks: int) -> list[Part]:
+        """Cut columns, unless each head of them has weights of its own."""
+        whole = self.sums is None and len(rows.edge) > 0 and rows.edge[0].dim() > 1
+        return super().split(x, rows, blocks) if whole else by_columns(self, x, blocks)
 
     def init(self, x: Tensor, num_dst: int) -> Tensor:
         """Return zeros, or what will be written."""
@@ -169,6 +206,12 @@ class Extremum(Reduce):
     def __init__(self, sign: int) -> None:
         self.sign = sign
 
+    saves_output = True
+
+    def split(self, x: Tensor, rows: Rows, blocks: int) -> list[Part]:
+        """Cut columns."""
+        return by_columns(self, x, blocks)
+
     def init(self, x: Tensor, num_dst: int) -> tuple[Tensor, Tensor]:
         """Return minus infinity, held by no edge."""
         best = x.new_full((num_dst, *x.shape[1:]), -torch.inf, dtype=accumulator(x.dtype))
@@ -184,12 +227,11 @@ class Extremum(Reduce):
         """Return 0 where there is no edge."""
         best, count = state
         out = (best * self.sign).masked_fill_(best == -torch.inf, 0).to(dtype)
-        return out, (out, (count + (out == 0)).to(dtype))
+        return out, ((count + (out == 0)).to(dtype),)
 
-    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
         """Return the extrema and the share of each edge that attains one."""
-        best, count = saved
-        return best, out / count
+        return result, out / saved[0]
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
@@ -220,6 +262,7 @@ class Softmax(Reduce):
     with :math:`\mathbf{e}_{ij}` a linear map of the edge's features (or absent). A source row is packed as
     ``[values (H * C) | keys (H, 0, or H * C)]``; ``rows.dst`` holds the queries, ``rows.edge`` the features of the
     edges and ``rows.const`` their map, after :math:`\mathbf{a}` if there is one. The output has rows of :math:`H * C`.
+    Heads can be cut into groups, whose parts of a source row stand one behind the other, each packed in this way.
 
     The forward pass keeps a running maximum :math:`m`, normaliser :math:`l` and output :math:`o` for each destination
     ("online softmax", Milakov & Gimelshein 2018) and saves the output and the log-sum-exp; backward rebuilds
@@ -238,7 +281,11 @@ class Softmax(Reduce):
         kind: ``ADDITIVE``, ``GATV2`` or ``DOT``.
         parameter: The negative slope, or :math:`\lambda`.
         dropout: Probability and seed of dropout and the ids of the edges of a block, or None.
+        groups: The groups of heads, as ranges.
+        first: The number of the first head.
     """
+
+    saves_output = True
 
     def __init__(
         self,
@@ -247,10 +294,22 @@ class Softmax(Reduce):
         kind: int,
         parameter: float,
         dropout: tuple[float, int, Callable[[Block], Tensor]] | None = None,
+        groups: Sequence[slice] = (),
+        first: int = 0,
     ) -> None:
         self.heads, self.channels, self.kind, self.parameter, self.dropout = heads, channels, kind, parameter, dropout
+        self.groups, self.first = groups, first
 
-    saves_output = True
+    def split(self, x: Tensor, rows: Rows, blocks: int) -> list[Part]:
+        """Return one reduction for each group of heads."""
+        if len(self.groups) < 2:
+            return super().split(x, rows, blocks)
+        width, parts = x.size(1) // self.heads, []
+        for g in self.groups:
+            reduce = Softmax(g.stop - g.start, self.channels, self.kind, self.parameter, self.dropout, first=g.start)
+            source, out = (slice(g.start * k, g.stop * k) for k in (width, self.channels))
+            parts.append(Part(reduce, source, out, partial(of_heads, heads=g, total=self.heads)))
+        return parts
 
     def init(self, x: Tensor, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the state of a destination that has seen nothing."""
@@ -272,7 +331,7 @@ class Softmax(Reduce):
         mapped = embed(rows.edge[0], edge[0]).to(value.dtype) if rows.edge else None
         p, seed, e_id = (0.0, 0, None) if self.dropout is None else (*self.dropout[:2], self.dropout[2](block))
         query = rows.dst[0] if rows.dst else None
-        return [key, value, query, mapped, att], [self.kind, self.parameter, e_id, seed, p, head]
+        return [key, value, query, mapped, att], [self.kind, self.parameter, e_id, seed, p, self.first + head]
 
     def step(
         self, state: tuple[Tensor, Tensor, Tensor], block: Block, x: Tensor, rows: Rows
@@ -293,12 +352,11 @@ class Softmax(Reduce):
         peak, total, out = state
         some = total > 0
         out.view(-1, self.heads, self.channels).div_(total.where(some, 1).unsqueeze(-1))
-        out = out.to(dtype)
-        return out, (out, torch.where(some, peak + total.log(), 0))
+        return out.to(dtype), (torch.where(some, peak + total.log(), 0),)
 
-    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
         """Return the log-sum-exp and the product of output and gradient."""
-        result, lse = saved
+        (lse,) = saved
         inner, ids = torch.empty_like(lse), torch.arange(lse.size(0) + 1, dtype=torch.int32, device=lse.device)
         sddmm_(inner, ids, ids[:-1], out, result)  # without a product as wide as the rows
         return lse, inner
@@ -323,45 +381,44 @@ class ProjectedSoftmax(Softmax):
     r"""Additive attention over source rows that are features: values :math:`\mathbf{W} \mathbf{x}_j` and keys
     :math:`\mathbf{K} \mathbf{x}_j` are made inside, some heads at a time, and made again in backward.
 
-    Nothing as wide as all heads lives besides the output, which is not saved, and its gradient: with all edges in one
-    block :math:`\langle \mathbf{g}_i, \mathbf{o}_i \rangle = \sum_j \alpha_{ij} d_{ij} \langle \mathbf{g}_i,
-    \mathbf{v}_j \rangle`. It is for graphs of a single worker and block.
+    With all edges in one block, nothing as wide as all heads lives besides the output, which is not saved, and its
+    gradient, because there :math:`\langle \mathbf{g}_i, \mathbf{o}_i \rangle = \sum_j \alpha_{ij} d_{ij} \langle
+    \mathbf{g}_i, \mathbf{v}_j \rangle`.
 
     Args:
         heads: Number of heads :math:`H`.
         channels: Number of values for each head :math:`C`.
         parameter: The negative slope.
         dropout: As in :class:`Softmax`.
+        groups: The groups of heads whose values are made together.
+        once: Whether there is a single block.
 
     ``rows.const`` ends with :math:`\mathbf{W}` of shape ``[H * C, *]`` and :math:`\mathbf{K}` of shape ``[H, *]``.
     """
-
-    saves_output = False
-    columns = 128  # of values at a time: as wide as a tile of the kernels, see csrc/rows.inl
 
     def __init__(
         self,
         heads: int,
         channels: int,
         parameter: float,
-        dropout: tuple[float, int, Callable[[Block], Tensor]] | None = None,
+        dropout: tuple[float, int, Callable[[Block], Tensor]] | None,
+        groups: Sequence[slice],
+        once: bool,
     ) -> None:
-        super().__init__(heads, channels, ADDITIVE, parameter, dropout)
+        super().__init__(heads, channels, ADDITIVE, parameter, dropout, groups)
+        self.once, self.saves_output = once, not once
 
-    def groups(self, dtype: torch.dtype) -> list[tuple[slice, slice]]:
-        """Return ranges of heads and of their columns; sums over groups would round in half precision."""
-        step = max(self.columns // max(self.channels, 1), 1) if dtype == accumulator(dtype) else self.heads
-        ends = [(h, min(h + step, self.heads)) for h in range(0, self.heads, step)]
-        return [(slice(a, b), slice(a * self.channels, b * self.channels)) for a, b in ends]
+    def split(self, x: Tensor, rows: Rows, blocks: int) -> list[Part]:
+        """Return itself: all heads read the same columns."""
+        return Reduce.split(self, x, rows, blocks)
 
-    def finish(self, state: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Normalise; a destination without edges gets 0."""
-        out, (_, lse) = super().finish(state, dtype)
-        return out, (lse,)
+    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        """Return the log-sum-exp, and the product of output and gradient if there are several blocks."""
+        return saved if self.once else super().prepare(saved, result, out)
 
-    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
-        """Return the log-sum-exp."""
-        return saved
+    def columns(self, heads: slice) -> slice:
+        """Return the columns of the values of some heads."""
+        return slice(heads.start * self.channels, heads.stop * self.channels)
 
     def step(
         self, state: tuple[Tensor, Tensor, Tensor], block: Block, x: Tensor, rows: Rows
@@ -369,10 +426,10 @@ class ProjectedSoftmax(Softmax):
         """Merge the block into the running softmax."""
         (*_, weight, key_weight), (peak, total, out) = rows.const, state
         keys = F.linear(x, key_weight)
-        for heads, columns in self.groups(x.dtype):
-            part = (peak[:, heads], total[:, heads], out[:, columns])
-            value = F.linear(x, weight[columns])
-            self.merge(part, block, keys[:, heads].contiguous(), value, of_heads(rows, heads), heads.start)
+        for heads in self.groups:
+            part = (peak[:, heads], total[:, heads], out[:, self.columns(heads)])
+            value = F.linear(x, weight[self.columns(heads)])
+            self.merge(part, block, keys[:, heads].contiguous(), value, self.of_heads(rows, heads), heads.start)
             del value  # or it would outlive the making of the next one
         return state
 
@@ -385,20 +442,21 @@ class ProjectedSoftmax(Softmax):
         keys = F.linear(x, key_weight)
         d_keys = zeros(keys, *keys.shape, dtype=accumulator(x.dtype))
         source = torch.zeros_like(x) if needs.source else None
-        d_weight, parts, groups = torch.empty_like(weight), [], self.groups(x.dtype)
-        for heads, columns in groups:
+        d_weight, parts = torch.empty_like(weight), []
+        for heads in self.groups:
+            columns = self.columns(heads)
             grad = out[:, columns]
-            if len(groups) > 2:  # rows far apart take many pages of memory: to copy them is faster
+            if len(self.groups) > 2:  # rows far apart take many pages of memory: to copy them is faster
                 grad = grad.contiguous()
             value = F.linear(x, weight[columns])
-            mine = of_heads(rows, heads)
-            parts.append(
-                self.overwrite(
-                    value, d_keys[:, heads], block, keys[:, heads], mine, saved[0][:, heads], grad, needs, heads
-                )
-            )
-            project_grad(x, value, weight[columns], source, d_weight[columns])
-            del value, grad  # or they would outlive the making of the next ones
+            found = [t[:, heads] for t in saved]
+            d_value, others = self.grad_of_heads(
+                value, d_keys[:, heads], block, keys[:, heads].contiguous(), self.of_heads(rows, heads), found, grad,
+                needs, heads.start,
+            )  # fmt: skip
+            parts.append(others)
+            project_grad(x, d_value, weight[columns], source, d_weight[columns])
+            del value, d_value, grad  # or they would outlive the making of the next ones
         d_key_weight = torch.empty_like(key_weight)
         project_grad(x, d_keys, key_weight, source, d_key_weight)
         dst, edge, const = (list(zip(*grads, strict=True)) for grads in zip(*parts, strict=True))
@@ -408,19 +466,40 @@ class ProjectedSoftmax(Softmax):
             [*(torch.cat(g) for g in const), d_weight, d_key_weight],
         )
 
-    def overwrite(
-        self, value: Tensor, d_key: Tensor, block: Block, key: Tensor, rows: Rows, lse: Tensor, grad: Tensor,
-        needs: Needs, heads: slice,
-    ) -> Rows:  # fmt: skip
-        """Turn the values of some heads into their gradients, add those of keys to ``d_key`` and return the others."""
-        tensors, settings = self.arguments(key.contiguous(), value, block, rows, heads.start)
-        key, _, query, mapped, _ = tensors
-        into = room(tensors, needs)
-        additive_grad_(
-            value, d_key, *into[:2], block.rowptr, block.col, *block.transpose, key, query, mapped, lse, grad,
-            *settings[1:],
-        )  # fmt: skip
-        return collect(into, rows)
+    def of_heads(self, rows: Rows, heads: slice) -> Rows:
+        """Return what some heads read besides their values and keys."""
+        return of_heads(rows._replace(const=rows.const[:-2]), heads, self.heads)
+
+    def grad_of_heads(
+        self, value: Tensor, d_key: Tensor, block: Block, key: Tensor, rows: Rows, saved: Sequence[Tensor],
+        grad: Tensor, needs: Needs, head: int,
+    ) -> tuple[Tensor, Rows]:  # fmt: skip
+        """Return the gradients of the values of some heads and of others, and add those of keys to ``d_key``."""
+        tensors, settings = self.arguments(key, value, block, rows, head)
+        into, walk = room(tensors, needs), (block.rowptr, block.col, *block.transpose)
+        if self.once:  # values become their gradient
+            _, _, query, mapped, _ = tensors
+            additive_grad_(value, d_key, *into[:2], *walk, key, query, mapped, *saved, grad, *settings[1:])
+            return value, collect(into, rows)
+        d_value = zeros(value, *value.shape, dtype=accumulator(value.dtype))
+        attention_grad_(d_value, d_key, *into, *walk, *tensors, *saved, grad, *settings)
+        return d_value, collect(into, rows)
+
+
+def by_columns(reduce: Reduce, x: Tensor, blocks: int) -> list[Part]:
+    """Cut a reduction that treats all columns alike into parts of about equal width, unless all is in one block."""
+    width = x.size(-1)
+    count = -(-width // COLUMNS) if blocks > 1 else 1
+    if count < 2:
+        return Reduce.split(reduce, x, Rows(), blocks)
+    ends = [width * k // count for k in range(count + 1)]
+    return [Part(reduce, slice(a, b), slice(a, b), lambda rows: rows) for a, b in pairwise(ends)]
+
+
+def head_groups(heads: int, channels: int) -> list[slice]:
+    """Return ranges of heads that have about as many values as travel at a time."""
+    step = max(COLUMNS // max(channels, 1), 1)
+    return [slice(h, min(h + step, heads)) for h in range(0, heads, step)]
 
 
 def room(tensors: Sequence[Tensor | None], needs: Needs) -> list[Tensor | None]:
@@ -441,9 +520,14 @@ def collect(grads: Sequence[Tensor | None], rows: Rows) -> Rows:
     return Rows([d_query] if rows.dst else [], edge, const)
 
 
-def of_heads(rows: Rows, heads: slice) -> Rows:
-    """Return what some heads read: queries, features of edges and their map."""
-    return Rows([q[:, heads] for q in rows.dst], rows.edge, [m[heads] for m in rows.const[:-2]])
+def of_heads(rows: Rows, heads: slice, total: int) -> Rows:
+    """Return what some of all heads read: their share of queries and of constants, and the features of edges."""
+
+    def cut(t: Any, dim: int) -> Any:
+        width = 0 if t is None else t.size(dim) // total
+        return None if t is None else t.narrow(dim, heads.start * width, (heads.stop - heads.start) * width)
+
+    return Rows([cut(q, 1) for q in rows.dst], rows.edge, [cut(m, 0) for m in rows.const])
 
 
 def project_grad(x: Tensor, grad: Tensor, weight: Tensor, source: Tensor | None, d_weight: Tensor) -> None:

@@ -3,6 +3,7 @@ r"""The one loop: source blocks are fetched, merged into the state and dropped, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -68,64 +69,87 @@ def _unflatten(flat: Sequence[Any], counts: tuple[int, int, int]) -> Rows:
     return Rows(flat[:d], flat[d : d + e], flat[d + e :])
 
 
+def _columns(x: Tensor, columns: slice) -> Tensor:
+    """Return some columns; all of them as the tensor itself, whose changes in place torch then tells best."""
+    return x if columns == slice(None) else x[..., columns]
+
+
 class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, graph: ShardedGraph, reduce: Reduce, keep: bool, counts: tuple[int, int, int], *inputs: Tensor
     ) -> Tensor:
         x, *flat = inputs
-        rows, traffic = _unflatten(flat, counts), graph.exchange.log.open()
+        rows, exchange, traffic = _unflatten(flat, counts), graph.exchange, graph.exchange.log.open()
         traffic.case = 2 if reduce.needs_source else 1
         keep = keep and any(ctx.needs_input_grad)
-        state, kept = reduce.init(x, graph.num_dst), []
-        for q, x_q in graph.exchange.pull(x, traffic.forward):
-            block = graph.blocks[q]
-            if block.num_edges > 0:
-                state = reduce.step(state, block, x_q, rows._replace(edge=[e[block.edges] for e in rows.edge]))
-            if keep:
-                kept.append(x_q)
-            del x_q  # or it would outlive the fetch of the next block
-        out, saved = reduce.finish(state, x.dtype)
+        parts = reduce.split(x, rows, len(graph.blocks))
+        saved: list[Tensor] = []
+        kept, out = [], None
+        blocks = exchange.pull([_columns(x, part.source) for part in parts], traffic.forward)
+        for part in parts:
+            state, mine = part.reduce.init(_columns(x, part.source), graph.num_dst), part.narrow(rows)
+            for q, x_q in islice(blocks, len(exchange.order)):
+                block = graph.blocks[q]
+                if block.num_edges > 0:
+                    state = part.reduce.step(state, block, x_q, mine._replace(edge=[e[block.edges] for e in mine.edge]))
+                if keep:
+                    kept.append(x_q)
+                del x_q  # or it would outlive the fetch of the next block
+            result, found = part.reduce.finish(state, x.dtype)
+            saved += found
+            if len(parts) > 1:
+                out = result.new_empty(*result.shape[:-1], parts[-1].out.stop) if out is None else out
+                out[..., part.out] = result
+            del state
+        out = result if out is None else out
+        saved += [out] if reduce.saves_output else []
         again = (x,) if reduce.needs_source and not kept else ()
-        ctx.graph, ctx.reduce, ctx.counts, ctx.traffic = graph, reduce, counts, traffic
-        ctx.shape, ctx.sizes = x.shape, (len(saved), len(kept), len(again))
+        ctx.graph, ctx.reduce, ctx.parts, ctx.counts, ctx.traffic = graph, reduce, parts, counts, traffic
+        ctx.shapes = [_columns(x, part.source).shape[1:] for part in parts]
+        ctx.sizes = (len(saved), len(kept), len(again))
         ctx.save_for_backward(*saved, *kept, *again, *flat)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         once_differentiable()
-        graph, reduce, exchange = ctx.graph, ctx.reduce, ctx.graph.exchange
+        graph, reduce, parts, exchange = ctx.graph, ctx.reduce, ctx.parts, ctx.graph.exchange
         tensors, (n_saved, n_kept, n_again) = ctx.saved_tensors, ctx.sizes
         saved, kept = tensors[:n_saved], tensors[n_saved : n_saved + n_kept]
         again, flat = tensors[n_saved + n_kept :][:n_again], tensors[n_saved + n_kept + n_again :]
         rows = _unflatten(flat, ctx.counts)
         needs = Needs(ctx.needs_input_grad[4], _unflatten(ctx.needs_input_grad[5:], ctx.counts))
-        meter = ctx.traffic.backward
+        meter, order = ctx.traffic.backward, [q for _ in parts for q in exchange.order]
         if not reduce.needs_source:
-            source = ((q, None) for q in exchange.order)
+            source = ((q, None) for q in order)
         elif n_kept:
-            source = zip(exchange.order, kept, strict=True)  # type: ignore[assignment]
+            source = zip(order, kept, strict=True)  # type: ignore[assignment]
         else:
-            source = exchange.pull(*again, meter)
+            source = exchange.pull([_columns(again[0], part.source) for part in parts], meter)
         sink = exchange.sink(meter) if needs.source else None
         total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
                        for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
-        grad_out = grad_out.contiguous()
-        saved = reduce.prepare(saved, grad_out)
-        for q, x_q in source:
-            block = graph.blocks[q]
-            if block.num_edges > 0:
-                mine = rows._replace(edge=[e[block.edges] for e in rows.edge])
-                grad_x, grads = reduce.grad(block, x_q, mine, saved, grad_out, needs)
-                _add(total, grads, block.edges)
-            else:  # peers wait for a push all the same
-                grad_x = grad_out.new_zeros(block.num_src, *ctx.shape[1:])
-            del x_q
-            if sink is not None:
-                sink.push(q, grad_x)
-            del grad_x
-        grad_x = None if sink is None else sink.sum()
+        each = (len(saved) - reduce.saves_output) // len(parts)  # the output comes last
+        for k, part in enumerate(parts):
+            out, grad_part = saved[-1] if reduce.saves_output else grad_out, grad_out[..., part.out].contiguous()
+            prepared = part.reduce.prepare(saved[k * each : (k + 1) * each], out[..., part.out], grad_part)
+            mine, into = part.narrow(rows), part.narrow(total)
+            for q, x_q in islice(source, len(exchange.order)):
+                block = graph.blocks[q]
+                if block.num_edges > 0:
+                    here = mine._replace(edge=[e[block.edges] for e in mine.edge])
+                    grad_x, grads = part.reduce.grad(block, x_q, here, prepared, grad_part, needs)
+                    _add(into, grads, block.edges)
+                else:  # peers wait for a push all the same
+                    grad_x = grad_out.new_zeros(block.num_src, *ctx.shapes[k])
+                del x_q
+                if sink is not None:
+                    sink.push(q, grad_x)
+                del grad_x
+            del prepared, grad_part
+        found = [] if sink is None else sink.sum()
+        grad_x = None if sink is None else found[0] if len(found) == 1 else torch.cat(found, -1)
         return None, None, None, None, grad_x, *total.dst, *total.edge, *total.const
 
 
@@ -134,6 +158,6 @@ def _add(total: Rows, grads: Rows, edges: slice | Tensor) -> None:
         for t, g in zip(getattr(total, name), getattr(grads, name), strict=False):
             if t is not None and g is not None:
                 if name == "edge":
-                    t[edges] = g.to(t.dtype)
+                    t[edges] += g.to(t.dtype)
                 else:
                     t += g

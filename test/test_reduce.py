@@ -16,7 +16,8 @@ from torch_geometric.utils import scatter, softmax
 from pyg_sar import nn, ops, shard
 from pyg_sar.dropout import dropout_factors
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.reduce import Extremum, Message, ProjectedSoftmax, Rows, Softmax, Sum
+from pyg_sar.nn.attention import pack
+from pyg_sar.reduce import Extremum, Message, ProjectedSoftmax, Rows, Softmax, Sum, head_groups
 from pyg_sar.reference import ADDITIVE, DOT, GATV2
 from pyg_sar.stream import aggregate
 
@@ -117,8 +118,12 @@ def attention(group, mode, kind, query, edge, p):
     both = aggregate(graph, Message(message, (H, C + 1)), torch.cat([values, keys], 1), **rest)
     total = both[..., C:]
     oracle = both[..., :C] / torch.where(total > 0, total, 1)
-    found = aggregate(graph, Softmax(H, C, KINDS[kind], PARAMETER, drop), torch.cat([values, keys], 1), **rest)
-    equal(gradients(found, *leaves), gradients(oracle.flatten(1), *leaves), "attention")
+    expected = gradients(oracle.flatten(1), *leaves)
+    const = {"const": [t.reshape(-1) if t.dim() == 3 else t for t in rest["const"]]}
+    for groups in ([slice(0, H)], [slice(0, 1), slice(1, H)]):
+        reduce = Softmax(H, C, KINDS[kind], PARAMETER, drop, groups)
+        found = aggregate(graph, reduce, pack(values, keys, H, groups, 1), **{**rest, **const})
+        equal(gradients(found, *leaves), expected, f"attention in {len(groups)} groups")
 
 
 @pytest.mark.parametrize("p", [0.0, 0.6])
@@ -133,11 +138,12 @@ PROJECTED = [(query, edge, p) for query in (True, False) for edge in (True, Fals
 
 @pytest.mark.parametrize(("query", "edge", "p"), PROJECTED)
 @pytest.mark.parametrize("columns", [1, 2 * C, 128])
-def test_features_projected_inside(monkeypatch, columns, query, edge, p):
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_features_projected_inside(monkeypatch, blocks, columns, query, edge, p):
     """One head at a time, two and all: the same as to project them first, gradients included."""
-    monkeypatch.setattr(ProjectedSoftmax, "columns", columns)
+    monkeypatch.setattr("pyg_sar.reduce.COLUMNS", columns)
     monkeypatch.setattr(f"{__name__}.H", 3)
-    graph = shard(edges(), NUM_NODES).graph
+    graph = shard(edges(), NUM_NODES, blocks).graph
     _, _, rest = attention_inputs("additive", query, edge, NUM_NODES, NUM_NODES, graph.num_edges)
     x, weight, keys = (leaf(torch.randn(*s, dtype=torch.float64)) for s in ((NUM_NODES, 5), (9, 5), (3, 5)))
     leaves = (x, weight, keys, *rest["dst"], *rest["edge"], *rest["const"])
@@ -145,11 +151,12 @@ def test_features_projected_inside(monkeypatch, columns, query, edge, p):
     packed = F.linear(x, torch.cat([weight, keys]))
     expected = aggregate(graph, Softmax(3, C, ADDITIVE, PARAMETER, drop), packed, **rest)
     rest["const"] += [weight, keys]
-    found = aggregate(graph, ProjectedSoftmax(3, C, PARAMETER, drop), x, **rest)
+    reduce = ProjectedSoftmax(3, C, PARAMETER, drop, head_groups(3, C), blocks == 1)
+    found = aggregate(graph, reduce, x, **rest)
     truth = gradients(expected, *leaves)
     equal(gradients(found, *leaves), truth, "projected")
     rest = {k: [t.detach() for t in ts] for k, ts in rest.items()}
-    alone = aggregate(graph, ProjectedSoftmax(3, C, PARAMETER, drop), x, **rest)
+    alone = aggregate(graph, reduce, x, **rest)
     equal(gradients(alone, x), truth[:2], "features alone")
 
 

@@ -3,18 +3,19 @@ r"""Where source rows live and how they travel.
 Every exchange has the same few verbs, which is all that the streaming loop knows of it:
 
 * ``order``: the source shards in the order in which they are visited;
-* ``pull(x, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads;
+* ``pull(parts, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads, for one tensor
+  ``x`` of ``parts`` after the other: what is cut by columns travels in one pipeline;
 * ``sink(meter)``: takes the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their owners
-  and returns that by ``sum()``; it may keep and change what it was given;
+  and returns those of each part by ``sum()``; it may keep and change what it was given;
 * ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere; ``alone``: whether there is no
   other worker.
 
 :class:`Peers` runs the pairwise shift schedule: at step :math:`t` worker :math:`p` reads from :math:`p + t` and serves
 :math:`p - t`, its own shard first, so that local work hides the first transfer::
 
-    step     0     1     2     3          prefetch = 1: step t + 1 travels while the block of step t is consumed,
-    rank 0   0     1     2     3          so that at most prefetch + 1 remote blocks are alive.
-    rank 1   1     2     3     0
+    step     0     1     2     3          prefetch = 1: the next remote block travels while one is consumed, so that
+    rank 0   0     1     2     3          at most prefetch + 1 of them are alive; after the last one follows the first
+    rank 1   1     2     3     0          one of the next part.
     rank 2   2     3     0     1
     rank 3   3     0     1     2
 """
@@ -27,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -108,10 +110,11 @@ class Local:
         """Return the exchange with all rows in one piece."""
         return Local([slice(0, num_rows(self.ids))], self.log)
 
-    def pull(self, x: Tensor, meter: Meter) -> Iterator[tuple[int, Tensor]]:
-        """Yield every piece."""
-        for q in self.order:
-            yield q, x[self.ids[q]]
+    def pull(self, parts: Sequence[Tensor], meter: Meter) -> Iterator[tuple[int, Tensor]]:
+        """Yield every piece of every part."""
+        for x in parts:
+            for q in self.order:
+                yield q, x[self.ids[q]]
 
     def sink(self, meter: Meter) -> LocalSink:
         """Return the sink."""
@@ -123,21 +126,20 @@ class LocalSink:
 
     def __init__(self, ids: Sequence[Index]) -> None:
         self.ids = ids
-        self.grad: Tensor | None = None
+        self.grads: list[Tensor] = []
 
     def push(self, q: int, grad: Tensor) -> None:
         """Add the gradient of piece ``q``; a piece holds a row once."""
         if len(self.ids) == 1:
-            self.grad = grad
+            self.grads.append(grad)
             return
-        if self.grad is None:
-            self.grad = grad.new_zeros(num_rows(self.ids), *grad.shape[1:])
-        self.grad[self.ids[q]] += grad
+        if q == 0:
+            self.grads.append(grad.new_zeros(num_rows(self.ids), *grad.shape[1:]))
+        self.grads[-1][self.ids[q]] += grad
 
-    def sum(self) -> Tensor:
-        """Return the gradient of all rows."""
-        assert self.grad is not None
-        return self.grad
+    def sum(self) -> list[Tensor]:
+        """Return the gradient of all rows of every part."""
+        return self.grads
 
 
 def num_rows(ids: Sequence[Index]) -> int:
@@ -186,23 +188,24 @@ class Peers:
         """Return the worker that reads from this one at the step at which this one reads from ``q``."""
         return (2 * self.rank - q) % self.size
 
-    def pull(self, x: Tensor, meter: Meter) -> Iterator[tuple[int, Tensor]]:
-        """Yield the own rows, then those of every peer."""
+    def pull(self, parts: Sequence[Tensor], meter: Meter) -> Iterator[tuple[int, Tensor]]:
+        """Yield the own rows, then those of every peer, for each part."""
         self.turn += 1
-        queue: deque[tuple[int, Tensor, list[Transfer]]] = deque()
-        for q in self.order:
-            queue.append((q, *self._fetch(q, x, meter)))
-            if len(queue) > self.prefetch:
-                yield arrived(queue, x.dtype)
+        queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]] = deque()
+        for number, x in enumerate(parts):
+            for q in self.order:
+                queue.append((q, *self._fetch(q, x, number, meter), x.dtype))
+                while queue and sum(q != self.rank for q, *_ in islice(queue, 1, None)) >= self.prefetch:
+                    yield arrived(queue)
         while queue:
-            yield arrived(queue, x.dtype)
+            yield arrived(queue)
 
-    def _fetch(self, q: int, x: Tensor, meter: Meter) -> tuple[Tensor, list[Transfer]]:
+    def _fetch(self, q: int, x: Tensor, number: int, meter: Meter) -> tuple[Tensor, list[Transfer]]:
         if q == self.rank:
             return x, []
         client = self.client(q)
         block = self.buffer(self.num_src[q], x)
-        return block, self.swap(x[self.serve[client]], client, block, q, "source rows", meter)
+        return block, self.swap(x[self.serve[client]], client, block, q, f"source rows {number}", meter)
 
     def buffer(self, rows: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return memory for ``rows`` rows from a peer, as they travel or of another type."""
@@ -266,9 +269,9 @@ class Transfer:
         self.tensors = []
 
 
-def arrived(queue: deque[tuple[int, Tensor, list[Transfer]]], dtype: torch.dtype) -> tuple[int, Tensor]:
-    """Wait for the oldest fetch and return it, keeping no reference to it."""
-    q, block, transfers = queue.popleft()
+def arrived(queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> tuple[int, Tensor]:
+    """Wait for the oldest transfer and return what came, in the type it had, keeping no reference to it."""
+    q, block, transfers, dtype = queue.popleft()
     for transfer in transfers:
         transfer.wait()
     return q, block.to(dtype)
@@ -277,33 +280,35 @@ def arrived(queue: deque[tuple[int, Tensor, list[Transfer]]], dtype: torch.dtype
 class PeerSink:
     """Sends gradients home while the next block is computed; drains as deep as the pull is prefetched."""
 
-    grad: Tensor  # of the own rows, which come first
-
     def __init__(self, peers: Peers, meter: Meter) -> None:
         self.peers, self.meter = peers, meter
-        self.queue: deque[tuple[int, Tensor, list[Transfer]]] = deque()
+        self.grads: list[Tensor] = []  # of the own rows, which come first
+        self.queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]] = deque()
+        self.drained = 0
 
     def push(self, q: int, grad: Tensor) -> None:
         """Send the gradient of the rows of worker ``q`` home."""
         peers = self.peers
         if q == peers.rank:
-            self.grad = grad
+            self.grads.append(grad)
             return
-        client = peers.client(q)
-        into = peers.buffer(len(peers.serve[client]), self.grad)
-        self.queue.append((client, into, peers.swap(grad.contiguous(), q, into, client, "gradients", self.meter)))
+        client, what = peers.client(q), f"gradients {len(self.grads) - 1}"
+        into = peers.buffer(len(peers.serve[client]), grad)
+        transfers = peers.swap(grad.contiguous(), q, into, client, what, self.meter)
+        self.queue.append((client, into, transfers, grad.dtype))
         if len(self.queue) > peers.prefetch:
             self._drain()
 
     def _drain(self) -> None:
-        client, grad = arrived(self.queue, self.grad.dtype)
-        self.grad.index_add_(0, self.peers.serve[client], grad)
+        client, grad = arrived(self.queue)
+        self.grads[self.drained // (self.peers.size - 1)].index_add_(0, self.peers.serve[client], grad)
+        self.drained += 1
 
-    def sum(self) -> Tensor:
-        """Return the gradient of the own rows."""
+    def sum(self) -> list[Tensor]:
+        """Return the gradient of the own rows of every part."""
         while self.queue:
             self._drain()
-        return self.grad
+        return self.grads
 
 
 class OneShot:
@@ -324,8 +329,12 @@ class OneShot:
         """Return itself."""
         return self
 
-    def pull(self, x: Tensor, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+    def pull(self, parts: Sequence[Tensor], meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield the own rows and those of all peers as one piece."""
+        for x in parts:
+            yield 0, self._fetch(x, meter)
+
+    def _fetch(self, x: Tensor, meter: Meter) -> Tensor:
         peers, n = self.peers, x.size(0)
         peers.turn += 1
         rows = peers.buffer(n + self.num_halo, x, x.dtype)
@@ -339,8 +348,7 @@ class OneShot:
             transfer.wait()
         if halo.dtype != rows.dtype:
             rows[n:] = halo
-        del halo
-        yield 0, rows
+        return rows
 
     def sink(self, meter: Meter) -> OneShotSink:
         """Return the sink."""
@@ -350,31 +358,31 @@ class OneShot:
 class OneShotSink:
     """Sends all gradients home at once."""
 
-    grad: Tensor
-
     def __init__(self, exchange: OneShot, meter: Meter) -> None:
         self.exchange, self.meter = exchange, meter
+        self.grads: list[Tensor] = []
 
     def push(self, q: int, grad: Tensor) -> None:
         """Take the gradients of the own rows and of all others."""
         peers, n = self.exchange.peers, grad.size(0) - self.exchange.num_halo
         peers.turn += 1
-        self.grad = grad[:n].clone()  # or the rows of others would live as long
+        own = grad[:n].clone()  # or the rows of others would live as long
         halo = grad[n:].contiguous()
         pending = []
         for q in peers.order[1:]:
             client = peers.client(q)
-            into = peers.buffer(len(peers.serve[client]), self.grad)
+            into = peers.buffer(len(peers.serve[client]), own)
             out = halo[self.exchange.spans[q]]
             pending.append((client, into, peers.swap(out, q, into, client, "gradients", self.meter)))
         for client, into, transfers in pending:
             for transfer in transfers:
                 transfer.wait()
-            self.grad.index_add_(0, peers.serve[client], into.to(self.grad.dtype))
+            own.index_add_(0, peers.serve[client], into.to(own.dtype))
+        self.grads.append(own)
 
-    def sum(self) -> Tensor:
-        """Return the gradient of the own rows."""
-        return self.grad
+    def sum(self) -> list[Tensor]:
+        """Return the gradient of the own rows of every part."""
+        return self.grads
 
 
 def record_traffic(edge_index: Any) -> AbstractContextManager[list[Traffic]]:

@@ -12,7 +12,8 @@ from torch_geometric.utils import scatter
 
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.message_passing import divide_by_degree
-from pyg_sar.reduce import ProjectedSoftmax, Softmax
+from pyg_sar.reduce import ProjectedSoftmax, Softmax, head_groups
+from pyg_sar.reference import accumulator
 from pyg_sar.stream import aggregate
 
 
@@ -39,11 +40,15 @@ def attend(
     drop = None
     if layer.training and layer.dropout > 0:
         drop = (layer.dropout, graph.seeds.draw(), graph.ids_of)
-    reduce = (
-        ProjectedSoftmax(layer.heads, layer.out_channels, parameter, drop)
-        if project
-        else Softmax(layer.heads, layer.out_channels, kind, parameter, drop)
-    )
+    if project:
+        # Sums over groups of heads would round in half precision.
+        half = x.dtype != accumulator(x.dtype)
+        groups = [slice(0, layer.heads)] if half else head_groups(layer.heads, layer.out_channels)
+        once = len(graph.blocks) == 1
+        reduce: Softmax = ProjectedSoftmax(layer.heads, layer.out_channels, parameter, drop, groups, once)
+    else:
+        reduce = Softmax(layer.heads, layer.out_channels, kind, parameter, drop, travelling(layer, graph))
+    att = None if att is None else att.view(-1)
     const = [t for t in (att, None if edge is None else edge[1], *project) if t is not None]
     dst, features = [] if query is None else [query], [] if edge is None else edge[:1]
     out = aggregate(graph, reduce, x, dst, features, const)
@@ -57,6 +62,21 @@ def attend(
             in_place = own and torch.promote_types(out.dtype, term.dtype) == out.dtype
             out, own = out.add_(term) if in_place else out + term, True
     return out if own else out.clone()
+
+
+def travelling(layer: Any, graph: ShardedGraph) -> list[slice]:
+    """Return the groups of heads that travel one after the other; a single block is not cut."""
+    return head_groups(layer.heads, layer.out_channels) if len(graph.blocks) > 1 else [slice(0, layer.heads)]
+
+
+def pack(values: Tensor, keys: Tensor, heads: int, groups: list[slice], dim: int) -> Tensor:
+    """Join values and keys, or maps to them, in dimension ``dim``, such that groups of heads follow each other."""
+    parts = []
+    for g in groups:
+        for t in (values, keys):
+            width = t.size(dim) // heads
+            parts.append(t.narrow(dim, g.start * width, (g.stop - g.start) * width))
+    return torch.cat(parts, dim)
 
 
 def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:

@@ -10,7 +10,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.attention import affine, attend, replace_self_loops
+from pyg_sar.nn.attention import affine, attend, pack, replace_self_loops, travelling
 from pyg_sar.nn.message_passing import SUMS, MessagePassing, misses_loops
 from pyg_sar.reference import ADDITIVE
 
@@ -68,16 +68,21 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
 
     def rows(self, graph: ShardedGraph, lin: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return packed source rows, transformed features and their terms of the scores, in one product if possible;
-        or features and the maps to both, where no rows travel and features are not the wider ones.
+        or features and the maps to both, where features are not the wider ones and no rows travel, or where they are
+        at most half as wide and constant: each worker then transforms the rows that it reads, no gradient of rows
+        travels, and what is fetched is the same in every step.
         """
+        groups = travelling(self, graph)
         if not is_matrix(lin):
             z = lin(x)
-            return torch.cat([z, (z.view(-1, self.heads, self.out_channels) * self.att_src).sum(-1)], 1), ()
-        maps = lin.weight, through(lin.weight, self.att_src)
+            key = (z.view(-1, self.heads, self.out_channels) * self.att_src).sum(-1)
+            return pack(z, key, self.heads, groups, 1), ()
+        maps, width = (lin.weight, through(lin.weight, self.att_src)), lin.weight.size(0)
         alone = graph.exchange.alone and len(graph.blocks) == 1
-        if alone and x.size(1) <= lin.weight.size(0) and not torch.is_autocast_enabled(x.device.type):
+        narrow = x.size(1) <= width if alone else 2 * x.size(1) <= width and not x.requires_grad
+        if narrow and not torch.is_autocast_enabled(x.device.type):
             return x, maps
-        return F.linear(x, torch.cat(maps)), ()
+        return F.linear(x, pack(*maps, self.heads, groups, 0)), ()
 
     def terms(self, lin: Any, x: Tensor, att: Tensor) -> Tensor:
         """Return the terms of destinations, one for each head."""

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.attention import affine, attend
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.attention import affine, attend, pack, travelling
 from pyg_sar.nn.message_passing import SUMS, MessagePassing
 from pyg_sar.reference import DOT
 
@@ -55,7 +56,7 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
         edge = None if self.lin_edge is None else (edge_attr, self.lin_edge.weight)
         factor = 1 / math.sqrt(self.out_channels)
-        out = attend(self, graph, DOT, factor, self.rows(x_src), self.lin_query(x_dst), edge)  # type: ignore[arg-type]
+        out = attend(self, graph, DOT, factor, self.rows(graph, x_src), self.lin_query(x_dst), edge)  # type: ignore[arg-type]
         if not self.root_weight:
             return out
         x_dst = self.lin_skip(x_dst)
@@ -64,10 +65,11 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
         beta = self.lin_beta(torch.cat([out, x_dst, out - x_dst], dim=-1)).sigmoid()
         return beta * x_dst + (1 - beta) * out
 
-    def rows(self, x: Tensor) -> Tensor:
+    def rows(self, graph: ShardedGraph, x: Tensor) -> Tensor:
         """Return packed source rows, values and keys, in one product if possible."""
-        value, key = affine(self.lin_value), affine(self.lin_key)
+        value, key, groups = affine(self.lin_value), affine(self.lin_key), travelling(self, graph)
         if value is None or key is None:
-            return torch.cat([self.lin_value(x), self.lin_key(x)], 1)
-        bias = None if value[1] is None or key[1] is None else torch.cat([value[1], key[1]])
-        return F.linear(x, torch.cat([value[0], key[0]]), bias)
+            return pack(self.lin_value(x), self.lin_key(x), self.heads, groups, 1)
+        (weight, bias), (key_weight, key_bias) = value, key
+        both = None if bias is None or key_bias is None else pack(bias, key_bias, self.heads, groups, 0)
+        return F.linear(x, pack(weight, key_weight, self.heads, groups, 0), both)

@@ -166,7 +166,7 @@ class Watch:
     """Counts the remote blocks that are alive whenever another one is made."""
 
     def __init__(self):
-        self.rows, self.grads, self.peak = [], [], {"rows": 0, "grads": 0}
+        self.rows, self.grads, self.peak, self.widest = [], [], {"rows": 0, "grads": 0}, 0
         self.pushing = False
 
     @contextmanager
@@ -179,6 +179,7 @@ class Watch:
             if size.numel() == 0:
                 return size
             memory = Memory(size.numel() * size.element_size())
+            self.widest = max(self.widest, size.size(1))
             kind = "grads" if self.pushing else "rows"
             getattr(self, kind).append(weakref.ref(memory))
             self.peak[kind] = max(self.peak[kind], self.alive(kind))
@@ -202,24 +203,29 @@ class Watch:
         return sum(ref() is not None for ref in getattr(self, kind))
 
 
-def watch_blocks(group, name, mode, prefetch):
+def watch_blocks(group, name, mode, prefetch, columns=128):
     it, watch = setup(group, CASES[name], mode=mode, prefetch=prefetch), Watch()
-    with watch():
-        loss = it.loss()
-    forward, kept = watch.peak, watch.alive()
-    with watch():
-        loss.backward(retain_graph=True)
-    backward, left = watch.peak, watch.alive()
+    with mock.patch("pyg_sar.reduce.COLUMNS", columns):
+        with watch():
+            loss = it.loss()
+        forward, kept = watch.peak, watch.alive()
+        with watch():
+            loss.backward(retain_graph=True)
+        backward, left = watch.peak, watch.alive()
     del loss
+    assert watch.widest <= columns + (name == "gat")  # and the key of a head
     return forward, kept, backward, left, watch.alive() + watch.alive("grads")
 
 
+@pytest.mark.parametrize("columns", [4, 128])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("name", ["gat", "sage", "sage max", "gcn learnt"])
-def test_blocks_alive_in_mode_1(pool, name, prefetch):
-    """Not more than prefetch + 1 of the 3 remote blocks, and as many gradients of blocks under way."""
+def test_blocks_alive_in_mode_1(pool, name, prefetch, columns):
+    """Not more than prefetch + 1 of the 3 remote blocks, and as many gradients of blocks under way; if rows are cut,
+    of their parts.
+    """
     again = CASES[name].case == 2
-    for forward, kept, backward, left, end in pool.run(4, watch_blocks, name, 1, prefetch):
+    for forward, kept, backward, left, end in pool.run(4, watch_blocks, name, 1, prefetch, columns):
         assert forward == {"rows": prefetch + 1, "grads": 0}
         assert kept == 0
         assert backward == {"rows": again * (prefetch + 1), "grads": prefetch + 1}
@@ -353,14 +359,16 @@ def tags(group):
         seen.append((what, make(peers, what, tensor)))
         return seen[-1][1]
 
-    with mock.patch.object(Peers, "tag", tag):
+    with mock.patch.object(Peers, "tag", tag), mock.patch("pyg_sar.reduce.COLUMNS", 4):
         it = setup(group, CASES["sage"])
         (it() + it()).sum().backward()
     return seen
 
 
 def test_messages_of_different_calls_differ(pool):
+    """Also those of the two halves of a row."""
     for seen in pool.run(2, tags):
-        assert [what for what, _ in seen] == ["source rows"] * 4 + ["gradients"] * 4
-        assert len({tag for _, tag in seen}) == 8
+        halves = lambda what: [f"{what} {k}" for k in (0, 0, 1, 1)]  # noqa: E731
+        assert [what for what, _ in seen] == halves("source rows") * 2 + halves("gradients") * 2
+        assert len({tag for _, tag in seen}) == 16
         assert all(0 <= tag < 2**31 for _, tag in seen)
