@@ -41,8 +41,8 @@ class Case:
 
 
 CASES = {
-    "sage": Case("SAGEConv", (8, 4)),
-    "sage sum": Case("SAGEConv", (8, 4), {"aggr": "sum"}),
+    "sage": Case("SAGEConv", (8, 4), width=4),
+    "sage sum": Case("SAGEConv", (8, 10), {"aggr": "sum"}),
     "sage max": Case("SAGEConv", (8, 4), {"aggr": "max"}, case=2),
     "gcn": Case("GCNConv", (8, 4), width=4),
     "gcn weighted": Case("GCNConv", (8, 4), roles="w", width=4),

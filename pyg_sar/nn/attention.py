@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch_geometric.nn
 from torch import Tensor
-from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 from torch_geometric.utils import scatter
 
 from pyg_sar.graph import ShardedGraph
@@ -77,14 +75,6 @@ def pack(values: Tensor, keys: Tensor, heads: int, groups: list[slice], dim: int
             width = t.size(dim) // heads
             parts.append(t.narrow(dim, g.start * width, (g.stop - g.start) * width))
     return torch.cat(parts, dim)
-
-
-def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Return weight and bias of a linear layer that does nothing else, so that several can become one product."""
-    hooks = (lin._forward_hooks, lin._forward_pre_hooks, lin._backward_hooks, lin._backward_pre_hooks)
-    if type(lin) is not torch_geometric.nn.Linear or any(hooks) or is_uninitialized_parameter(lin.weight):
-        return None
-    return lin.weight, lin.bias
 
 
 def replace_self_loops(graph: ShardedGraph, edge_attr: Tensor | None, fill: Any) -> tuple[ShardedGraph, Tensor | None]:

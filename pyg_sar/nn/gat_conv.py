@@ -10,8 +10,8 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.attention import affine, attend, pack, replace_self_loops, travelling
-from pyg_sar.nn.message_passing import SUMS, MessagePassing, misses_loops
+from pyg_sar.nn.attention import attend, pack, replace_self_loops, travelling
+from pyg_sar.nn.message_passing import SUMS, MessagePassing, affine, misses_loops
 from pyg_sar.reference import ADDITIVE
 
 

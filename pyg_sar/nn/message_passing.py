@@ -9,6 +9,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
 from pyg_sar import ops
 from pyg_sar.distributed.assemble import shard
@@ -170,3 +171,11 @@ def reduce_rows(
 def divide_by_degree(graph: ShardedGraph, total: Tensor) -> Tensor:
     """Turn sums over the in-edges of each destination into means."""
     return total / graph.degree.clamp(min=1).to(total.dtype).view(-1, *[1] * (total.dim() - 1))
+
+
+def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Return weight and bias of a linear layer that does nothing else, so that several can become one product."""
+    hooks = (lin._forward_hooks, lin._forward_pre_hooks, lin._backward_hooks, lin._backward_pre_hooks)
+    if type(lin) is not torch_geometric.nn.Linear or any(hooks) or is_uninitialized_parameter(lin.weight):
+        return None
+    return lin.weight, lin.bias

@@ -11,8 +11,8 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.attention import affine, attend, pack, travelling
-from pyg_sar.nn.message_passing import SUMS, MessagePassing
+from pyg_sar.nn.attention import attend, pack, travelling
+from pyg_sar.nn.message_passing import SUMS, MessagePassing, affine
 from pyg_sar.reference import DOT
 
 

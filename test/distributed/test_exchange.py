@@ -121,7 +121,7 @@ def measure_constants(group):
     """Traffic where the features, or all but the edge weights, are constants."""
     mine = share(group, edges(), assignment("random", group.size()))
     x, weight = torch.randn(len(mine.src), 8), torch.rand(len(mine.edge))
-    root = CASES["sage"].build(dtype=torch.float32)
+    root = CASES["sage sum"].build(dtype=torch.float32)
     found = {}
     with record_traffic(mine.edge_index) as records:
         root(x, mine.edge_index).sum().backward()
@@ -219,7 +219,7 @@ def watch_blocks(group, name, mode, prefetch, columns=128):
 
 @pytest.mark.parametrize("columns", [4, 128])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("name", ["gat", "sage", "sage max", "gcn learnt"])
+@pytest.mark.parametrize("name", ["gat", "sage sum", "sage max", "gcn learnt"])
 def test_blocks_alive_in_mode_1(pool, name, prefetch, columns):
     """Not more than prefetch + 1 of the 3 remote blocks, and as many gradients of blocks under way; if rows are cut,
     of their parts.
@@ -360,7 +360,7 @@ def tags(group):
         return seen[-1][1]
 
     with mock.patch.object(Peers, "tag", tag), mock.patch("pyg_sar.reduce.COLUMNS", 4):
-        it = setup(group, CASES["sage"])
+        it = setup(group, CASES["sage sum"])
         (it() + it()).sum().backward()
     return seen
 
