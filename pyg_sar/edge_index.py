@@ -75,6 +75,24 @@ class ShardedEdgeIndex(Tensor):
         """Return the same edges with other fields of the graph, such as ``remat=False`` (mode 2)."""
         return ShardedEdgeIndex(self.graph.replace(**changes))
 
+    def cache(self, x: Tensor) -> None:
+        """Keep what layers fetch or sum up of node features that never change, instead of doing so in every step.
+
+        Layers of :mod:`pyg_sar.nn` that are given this very tensor communicate for it once: ``SAGEConv``, ``GINConv``,
+        ``GCNConv`` and ``RGCNConv`` keep its aggregate, ``GATConv`` the rows of other workers, as long as the tensor
+        lives. All workers call it alike. Changes in place are noticed, and must be made by all of them, too.
+
+        Args:
+            x (torch.Tensor): The own rows, such as ``data.x``.
+        """
+        graph = self.graph
+        if x.requires_grad or x.is_inference() or x.dim() == 0 or x.size(0) != graph.num_src:
+            raise ValueError(
+                f"Expected an ordinary tensor without gradient that has one row for each of this worker's "
+                f"{graph.num_src} nodes (got shape {list(x.shape)}, requires_grad={x.requires_grad})"
+            )
+        graph.constants[x] = x._version, {}
+
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,6 +7,7 @@ own rows are :math:`0 \ldots n-1`, the rows it reads from others follow, grouped
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -145,6 +146,7 @@ class ShardedGraph:
         e_id: Global ids of the edges, or None if they are ``0 ... num_edges - 1``.
         seeds: Source of the seeds for attention dropout.
         bipartite: Whether sources and destinations are different sets of nodes, whatever their numbers.
+        constants: Tensors of source rows that never change, and what was made of them (:meth:`recall`).
     """
 
     blocks: tuple[Block, ...]
@@ -156,6 +158,7 @@ class ShardedGraph:
     e_id: Tensor | None = None
     seeds: Seeds = field(default_factory=lambda: Seeds(0))
     bipartite: bool = False
+    constants: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
     _typed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
 
     @property
@@ -181,6 +184,22 @@ class ShardedGraph:
         if isinstance(block.edges, slice):
             return torch.arange(block.edges.start, block.edges.stop, device=self.device)
         return block.edges
+
+    def is_constant(self, x: Tensor) -> bool:
+        """Whether ``x`` was declared constant and has no gradient."""
+        return x in self.constants and not x.requires_grad
+
+    def recall(self, x: Tensor, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returns; if ``x`` is constant, it is made once for ``key`` and kept as long as ``x``."""
+        if not self.is_constant(x):
+            return make()
+        version, kept = self.constants[x]
+        if version != x._version:
+            self.constants[x] = x._version, (kept := {})
+        if key not in kept:
+            with ordinary_mode:
+                kept[key] = make()
+        return kept[key]
 
     def replace(self, **changes: Any) -> ShardedGraph:
         """Return a copy in which the given fields differ."""

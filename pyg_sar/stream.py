@@ -2,7 +2,7 @@ r"""The one loop: source blocks are fetched, merged into the state and dropped, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.reduce import Needs, Reduce, Rows
+from pyg_sar.reduce import Needs, Part, Reduce, Rows
 
 
 def aggregate(
@@ -74,6 +74,12 @@ def _columns(x: Tensor, columns: slice) -> Tensor:
     return x if columns == slice(None) else x[..., columns]
 
 
+def _source(graph: ShardedGraph, x: Tensor, parts: Sequence[Part], meter: Any) -> Iterator[tuple[int, Tensor]]:
+    """Return source rows, part by part and block by block; those of a constant are fetched once."""
+    blocks = graph.exchange.pull([_columns(x, part.source) for part in parts], meter)
+    return iter(graph.recall(x, (graph.exchange, len(parts)), lambda: list(blocks))) if graph.is_constant(x) else blocks
+
+
 class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -86,7 +92,7 @@ class _Aggregate(torch.autograd.Function):
         parts = reduce.split(x, rows, len(graph.blocks))
         saved: list[Tensor] = []
         kept, out = [], None
-        blocks = exchange.pull([_columns(x, part.source) for part in parts], traffic.forward)
+        blocks = _source(graph, x, parts, traffic.forward)
         for part in parts:
             state, mine = part.reduce.init(_columns(x, part.source), graph.num_dst), part.narrow(rows)
             for q, x_q in islice(blocks, len(exchange.order)):
@@ -121,12 +127,13 @@ class _Aggregate(torch.autograd.Function):
         rows = _unflatten(flat, ctx.counts)
         needs = Needs(ctx.needs_input_grad[4], _unflatten(ctx.needs_input_grad[5:], ctx.counts))
         meter, order = ctx.traffic.backward, [q for _ in parts for q in exchange.order]
+        source: Iterator[tuple[int, Any]]
         if not reduce.needs_source:
             source = ((q, None) for q in order)
         elif n_kept:
-            source = zip(order, kept, strict=True)  # type: ignore[assignment]
+            source = zip(order, kept, strict=True)
         else:
-            source = exchange.pull([_columns(again[0], part.source) for part in parts], meter)
+            source = _source(graph, again[0], parts, meter)
         sink = exchange.sink(meter) if needs.source else None
         total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
                        for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip

@@ -386,7 +386,7 @@ class OneShotSink:
 
 
 def record_traffic(edge_index: Any) -> AbstractContextManager[list[Traffic]]:
-    """Count what every layer sends and receives, see :class:`Traffic`.
+    """Count what every layer sends and receives, see :class:`Traffic`; an aggregate that is kept has no record.
 
     .. code-block:: python
 

@@ -80,7 +80,7 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         maps, width = (lin.weight, through(lin.weight, self.att_src)), lin.weight.size(0)
         alone = graph.exchange.alone and len(graph.blocks) == 1
         narrow = x.size(1) <= width if alone else 2 * x.size(1) <= width and not x.requires_grad
-        if narrow and not torch.is_autocast_enabled(x.device.type):
+        if (narrow or graph.is_constant(x)) and not torch.is_autocast_enabled(x.device.type):
             return x, maps
         return F.linear(x, pack(*maps, self.heads, groups, 0)), ()
 

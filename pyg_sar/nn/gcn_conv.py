@@ -42,8 +42,11 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
             graph, edge_weight = add_remaining_self_loops(graph, edge_weight, 2.0 if self.improved else 1.0)
         scale = degree(graph, edge_weight, x.dtype).pow(-0.5)
         scale = scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
-        x = self.lin(x) * scale
-        out = reduce_rows(graph, x, self.aggr, edge_weight, self.node_dim) * scale
+        if edge_weight is None and graph.is_constant(x):
+            total = graph.recall(x, (self.aggr, graph), lambda: reduce_rows(graph, x * scale, self.aggr) * scale)
+            out = self.lin(total)
+        else:
+            out = reduce_rows(graph, self.lin(x) * scale, self.aggr, edge_weight, self.node_dim) * scale
         return out if self.bias is None else out + self.bias
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:

@@ -40,7 +40,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         """Run the forward pass; where that makes less travel, rows are transformed before they are summed."""
         graph, lin = self.streamed(edge_index, x, size), affine(self.lin_l)
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        if graph is None or lin is None or self.aggr not in SUMS or not narrows(lin[0], x_src):
+        if graph is None or lin is None or self.aggr not in SUMS or graph.is_constant(x_src) or wider(lin[0], x_src):
             return super().forward(x, edge_index, size)
         x_src = self.lin(x_src).relu() if self.project else x_src
         out = reduce_rows(graph, F.linear(x_src, lin[0]), self.aggr, node_dim=self.node_dim)
@@ -55,6 +55,6 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         return reduce_rows(graph, kwargs["x"][0], self.aggr, node_dim=self.node_dim)
 
 
-def narrows(weight: Tensor, x: Tensor) -> bool:
-    """Whether less travels if rows are multiplied by ``weight`` first; then gradients travel even if ``x`` has none."""
-    return weight.size(0) * (1 if x.requires_grad else 2) <= weight.size(1)
+def wider(weight: Tensor, x: Tensor) -> bool:
+    """Whether more travels if rows are multiplied by ``weight`` first; then gradients travel even if ``x`` has none."""
+    return weight.size(0) * (1 if x.requires_grad else 2) > weight.size(1)
