@@ -76,8 +76,18 @@ def _columns(x: Tensor, columns: slice) -> Tensor:
 
 def _source(graph: ShardedGraph, x: Tensor, parts: Sequence[Part], meter: Any) -> Iterator[tuple[int, Tensor]]:
     """Return source rows, part by part and block by block; those of a constant are fetched once."""
-    blocks = graph.exchange.pull([_columns(x, part.source) for part in parts], meter)
-    return iter(graph.recall(x, (graph.exchange, len(parts)), lambda: list(blocks))) if graph.is_constant(x) else blocks
+    own = [_columns(x, part.source) for part in parts]
+    if graph.exchange.num_halo == 0 or not graph.is_constant(x):
+        return graph.exchange.pull(own, meter)
+
+    def fetch() -> list[tuple[int, Tensor | None]]:
+        # Its own memory would keep the constant alive.
+        mine = x.untyped_storage().data_ptr()
+        return [(q, None if b.untyped_storage().data_ptr() == mine else b) for q, b in graph.exchange.pull(own, meter)]
+
+    kept = graph.recall(x, (graph.exchange, len(parts)), fetch)
+    each = len(kept) // len(parts)
+    return ((q, own[k // each] if block is None else block) for k, (q, block) in enumerate(kept))
 
 
 class _Aggregate(torch.autograd.Function):

@@ -8,8 +8,6 @@ from problem import NUM_NODES, assignment, backward, close, edges, share
 
 import pyg_sar.nn
 from pyg_sar import record_traffic, shard
-from pyg_sar.reduce import Extremum
-from pyg_sar.stream import aggregate
 
 LAYERS = {
     "sage": ("SAGEConv", (8, 4), {}, ""),
@@ -83,14 +81,21 @@ def test_changes_in_place_are_noticed_and_other_tensors_are_not_kept():
     assert len(edge_index.graph.constants) == 1
 
 
-def test_what_was_kept_ends_with_its_tensor():
-    edge_index, x = shard(edges(), NUM_NODES, 3), torch.randn(NUM_NODES, 8)
-    edge_index.cache(x)
-    aggregate(edge_index.graph, Extremum(1), x)
-    (entry,) = edge_index.graph.constants.values()
-    assert len(entry[1]) == 1
+def forget(group, mode):
+    mine = share(group, edges(), assignment("random", group.size()), mode=mode)
+    x, constants = torch.randn(len(mine.src), 8), mine.edge_index.graph.constants
+    mine.edge_index.cache(x)
+    for conv in (pyg_sar.nn.SAGEConv(8, 4), pyg_sar.nn.GATConv(8, 8, 2)):
+        conv(x, mine.edge_index).sum().backward()
+    (entry,) = constants.values()
+    kept = len(entry[1])
     del x, entry
-    assert len(edge_index.graph.constants) == 0
+    return kept, len(constants)
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_what_was_kept_ends_with_its_tensor(pool, mode):
+    assert pool.run(2, forget, mode) == [(2, 0)] * 2
 
 
 def test_kept_in_inference_mode_serves_training():
