@@ -211,6 +211,27 @@ class ShardedGraph:
         blocks = tuple(block.to(device) for block in self.blocks)
         return self.replace(blocks=blocks, exchange=self.exchange.to(device), **ids)
 
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that the topology holds, memory that is shared counted once.
+
+        ``blocks``, their ``transposes`` (made in the first backward pass), ``ids`` of nodes and edges, the rows to
+        ``serve``, what was ``derived`` (self-loops, merged blocks, edge types), and what is kept of ``constants``.
+        """
+        seen: set[int] = set()
+        held = {kind: _bytes(tensors, seen) for kind, tensors in self._tensors().items()}
+        others = [self.__dict__.get("_merged"), self.__dict__.get("_looped"), *(t for _, t in self._typed.values())]
+        held["derived"] = sum(_bytes(_all_tensors(other), seen) for other in others)
+        held["constants"] = _bytes(_all_tensors([kept for _, kept in self.constants.values()]), seen)
+        return held
+
+    def _tensors(self) -> dict[str, list[Any]]:
+        return {
+            "blocks": [getattr(b, f.name) for b in self.blocks for f in dataclasses.fields(b)],
+            "transposes": [t for b in self.blocks for t in b.__dict__.get("transpose", ())],
+            "ids": [self.n_id, self.e_id, self.__dict__.get("degree")],
+            "serve": list(getattr(self.exchange, "serve", ())),
+        }
+
     def coo(self) -> Tensor:
         """Return the edges as ``[2, num_edges]``: local-first sources and destinations, in the worker's edge order."""
         out = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
@@ -328,6 +349,29 @@ class ShardedGraph:
         size = max(self.num_dst, 1)
         graph = self.replace(blocks=blocks, num_dst=pairs.numel())
         return TypedGraph(graph, num_types, pairs % size, compress(pairs // size, num_types).tolist())
+
+
+def _bytes(values: list[Any], seen: set[int]) -> int:
+    """Return the bytes of the tensors among some values whose memory was not seen before."""
+    total = 0
+    for value in values:
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in seen:
+            seen.add(value.untyped_storage().data_ptr())
+            total += value.untyped_storage().nbytes()
+    return total
+
+
+def _all_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in graphs, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, ShardedGraph):
+        return _all_tensors(list(value._tensors().values()))
+    if isinstance(value, TypedGraph):
+        return _all_tensors([value.graph, value.dst, value.__dict__.get("norm"), value.__dict__.get("relations")])
+    if isinstance(value, dict):
+        return _all_tensors(list(value.values()))
+    return [t for v in value for t in _all_tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
 @dataclass(frozen=True, eq=False)
