@@ -210,8 +210,13 @@ def wait(running: list[Running]) -> int | None:
     return failed
 
 
+def end_in_order() -> None:
+    """Have this process, if it is terminated, remove its hosts before it ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def main(args: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or nobody would remove the hosts
+    end_in_order()
     try:
         with Hosts(args.hosts, args.rate, args.delay) as hosts:
             hosts.run(args.command, args.nproc_per_host)

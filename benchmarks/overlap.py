@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hosts import LINK, SKIPPED, Hosts, Unavailable, links
+from hosts import LINK, SKIPPED, Hosts, Unavailable, end_in_order, links
 from launch import answer, environment, results
 from layers import processor
 from scaling import graph, prepare, replay, step
@@ -74,6 +74,7 @@ def measure(args: argparse.Namespace, hosts: Hosts, model: str, prefetch: int, f
 def main(args: argparse.Namespace) -> int:
     found: dict[Run, list[Found]] = {}
     runs = list(product(args.hosts, args.models, args.prefetch))
+    end_in_order()
     try:
         with tempfile.TemporaryDirectory() as scratch, tqdm(total=len(runs)) as bar:
             data = graph(args)
