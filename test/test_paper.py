@@ -14,7 +14,8 @@ from pyg_sar.distributed.split import split
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "examples"))
 
 import paper  # noqa: E402
 from models import GNN  # noqa: E402
