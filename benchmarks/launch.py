@@ -19,13 +19,23 @@ def launch(script: str, workers: int, args: list[str], threads: int = 1, **setti
     command = [sys.executable]
     if workers > 0:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths, **settings}
+    env = environment(threads, **settings)
     done = subprocess.run([*command, script, "--worker", *args], env=env, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode != 0 or len(lines) != max(workers, 1):
+    answers = results(done.stdout)
+    if done.returncode != 0 or len(answers) != max(workers, 1):
         raise RuntimeError(f"{script} {args} on {workers} workers failed:\n{done.stdout}\n{done.stderr}")
-    return [json.loads(line.removeprefix(MARK)) for line in lines]
+    return answers
+
+
+def environment(threads: int = 1, **settings: str) -> dict[str, str]:
+    """Return the environment variables of a worker."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths, **settings}
+
+
+def results(output: str) -> list[Any]:
+    """Return what ranks have answered."""
+    return [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
 
 
 def answer(result: Any) -> None:

@@ -21,9 +21,11 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn
 from launch import answer, launch
@@ -57,8 +59,6 @@ def graph(args: argparse.Namespace) -> Any:
 
 
 def worker(args: argparse.Namespace) -> None:
-    from models import GNN  # workers alone have the examples on their path
-
     with pyg_sar.process_group():
         torch.manual_seed(0)
         if args.folder:
@@ -66,12 +66,7 @@ def worker(args: argparse.Namespace) -> None:
             data.edge_index = data.edge_index.merge() if args.mode == 3 else data.edge_index
         else:
             nn, data = torch_geometric.nn, graph(args)
-        (kind,) = args.models
-        hidden = 128 if kind == "gat" else 256  # of each of 4 heads
-        model = GNN(nn, kind, data.x.size(1), hidden, data.num_classes, dropout=0.0, relations=RELATIONS)
-        optimizer = torch.optim.Adam(model.parameters())
-        step(model, optimizer, data)  # makes what is made once: transposed blocks, self-loops, the optimizer's state
-        model.zero_grad()
+        model, optimizer = prepare(nn, *args.models, data)
         before, steps, layers = settle(), [], []
         for _ in range(args.steps):
             start = time.perf_counter()
@@ -88,6 +83,18 @@ def worker(args: argparse.Namespace) -> None:
         answer([peak, received / 2**20, statistics.median(steps), waited, alone])
 
 
+def prepare(nn: ModuleType, kind: str, data: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer after a first step."""
+    from models import GNN  # workers alone have the examples on their path
+
+    hidden = 128 if kind == "gat" else 256  # of each of 4 heads
+    model = GNN(nn, kind, data.x.size(1), hidden, data.num_classes, dropout=0.0, relations=RELATIONS)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, data)  # makes what is made once: transposed blocks, self-loops, the optimizer's state
+    model.zero_grad()
+    return model, optimizer
+
+
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> None:
     optimizer.zero_grad()
     extra = [data.edge_type] if isinstance(model.convs[0], torch_geometric.nn.RGCNConv) else []
@@ -101,6 +108,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any) ->
 def replay(shares: Any, layers: list[Any]) -> float:
     """Return the seconds that the messages of a step take when nothing is computed between them."""
     exchange = shares.exchange
+    dist.barrier()  # waiting for a worker that starts later is not what messages take
     if exchange.num_halo == 0:
         return 0.0
 
