@@ -311,23 +311,26 @@ def gather(func: Callable, target: Tensor, dim: int, index: Any) -> Tensor:
     if it is not index or it._kind != SOURCES or it.dim() != 1 or not shape or shape[dim] != graph.num_src:
         refuse(func, (it,), {}, f"it reads dimension {dim} of a tensor of shape {shape} by the {it._kind}, which reads "
                f"the rows of {graph.num_src} nodes")  # fmt: skip
-    if it.of_flow and not lifted_beside_destinations(graph):
+    if it.of_flow and not given_with_destinations(target, dim, graph):
         refuse(func, (it,), {}, "a layer of a message flow has no in-edges of the sources that are not among its "
                f"destinations; pass the pair (x, x[:{graph.num_dst}]) if the layer takes one")  # fmt: skip
     fetched = Halo.apply(target.movedim(dim, 0), graph)
     return fetched.index_select(0, plain(it)).movedim(0, dim)
 
 
-def lifted_beside_destinations(graph: ShardedGraph) -> bool:
-    """Whether PyG is collecting the messages of a layer that knows its number of destinations.
-
-    Then what it reads by sources is what it was given for them. Anything else might be a result for destinations, such
-    as degrees or a first hop, which is wrong for the other sources.
+def given_with_destinations(target: Tensor, dim: int, graph: ShardedGraph) -> bool:
+    """Whether PyG is collecting messages, and the rows that it reads by sources are given as a pair with those of
+    destinations. Others might be results for destinations (degrees, a first hop), which are wrong for other sources.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and not frame.f_code.co_name.endswith("collect"):
         frame = frame.f_back
-    return frame is not None and frame.f_locals.get("size", [None, None])[1] == graph.num_dst
+    call = {} if frame is None else frame.f_locals
+    pairs = [v for v in [*call.values(), *call.get("kwargs", {}).values()] if isinstance(v, (tuple, list))]
+    return any(
+        len(pair) == 2 and pair[0] is target and isinstance(pair[1], Tensor) and pair[1].size(dim) == graph.num_dst
+        for pair in pairs
+    )
 
 
 def scatter(func: Callable, args: Any, kwargs: Any) -> Any:

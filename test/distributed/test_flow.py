@@ -233,3 +233,195 @@ def test_equals_pyg_in_pieces_of_one_process(num_parts, name, args, kwargs, role
     for mode, method, target in itertools.product((1, 2, 3), ("contiguous", "empty"), ("few", "lonely", "none")):
         mine, what = pieces(num_parts, method, mode), f"{name} {kwargs} {target} mode {mode} {method}"
         compare(mine, name, args, kwargs, roles, target, what, lambda t: t, known)
+
+
+def sums(group):
+    """Sums over the rows of a flow against those over all rows, bit by bit."""
+    mine = share(group, EDGES, assignment("random", group.size()))
+    flow = message_flow(mine.edge_index, requested("few")[mine.src], 2)
+    h, part = everything()[mine.src], everything()[mine.src[flow.rows]]
+    for layer in flow.layers:
+        h, part = (reduce_rows(it.graph, t, "mean") for it, t in ((mine.edge_index, h), (layer, part)))
+    assert len(part) == len(TARGETS["few"][torch.isin(TARGETS["few"], mine.src)])
+    assert torch.equal(part, h[requested("few")[mine.src]])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_sums_are_those_of_the_whole_graph_bit_for_bit(pool, workers):
+    pool.run(workers, sums)
+
+
+class GAT(torch.nn.Module):
+    """Three layers with attention dropout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = torch.nn.ModuleList(pyg_sar.nn.GATConv(8, 4, 2, dropout=0.5) for _ in range(3)).double()
+
+    def forward(self, x, layers):
+        for conv, edge_index in zip(self.convs, layers, strict=True):
+            x = conv(x, edge_index).tanh()
+        return x
+
+
+def dropped(group, mode):
+    """Output and gradients on a flow, and on the whole graph with the same seeds."""
+    mine, model, results = share(group, EDGES, assignment("random", group.size()), mode=mode), GAT(), []
+    mask = requested("few")[mine.src]
+    flow = message_flow(mine.edge_index, mask, 3)
+    for rows, layers, chosen in ((flow.rows, flow.layers, None), (slice(None), [mine.edge_index] * 3, mask)):
+        mine.edge_index.graph.seeds.manual_seed(6)
+        model.zero_grad()
+        h = model(everything()[mine.src[rows]], layers)
+        h = h if chosen is None else h[chosen]
+        h.square().sum().backward()
+        out = torch.zeros(NUM_NODES, 8, dtype=torch.float64)
+        out[mine.src[mask]] = h.detach()
+        found = [out, *(p.grad for p in model.parameters())]
+        for t in found:
+            dist.all_reduce(t, group=group)
+        results.append(found)
+    return results
+
+
+@pytest.mark.parametrize("mode", [1, 3])
+def test_attention_dropout_has_the_masks_of_the_whole_graph(pool, mode):
+    one, two, four = (pool.run(workers, dropped, mode)[0] for workers in (1, 2, 4))
+    assert one[0][0].abs().sum() > 0
+    for results in (one, two, four):
+        for found in results:
+            for f, e in zip(found, one[1], strict=True):
+                close(f, e, "with dropout")
+
+
+def test_rgcn_without_features():
+    torch.manual_seed(0)
+    types = torch.randint(5, (EDGES.size(1),))
+    layer = pyg_sar.nn.RGCNConv(NUM_NODES, 4, 5).double()
+    expected = layer(None, EDGES, types)[TARGETS["few"]]
+    flow = message_flow(shard(EDGES, NUM_NODES, 3), requested("few"), 1)
+    for x in (None, flow.rows):
+        close(layer(x, flow.layers[0], types[flow.edges[0]]), expected, "node ids")
+
+
+def test_modes_and_devices_of_a_layer():
+    x, layer = everything(), pyg_sar.nn.GCNConv(8, 4).double()
+    expected = layer(x, EDGES)[TARGETS["few"]]
+    flow = message_flow(shard(EDGES, NUM_NODES, 3), requested("few"), 1)
+    (edge_index,) = flow.layers
+    for it in (edge_index, edge_index.merge(), edge_index.replace(remat=False)):
+        close(layer(x[flow.rows], it), expected, "output")
+    moved = edge_index.to("meta").graph
+    assert moved.blocks[0].col.is_meta and moved.source_degree.is_meta
+
+
+def test_in_inference_mode():
+    x, layer = everything(), pyg_sar.nn.SAGEConv(8, 4).double()
+    with torch.inference_mode():
+        flow = message_flow(shard(EDGES, NUM_NODES, 2), requested("few"), 1)
+        close(layer(x[flow.rows], flow.layers[0]), layer(x, EDGES)[TARGETS["few"]], "inference")
+    layer(x[flow.rows], flow.layers[0]).sum().backward()
+
+
+# What it refuses
+
+
+@pytest.fixture
+def layer_of_flow():
+    return message_flow(shard(EDGES, NUM_NODES, 2), requested("few"), 1).layers[0]
+
+
+PYG = [
+    ("SAGEConv", (8, 4), {}),
+    ("GATConv", (8, 4), {"heads": 2}),
+    ("GATv2Conv", (8, 4), {"heads": 2}),
+    ("GraphConv", (8, 4), {"aggr": "mean"}),
+]
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize(("name", "args", "kwargs"), PYG)
+def test_layers_of_pyg_take_a_pair(name, args, kwargs, num_parts):
+    torch.manual_seed(0)
+    layer, x = getattr(torch_geometric.nn, name)(*args, **kwargs).double(), leaf(everything())
+    out = layer(x, EDGES)[TARGETS["few"]]
+    (expected,) = torch.autograd.grad(out.square().sum(), x)
+    flow = message_flow(shard(EDGES, NUM_NODES, num_parts), requested("few"), 1)
+    h = x[flow.rows]
+    found = layer((h, h[: flow.layers[0].graph.num_dst]), flow.layers[0])
+    close(found, out, name)
+    close(torch.autograd.grad(found.square().sum(), x)[0], expected, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "why"),
+    [
+        ("SAGEConv", (8, 4), {}, "no in-edges of the sources"),
+        ("GCNConv", (8, 4), {}, "self-loop"),
+        ("GCNConv", (8, 4), {"add_self_loops": False}, "no in-edges of the sources"),  # degrees of sources
+        ("GATConv", (8, 4), {"add_self_loops": False}, "no in-edges of the sources"),
+        ("TAGConv", (8, 4), {"normalize": False}, "no in-edges of the sources"),  # several hops
+        ("SAGEConv", (8, 4), {"flow": "target_to_source"}, "all out-edges"),
+    ],
+)
+def test_layers_of_pyg_that_would_be_wrong_are_refused(layer_of_flow, name, args, kwargs, why):
+    layer, x = getattr(torch_geometric.nn, name)(*args, **kwargs), torch.randn(layer_of_flow.graph.num_src, 8)
+    with pytest.raises(NotImplementedError, match=why):
+        layer(x, layer_of_flow)
+
+
+def test_degrees_of_sources_by_hand_are_refused(layer_of_flow):
+    src, dst = layer_of_flow
+    degree = torch.zeros(layer_of_flow.graph.num_src).scatter_add(0, dst, torch.ones(len(dst)))
+    with pytest.raises(NotImplementedError, match="no in-edges of the sources"):
+        degree[src]
+    with pytest.raises(NotImplementedError, match="all out-edges"):
+        torch.zeros(layer_of_flow.graph.num_src).scatter_add(0, src, torch.ones(len(dst)))
+
+
+def test_gcn_refuses_weights_that_it_would_have_to_normalise(layer_of_flow):
+    weight, x = torch.rand(layer_of_flow.size(1)), torch.randn(layer_of_flow.graph.num_src, 8)
+    with pytest.raises(ValueError, match=r"'pyg-sar partition --gcn-norm'.*'normalize=False'"):
+        pyg_sar.nn.GCNConv(8, 4)(x, layer_of_flow, weight)
+
+
+def test_rows_of_all_nodes_are_refused(layer_of_flow):
+    with pytest.raises(ValueError, match=r"'x\[flow\.rows\]'"):
+        pyg_sar.nn.SAGEConv(8, 4)(torch.randn(NUM_NODES, 8), layer_of_flow)
+
+
+@pytest.mark.parametrize(
+    ("edge_index", "error", "why"),
+    [
+        (EDGES, TypeError, "'pyg_sar.load'"),
+        (shard(EDGES, (NUM_NODES, NUM_NODES)), ValueError, "between two sets of nodes"),
+        (message_flow(shard(EDGES, NUM_NODES), requested("all"), 1).layers[0], ValueError, "a layer of a message flow"),
+    ],
+)
+def test_other_graphs_are_refused(edge_index, error, why):
+    with pytest.raises(error, match=why):
+        message_flow(edge_index, requested("few"), 1)
+
+
+WRONG = {
+    "shape": (lambda mask: mask[1:], 2, r"rank 1: expected 'mask' to hold a boolean for each of its \d+ nodes"),
+    "dtype": (lambda mask: mask.long(), 2, r"rank 1: .*torch\.int64 of shape"),
+    "kind": (lambda mask: None, 2, "rank 1: .*NoneType"),
+    "zero layers": (lambda mask: mask, 0, r"rank 1: .*at least 1 \(got 0\)"),
+    "other layers": (lambda mask: mask, 3, r"differ in 'num_layers' \(rank 0: 2, rank 1: 3, rank 2: 2\)"),
+}
+
+
+def wrong_on_one(group, what, mode):
+    mine = share(group, EDGES, assignment("random", group.size()), mode=mode)
+    change, num_layers, why = WRONG[what]
+    odd, mask = dist.get_rank(group) == 1, requested("few")[mine.src]
+    with pytest.raises(ValueError, match=rf"^\[rank {dist.get_rank(group)}\] (?s:.*){why}"):
+        message_flow(mine.edge_index, change(mask) if odd else mask, num_layers if odd else 2)
+
+
+@pytest.mark.parametrize("mode", [1, 3])
+@pytest.mark.parametrize("what", WRONG)
+def test_all_workers_hear_of_a_wrong_argument(pool, what, mode):
+    pool.run(3, wrong_on_one, what, mode)
