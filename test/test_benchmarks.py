@@ -39,3 +39,11 @@ def test_scaling(tmp_path):
     table = (tmp_path / "scaling-metis.md").read_text()
     assert "| sage | 1 rematerialise | 2 |" in table and "| sage | 3 one shot | 2 |" in table
     assert (tmp_path / "scaling-metis.png").exists()
+
+
+@pytest.mark.slow
+def test_flow(tmp_path):
+    """It compares outputs before it measures."""
+    sizes = ["--nodes", 2000, "--degrees", 5, "--layers", 2, "--rounds", 1, "--epochs", 2]
+    run("flow", *sizes, "--models", "gat", "--out", tmp_path)
+    assert "| gat | 2 | 5 |" in (tmp_path / "flow.md").read_text()

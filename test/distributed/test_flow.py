@@ -24,8 +24,9 @@ TARGETS = {
     "none": torch.tensor([], dtype=torch.long),
 }
 GRID = [
-    *itertools.product((1, 2, 3), ("random", "empty"), (0, 1), ("few",)),
-    *itertools.product((1, 3), ("metis",), (2,), TARGETS),
+    *[(mode, method, prefetch, "few") for mode in (1, 2, 3) for method, prefetch in (("random", 0), ("empty", 1))],
+    *[(1, "metis", 2, target) for target in ("one", "lonely", "all", "none")],
+    *[(3, "empty", 0, target) for target in ("one", "none")],
 ]
 
 
@@ -61,9 +62,10 @@ def endpoints(layer):
 
 
 def contents(group, method, mode, target, num_layers):
-    mine = share(group, EDGES, assignment(method, group.size()), mode=mode)
-    flow = message_flow(mine.edge_index, requested(target)[mine.src], num_layers)
-    assert torch.equal(mine.src[flow.rows[: requested(target)[mine.src].sum()]], mine.src[requested(target)[mine.src]])
+    mine = share(group, EDGES, assignment(method, group.size()), mode=mode, prefetch=2, wire=torch.bfloat16)
+    mask = requested(target)[mine.src]
+    flow = message_flow(mine.edge_index, mask, num_layers)
+    assert torch.equal(flow.rows[: mask.sum()], mask.nonzero().view(-1))
     assert torch.equal(mine.src[flow.rows], flow.layers[0].graph.n_id)
     found = []
     for layer, positions in zip(flow.layers, flow.edges, strict=True):
@@ -72,6 +74,8 @@ def contents(group, method, mode, target, num_layers):
         assert torch.equal(graph.e_id, mine.edge[positions])
         assert torch.equal(endpoints(layer), EDGES[:, graph.e_id])
         assert all(block.col.dtype == block.rowptr.dtype == torch.int32 for block in graph.blocks)
+        settings = [vars(getattr(it.graph.exchange, "peers", it.graph.exchange)) for it in (layer, mine.edge_index)]
+        assert all(settings[0].get(name) is settings[1].get(name) for name in ("log", "group", "prefetch", "wire"))
         found.append((graph.n_id, graph.n_id[: graph.num_dst], graph.e_id))
     for (_, dst, _), (src, _, _) in itertools.pairwise(found):
         assert torch.equal(dst, src)
