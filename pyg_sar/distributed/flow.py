@@ -86,7 +86,7 @@ def layer_into(graph: ShardedGraph, rows: Tensor) -> tuple[ShardedGraph, Tensor,
     for block in chosen:
         used[block.source] = True
     served = exchange.tell(used[n:])
-    for own in (rows, *served):
+    for own in served:
         used[own.long()] = True
     # Known rows keep their places, so that rows in one order serve all layers.
     added = used[:n].index_fill(0, rows, False).nonzero().view(-1)
