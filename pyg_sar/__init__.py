@@ -6,6 +6,7 @@ from pyg_sar import nn
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.distributed.collectives import accuracy, all_reduce, broadcast_parameters, global_mean, sum_gradients
 from pyg_sar.distributed.exchange import record_traffic
+from pyg_sar.distributed.flow import MessageFlow, message_flow
 from pyg_sar.distributed.load import load
 from pyg_sar.distributed.process_group import process_group
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -29,6 +30,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Block",
+    "MessageFlow",
     "ShardedEdgeIndex",
     "ShardedGraph",
     "accuracy",
@@ -37,6 +39,7 @@ __all__ = [
     "global_mean",
     "load",
     "locality_order",
+    "message_flow",
     "nn",
     "partition",
     "process_group",

@@ -67,6 +67,11 @@ class ShardedEdgeIndex(Tensor):
         """Whether the edges are those of the sharded graph, so that layers can stream."""
         return self._data is None
 
+    @property
+    def of_flow(self) -> bool:
+        """Whether this is a layer of a message flow, which has the in-edges of some destinations only."""
+        return self._graph.origin is not None
+
     def merge(self) -> ShardedEdgeIndex:
         """Return the same edges, whose sources are fetched in one shot (mode 3)."""
         return ShardedEdgeIndex(self.graph.merge())
@@ -214,7 +219,7 @@ def concatenate(func: Callable, args: Any, kwargs: Any) -> Any:
             known = t._kind == first._kind and t._graph is first._graph
         else:
             refuse_two_sets(func, args, first._graph)
-            loops = torch.arange(first._graph.num_src, device=t.device).expand(2, -1)
+            loops = torch.arange(first._graph.num_dst, device=t.device).expand(2, -1)
             known = first._kind != SOURCES and torch.equal(t, loops)
         if not known:
             refuse(func, args, kwargs, "it joins edges of different graphs, or edges that are not one self-loop a node")
@@ -324,8 +329,26 @@ def gather(func: Callable, target: Tensor, dim: int, index: Any) -> Tensor:
     if it is not index or it._kind != SOURCES or it.dim() != 1 or not shape or shape[dim] != graph.num_src:
         refuse(func, (it,), {}, f"it reads dimension {dim} of a tensor of shape {shape} by the {it._kind}, which reads "
                f"the rows of {graph.num_src} nodes")  # fmt: skip
+    if it.of_flow and not given_with_destinations(target, dim, graph):
+        refuse(func, (it,), {}, "a layer of a message flow has no in-edges of the sources that are not among its "
+               f"destinations; pass the pair (x, x[:{graph.num_dst}]) if the layer takes one")  # fmt: skip
     fetched = Halo.apply(target.movedim(dim, 0), graph)
     return fetched.index_select(0, plain(it)).movedim(0, dim)
+
+
+def given_with_destinations(target: Tensor, dim: int, graph: ShardedGraph) -> bool:
+    """Whether PyG is collecting messages, and the rows that it reads by sources are given as a pair with those of
+    destinations. Others might be results for destinations (degrees, a first hop), which are wrong for other sources.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_name.endswith("collect"):
+        frame = frame.f_back
+    call = {} if frame is None else frame.f_locals
+    pairs = [v for v in [*call.values(), *call.get("kwargs", {}).values()] if isinstance(v, (tuple, list))]
+    return any(
+        len(pair) == 2 and pair[0] is target and isinstance(pair[1], Tensor) and pair[1].size(dim) == graph.num_dst
+        for pair in pairs
+    )
 
 
 def scatter(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -334,6 +357,8 @@ def scatter(func: Callable, args: Any, kwargs: Any) -> Any:
     if not isinstance(index, ShardedEdgeIndex) or len(list(sharded(args, kwargs))) > 1 or target.dim() == 0:
         refuse(func, args, kwargs)
     graph, size = index._graph, list(target.shape)
+    if index.of_flow:
+        refuse(func, args, kwargs, "a layer of a message flow does not have all out-edges of its sources")
     if index._kind != SOURCES or size[dim] != graph.num_src:
         refuse(func, args, kwargs, f"it adds onto dimension {dim} of a tensor of shape {size} by the {index._kind}, "
                f"which reaches the rows of {graph.num_src} nodes")  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,11 +95,57 @@ class Block:
         rowptr = self.rowptr[start : end + 1] - first
         return dataclasses.replace(self, rowptr=rowptr, col=self.col[first:last], edges=edges)
 
+    def choose(self, rows: Tensor) -> Block:
+        """Return the edges into some destinations, which become destinations 0, 1, ... in the order given."""
+        count = self.rowptr.diff()[rows]
+        ptr = torch.zeros(rows.numel() + 1, dtype=torch.int64, device=rows.device)
+        torch.cumsum(count, 0, out=ptr[1:])
+        position = (self.rowptr[rows] - ptr[:-1]).repeat_interleave(count)
+        position += torch.arange(position.numel(), device=rows.device)
+        edges = self.edges.start + position if isinstance(self.edges, slice) else self.edges[position]
+        return dataclasses.replace(self, rowptr=ptr.to(self.rowptr.dtype), col=self.col[position], edges=edges)
+
+    def renumber(self, number: Tensor, edges: Index) -> Block:
+        """Give sources other local-first numbers, without those that have a negative one, and edges other positions."""
+        ids = renumber(self.ids, number)
+        col = number[self.source]
+        col = col - ids.start if isinstance(ids, slice) else torch.searchsorted(ids, col)
+        return dataclasses.replace(self, col=col.to(self.col.dtype), ids=ids, num_src=length(ids), edges=edges)
+
     def to(self, device: torch.device | str) -> Block:
         """Move the index tensors to ``device``."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}
         return Block(**moved)
+
+
+def renumber(ids: Index, number: Tensor) -> Index:
+    """Return the new numbers of rows in ascending order without negative ones, as a slice if they are a range."""
+    new = number[ids]
+    new = new[new >= 0].sort().values
+    if new.numel() == 0:
+        return slice(0, 0)
+    first, last = new[[0, -1]].tolist()
+    return slice(first, last + 1) if last - first + 1 == new.numel() else new
+
+
+def length(ids: Index) -> int:
+    """Return how many rows there are."""
+    return ids.numel() if isinstance(ids, Tensor) else ids.stop - ids.start
+
+
+class Origin(NamedTuple):
+    """What a layer of a message flow was made from.
+
+    Args:
+        graph: The graph with all destinations.
+        rows: The rows there of the layer's own sources.
+        looped: Whether the layer has got exactly one self-loop at every node, unlike ``graph``.
+    """
+
+    graph: ShardedGraph
+    rows: Tensor
+    looped: bool = False
 
 
 class Seeds:
@@ -145,8 +191,10 @@ class ShardedGraph:
         n_id: Global ids of the own source rows, or None if they are ``0 ... num_src - 1``.
         e_id: Global ids of the edges, or None if they are ``0 ... num_edges - 1``.
         seeds: Source of the seeds for attention dropout.
-        bipartite: Whether sources and destinations are different sets of nodes, whatever their numbers.
+        bipartite: Whether sources and destinations are different sets of nodes, whatever their numbers. If not,
+            destinations are the first of the own sources, and all of them unless there is an ``origin``.
         constants: Tensors of source rows that never change, and what was made of them (:meth:`recall`).
+        origin: What this layer of a message flow was made from, or None.
     """
 
     blocks: tuple[Block, ...]
@@ -159,6 +207,7 @@ class ShardedGraph:
     seeds: Seeds = field(default_factory=lambda: Seeds(0))
     bipartite: bool = False
     constants: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
+    origin: Origin | None = None
     _typed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
 
     @property
@@ -176,6 +225,23 @@ class ShardedGraph:
     def degree(self) -> Tensor:
         """In-degree of every destination; global, because a worker holds all in-edges of its destinations."""
         return torch.stack([block.rowptr.diff() for block in self.blocks]).sum(0)
+
+    @cached_property
+    @ordinary_mode
+    def loops(self) -> Tensor:
+        """Number of self-loops of every destination."""
+        rows = [block.row[block.source == block.row] for block in self.blocks]
+        return torch.bincount(torch.cat(rows), minlength=self.num_dst)
+
+    @cached_property
+    @ordinary_mode
+    def source_degree(self) -> Tensor:
+        """Global in-degree of every own source, also of those that are no destinations here."""
+        if self.origin is None:
+            return self.degree
+        whole, rows, looped = self.origin
+        degree = whole.degree - whole.loops + 1 if looped else whole.degree
+        return degree[rows].to(self.device)
 
     def ids_of(self, block: Block) -> Tensor:
         """Return the global ids of the edges of a block."""
@@ -263,9 +329,9 @@ class ShardedGraph:
         return self.replace(blocks=(block,), exchange=exchange, remat=False)
 
     def with_self_loops(self) -> tuple[ShardedGraph, Tensor]:
-        """Replace self-loops by exactly one at every node.
+        """Replace self-loops by exactly one at every destination.
 
-        The edges of the new graph are the remaining ones in their order, followed by one loop for each node.
+        The edges of the new graph are the remaining ones in their order, followed by one loop for each destination.
 
         Returns:
             The new graph, and a mask of the old edges that remain.
@@ -291,13 +357,14 @@ class ShardedGraph:
         n_id = nodes if self.n_id is None else self.n_id
         e_id = torch.arange(self.num_edges, device=device) if self.e_id is None else self.e_id
         # Negative ids cannot collide with those of edges.
-        graph = self.replace(blocks=blocks, e_id=torch.cat([e_id[keep], -1 - n_id]))
-        return graph, keep
+        e_id = torch.cat([e_id[keep], -1 - n_id[:n]])
+        origin = None if self.origin is None else self.origin._replace(looped=True)
+        return self.replace(blocks=blocks, e_id=e_id, origin=origin), keep
 
     def _loop_block(self, block: Block, keep: Tensor, position: Tensor, num_kept: int) -> Block:
         ids = torch.arange(block.ids.start, block.ids.stop) if isinstance(block.ids, slice) else block.ids
         ids = ids.to(self.device)
-        col = (ids < self.num_src).nonzero().view(-1)  # source rows of this block that this worker owns
+        col = (ids < self.num_dst).nonzero().view(-1)  # source rows of this block that are destinations, too
         stays = keep[block.edges]
         if col.numel() == 0 and isinstance(block.edges, slice):
             start = num_kept if block.num_edges == 0 else int(position[block.edges.start])

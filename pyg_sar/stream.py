@@ -42,7 +42,7 @@ def aggregate(
                 raise ValueError(
                     f"{_rank(graph)}Expected a tensor with one row for each of this worker's {count} {name}s (got one "
                     f"of shape {tuple(tensor.shape)}). Take node and edge tensors from the loaded data, whose rows are "
-                    f"this worker's share."
+                    f"this worker's share{within_flow(graph)}."
                 )
     counts = (len(dst), len(edge), len(const))
     # Asked here, because within a Function gradients are always off.
@@ -57,6 +57,11 @@ def once_differentiable() -> None:
             "Layers of 'pyg_sar.nn' have no second derivative. Call 'backward' or 'autograd.grad' without "
             "'create_graph=True', or use the layer of 'torch_geometric.nn' if the graph is not sharded."
         )
+
+
+def within_flow(graph: ShardedGraph) -> str:
+    """Return what else to do with tensors for a layer of a message flow."""
+    return "" if graph.origin is None else ", and of these 'x[flow.rows]' and 'edge_attr[flow.edges[k]]' for layer k"
 
 
 def _rank(graph: ShardedGraph) -> str:

@@ -60,3 +60,11 @@ def test_overlap(tmp_path):
         assert float(w["step"]) == pytest.approx(sum(float(w[part]) for part in parts), abs=0.005 * (len(parts) + 1))
         assert float(w["MiB received"]) > 0 and float(w["alone"]) > 0
     assert len(columns) == 15 and (tmp_path / "overlap.png").exists()
+
+
+@pytest.mark.slow
+def test_flow(tmp_path):
+    """It compares outputs before it measures."""
+    sizes = ["--nodes", 2000, "--degrees", 5, "--layers", 2, "--rounds", 1, "--epochs", 2]
+    run("flow", *sizes, "--models", "gat", "--out", tmp_path)
+    assert "| gat | 2 | 5 |" in (tmp_path / "flow.md").read_text()

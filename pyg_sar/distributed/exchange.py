@@ -7,6 +7,8 @@ Every exchange has the same few verbs, which is all that the streaming loop know
   ``x`` of ``parts`` after the other: what is cut by columns travels in one pipeline;
 * ``sink(meter)``: takes the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their owners
   and returns those of each part by ``sum()``; it may keep and change what it was given;
+* ``tell(used)``: given which of the rows of other workers are used here (local-first), returns the own rows that each
+  of them uses; ``restrict(used, served, number)``: the exchange of these rows alone, own rows having new numbers;
 * ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere; ``alone``: whether there is no
   other worker.
 
@@ -36,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import talking
-from pyg_sar.graph import Index
+from pyg_sar.graph import Index, length, renumber
 
 Meter = Callable[..., None]  # of bytes sent and received, and of seconds spent waiting
 
@@ -110,6 +112,14 @@ class Local:
         """Return the exchange with all rows in one piece."""
         return Local([slice(0, num_rows(self.ids))], self.log)
 
+    def tell(self, used: Tensor) -> list[Tensor]:
+        """Return nothing: there are no others."""
+        return []
+
+    def restrict(self, used: Tensor, served: Sequence[Tensor], number: Tensor) -> Local:
+        """Return the exchange of the rows whose new number is not negative."""
+        return Local([renumber(i, number) for i in self.ids], self.log)
+
     def pull(self, parts: Sequence[Tensor], meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield every piece of every part."""
         for x in parts:
@@ -144,7 +154,7 @@ class LocalSink:
 
 def num_rows(ids: Sequence[Index]) -> int:
     """Return the number of rows in all pieces."""
-    return sum(i.numel() if isinstance(i, Tensor) else i.stop - i.start for i in ids)
+    return sum(map(length, ids))
 
 
 class Peers:
@@ -183,6 +193,28 @@ class Peers:
     def merge(self) -> OneShot:
         """Return the exchange that fetches everything at once."""
         return OneShot(self)
+
+    def tell(self, used: Tensor) -> list[Tensor]:
+        """Tell every peer which of its rows are used here, one byte each; return the own rows that each peer uses."""
+        self.turn += 1
+        flags, transfers = self._split(used.byte()), []
+        answers = [used.new_empty(len(rows), dtype=torch.uint8) for rows in self.serve]
+        for q in self.order[1:]:
+            client = self.client(q)
+            transfers += self.swap(flags[q], q, answers[client], client, "used rows", Traffic().forward)
+        for transfer in transfers:
+            transfer.wait()
+        return [rows[answer.bool()] for rows, answer in zip(self.serve, answers, strict=True)]
+
+    def restrict(self, used: Tensor, served: Sequence[Tensor], number: Tensor) -> Peers:
+        """Return the exchange of the rows that are used here and of those that peers use, by their new numbers."""
+        num_src = [int(flags.sum()) for flags in self._split(used)]
+        num_src[self.rank] = int((number[: number.numel() - self.num_halo] >= 0).sum())
+        serve = [number[rows].to(rows.dtype) for rows in served]
+        return Peers(serve, num_src, self.group, self.prefetch, self.log, self.wire)
+
+    def _split(self, halo: Tensor) -> tuple[Tensor, ...]:
+        return halo.split([0 if q == self.rank else n for q, n in enumerate(self.num_src)])
 
     def client(self, q: int) -> int:
         """Return the worker that reads from this one at the step at which this one reads from ``q``."""
@@ -328,6 +360,14 @@ class OneShot:
     def merge(self) -> OneShot:
         """Return itself."""
         return self
+
+    def tell(self, used: Tensor) -> list[Tensor]:
+        """Tell every peer which of its rows are used here."""
+        return self.peers.tell(used)
+
+    def restrict(self, used: Tensor, served: Sequence[Tensor], number: Tensor) -> OneShot:
+        """Return the exchange of the rows that are used."""
+        return OneShot(self.peers.restrict(used, served, number))
 
     def pull(self, parts: Sequence[Tensor], meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield the own rows and those of all peers as one piece."""

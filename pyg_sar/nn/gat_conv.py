@@ -49,6 +49,7 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Run the forward pass."""
+        x = self.pair(x, edge_index)
         graph = self.streamed(edge_index, x) if return_attention_weights is None else None
         if graph is None or misses_loops(self, graph, edge_index):
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)

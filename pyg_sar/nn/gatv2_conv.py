@@ -44,6 +44,7 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Run the forward pass."""
+        x = self.pair(x, edge_index)
         graph = self.streamed(edge_index, x) if return_attention_weights is None else None
         if graph is None or misses_loops(self, graph, edge_index):
             return super().forward(x, edge_index, edge_attr, return_attention_weights)

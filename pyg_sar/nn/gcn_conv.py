@@ -40,13 +40,13 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
             return super().forward(x, edge_index, edge_weight)
         if self.add_self_loops:
             graph, edge_weight = add_remaining_self_loops(graph, edge_weight, 2.0 if self.improved else 1.0)
-        scale = degree(graph, edge_weight, x.dtype).pow(-0.5)
+        scale = degree(graph, edge_weight, x.dtype).pow(-0.5)  # of sources, of which destinations are the first
         scale = scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
         if edge_weight is None and graph.is_constant(x):
-            total = graph.recall(x, (self.aggr, graph), lambda: reduce_rows(graph, x * scale, self.aggr) * scale)
-            out = self.lin(total)
+            out = self.lin(graph.recall(x, (self.aggr, graph), lambda: reduce_rows(graph, x * scale, self.aggr)))
         else:
-            out = reduce_rows(graph, self.lin(x) * scale, self.aggr, edge_weight, self.node_dim) * scale
+            out = reduce_rows(graph, self.lin(x) * scale, self.aggr, edge_weight, self.node_dim)
+        out = out * scale[: graph.num_dst]
         return out if self.bias is None else out + self.bias
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
@@ -57,9 +57,15 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
 
 
 def degree(graph: ShardedGraph, edge_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the weighted in-degree of every destination."""
+    """Return the weighted in-degree of every own source."""
     if edge_weight is None:
-        return graph.degree.to(dtype)
+        return graph.source_degree.to(dtype)
+    if graph.origin is not None:
+        raise ValueError(
+            "A layer of a message flow does not have all edges that the weighted degrees of its sources are made of. "
+            "Normalise the weights of the whole graph once ('pyg-sar partition --gcn-norm') and construct the layer "
+            "with 'normalize=False'."
+        )
     return edge_weight.new_zeros(graph.num_dst).scatter_add(0, graph.row, edge_weight)
 
 

@@ -32,6 +32,10 @@ class GINConv(MessagePassing, torch_geometric.nn.GINConv):
 
     streamable = SIMPLE
 
+    def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
+        """Run the forward pass."""
+        return super().forward(self.pair(x, edge_index), edge_index, size)
+
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``."""
         assert isinstance(self.aggr, str)

@@ -57,6 +57,12 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             return None
         return edge_index.graph if sharded else one_block(edge_index, sizes(x, size, self.node_dim))
 
+    def pair(self, x: Any, edge_index: Any) -> Any:
+        """Return rows of sources and destinations: in a layer of a message flow these are the first of the sources."""
+        if isinstance(x, Tensor) and isinstance(edge_index, ShardedEdgeIndex) and edge_index.of_flow:
+            return x, x.movedim(self.node_dim, 0)[: edge_index._graph.num_dst].movedim(0, self.node_dim)
+        return x
+
     def can_stream(self) -> bool:
         """Whether the options of this layer have a streaming form."""
         return self.aggr in self.streamable

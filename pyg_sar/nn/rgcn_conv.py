@@ -43,6 +43,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
     def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
+        x = self.pair(x, edge_index)
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)
         if x_src is None and not isinstance(edge_index, ShardedEdgeIndex):
             x_src = torch.arange(self.in_channels_l, device=self.weight.device)
@@ -53,7 +54,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             raise ValueError(f"'{self.__class__.__name__}' needs 'edge_type' (got None)")
         ids = torch.arange(graph.num_src, device=graph.device) if graph.n_id is None else graph.n_id
         x_src = ids if x_src is None else x_src
-        x_dst = x_src if x_dst is None else x_dst
+        if x_dst is None:
+            x_dst = x_src if graph.bipartite else x_src[: graph.num_dst]
         if x_src.is_floating_point() != x_dst.is_floating_point():
             raise ValueError(
                 f"Expected features of sources and of destinations, or node ids of both (got {x_src.dtype} and "

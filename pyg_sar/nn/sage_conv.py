@@ -38,6 +38,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
 
     def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
         """Run the forward pass; where that makes less travel, rows are transformed before they are summed."""
+        x = self.pair(x, edge_index)
         graph, lin = self.streamed(edge_index, x, size), affine(self.lin_l)
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         if graph is None or lin is None or self.aggr not in SUMS or graph.is_constant(x_src) or wider(lin[0], x_src):

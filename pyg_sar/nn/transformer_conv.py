@@ -48,6 +48,7 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Run the forward pass."""
+        x = self.pair(x, edge_index)
         # PyG's layer says what is wrong with features that it does not expect.
         usual = return_attention_weights is None and (edge_attr is None) == (self.lin_edge is None)
         graph = self.streamed(edge_index, x) if usual else None
