@@ -5,8 +5,8 @@ import gc
 from pathlib import Path
 
 # Settings under which a process gives every tensor of 128 KiB and more back to the system when it is freed, or they
-# would count as used: the C library starts with this threshold, but raises it. They must hold from its start: what was once a
-# heap takes tensors of any size, and keeps their pages. Such a process is slower.
+# would count as used: the C library starts with this threshold, but raises it. They must hold from its start: what was
+# once a heap takes tensors of any size, and keeps their pages. Such a process is slower.
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 
 

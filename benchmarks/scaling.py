@@ -116,10 +116,10 @@ def replay(shares: Any, layers: list[Any]) -> float:
     for t in layers:
         x = torch.zeros(shares.num_src, t.forward_received // exchange.num_halo // 4)
         for _ in range(2 if t.case == 2 and shares.remat else 1):
-            deque(exchange.pull([x], silent), maxlen=0)
+            deque(exchange.pull([x], exchange.visits(1), silent), maxlen=0)
         if t.backward_received:
             sink = exchange.sink(silent)
-            for q in exchange.order:
+            for q in exchange.visits(1, True, False)[0]:
                 sink.push(q, x.new_zeros(shares.blocks[q].num_src, x.size(1)))
             sink.sum()
     return time.perf_counter() - start

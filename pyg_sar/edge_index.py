@@ -375,7 +375,8 @@ class Halo(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, graph: ShardedGraph, traffic: Any = None) -> Tensor:
         """Fetch."""
         meter = counted(ctx, graph, traffic)
-        ((_, rows),) = graph.exchange.merge().pull([x.contiguous()], meter)
+        exchange = graph.exchange.merge()
+        ((_, rows),) = exchange.pull([x.contiguous()], exchange.visits(1), meter)
         return rows
 
     @staticmethod

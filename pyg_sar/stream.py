@@ -79,20 +79,23 @@ def _columns(x: Tensor, columns: slice) -> Tensor:
     return x if columns == slice(None) else x[..., columns]
 
 
-def _source(graph: ShardedGraph, x: Tensor, parts: Sequence[Part], meter: Any) -> Iterator[tuple[int, Tensor]]:
+def _source(
+    graph: ShardedGraph, x: Tensor, parts: Sequence[Part], visits: Sequence[Sequence[int]], meter: Any
+) -> Iterator[tuple[int, Tensor]]:
     """Return source rows, part by part and block by block; those of a constant are fetched once."""
     own = [_columns(x, part.source) for part in parts]
     if graph.exchange.num_halo == 0 or not graph.is_constant(x):
-        return graph.exchange.pull(own, meter)
+        return graph.exchange.pull(own, visits, meter)
 
-    def fetch() -> list[tuple[int, Tensor | None]]:
+    def fetch() -> dict[tuple[int, int], Tensor]:
+        numbers = ((k, q) for k, visit in enumerate(visits) for q in visit)
+        blocks = zip(numbers, graph.exchange.pull(own, visits, meter), strict=True)
         # Its own memory would keep the constant alive.
         mine = x.untyped_storage().data_ptr()
-        return [(q, None if b.untyped_storage().data_ptr() == mine else b) for q, b in graph.exchange.pull(own, meter)]
+        return {number: b for number, (_, b) in blocks if b.untyped_storage().data_ptr() != mine}
 
     kept = graph.recall(x, (graph.exchange, len(parts)), fetch)
-    each = len(kept) // len(parts)
-    return ((q, own[k // each] if block is None else block) for k, (q, block) in enumerate(kept))
+    return ((q, kept.get((k, q), own[k])) for k, visit in enumerate(visits) for q in visit)
 
 
 class _Aggregate(torch.autograd.Function):
@@ -106,19 +109,20 @@ class _Aggregate(torch.autograd.Function):
         keep = keep and any(ctx.needs_input_grad)
         parts = reduce.split(x, rows, len(graph.blocks))
         saved: list[Tensor] = []
-        kept, out = [], None
-        blocks = _source(graph, x, parts, traffic.forward)
-        for part in parts:
+        kept, out = {}, None
+        visits = exchange.visits(len(parts))
+        blocks = _source(graph, x, parts, visits, traffic.forward)
+        for k, (part, visit) in enumerate(zip(parts, visits, strict=True)):
             state, mine = part.reduce.init(_columns(x, part.source), graph.num_dst), part.narrow(rows)
-            for q, x_q in islice(blocks, len(exchange.order)):
+            for q, x_q in islice(blocks, len(visit)):
                 block = graph.blocks[q]
                 if block.num_edges > 0:
                     state = part.reduce.step(state, block, x_q, mine._replace(edge=[e[block.edges] for e in mine.edge]))
                 if keep:
-                    kept.append(x_q)
+                    kept[k, q] = x_q
                 del x_q  # or it would outlive the fetch of the next block
-            result, found = part.reduce.finish(state, x.dtype)
-            saved += found
+            result, needed = part.reduce.finish(state, x.dtype)
+            saved += needed
             if len(parts) > 1:
                 out = result.new_empty(*result.shape[:-1], parts[-1].out.stop) if out is None else out
                 out[..., part.out] = result
@@ -129,7 +133,8 @@ class _Aggregate(torch.autograd.Function):
         ctx.graph, ctx.reduce, ctx.parts, ctx.counts, ctx.traffic = graph, reduce, parts, counts, traffic
         ctx.shapes = [_columns(x, part.source).shape[1:] for part in parts]
         ctx.sizes = (len(saved), len(kept), len(again))
-        ctx.save_for_backward(*saved, *kept, *again, *flat)
+        ctx.kept = list(kept)
+        ctx.save_for_backward(*saved, *kept.values(), *again, *flat)
         return out
 
     @staticmethod
@@ -141,23 +146,26 @@ class _Aggregate(torch.autograd.Function):
         again, flat = tensors[n_saved + n_kept :][:n_again], tensors[n_saved + n_kept + n_again :]
         rows = _unflatten(flat, ctx.counts)
         needs = Needs(ctx.needs_input_grad[4], _unflatten(ctx.needs_input_grad[5:], ctx.counts))
-        meter, order = ctx.traffic.backward, [q for _ in parts for q in exchange.order]
+        meter, pulls = ctx.traffic.backward, reduce.needs_source and n_kept == 0
+        visits = exchange.visits(len(parts), True, pulls)
+        order = [(k, q) for k, visit in enumerate(visits) for q in visit]
         source: Iterator[tuple[int, Any]]
         if not reduce.needs_source:
-            source = ((q, None) for q in order)
+            source = ((q, None) for _, q in order)
         elif n_kept:
-            source = zip(order, kept, strict=True)
+            found = dict(zip(ctx.kept, kept, strict=True))
+            source = ((q, found[k, q]) for k, q in order)
         else:
-            source = _source(graph, again[0], parts, meter)
+            source = _source(graph, again[0], parts, visits, meter)
         sink = exchange.sink(meter) if needs.source else None
         total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
                        for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
         each = (len(saved) - reduce.saves_output) // len(parts)  # the output comes last
-        for k, part in enumerate(parts):
+        for k, (part, visit) in enumerate(zip(parts, visits, strict=True)):
             out, grad_part = saved[-1] if reduce.saves_output else grad_out, grad_out[..., part.out].contiguous()
             prepared = part.reduce.prepare(saved[k * each : (k + 1) * each], out[..., part.out], grad_part)
             mine, into = part.narrow(rows), part.narrow(total)
-            for q, x_q in islice(source, len(exchange.order)):
+            for q, x_q in islice(source, len(visit)):
                 block = graph.blocks[q]
                 if block.num_edges > 0:
                     here = mine._replace(edge=[e[block.edges] for e in mine.edge])
@@ -170,8 +178,8 @@ class _Aggregate(torch.autograd.Function):
                     sink.push(q, grad_x)
                 del grad_x
             del prepared, grad_part
-        found = [] if sink is None else sink.sum()
-        grad_x = None if sink is None else found[0] if len(found) == 1 else torch.cat(found, -1)
+        sums = [] if sink is None else sink.sum()
+        grad_x = None if sink is None else sums[0] if len(sums) == 1 else torch.cat(sums, -1)
         return None, None, None, None, grad_x, *total.dst, *total.edge, *total.const
 
 

@@ -2,9 +2,9 @@ r"""Where source rows live and how they travel.
 
 Every exchange has the same few verbs, which is all that the streaming loop knows of it:
 
-* ``order``: the source shards in the order in which they are visited;
-* ``pull(parts, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads, for one tensor
-  ``x`` of ``parts`` after the other: what is cut by columns travels in one pipeline;
+* ``visits(count, ...)``: for each of ``count`` parts, the source shards in the order in which they are visited;
+* ``pull(parts, visits, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads, for one
+  tensor ``x`` of ``parts`` after the other: what is cut by columns travels in one pipeline;
 * ``sink(meter)``: takes the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their owners
   and returns those of each part by ``sum()``; it may keep and change what it was given;
 * ``tell(used)``: given which of the rows of other workers are used here (local-first), returns the own rows that each
@@ -13,7 +13,8 @@ Every exchange has the same few verbs, which is all that the streaming loop know
   other worker.
 
 :class:`Peers` runs the pairwise shift schedule: at step :math:`t` worker :math:`p` reads from :math:`p + t` and serves
-:math:`p - t`, its own shard first, so that local work hides the first transfer::
+:math:`p - t`. Its own shard comes first, so that local work hides the first transfer, but in backward last wherever
+another transfer is under way already, so that it hides the gradients of the shard before::
 
     step     0     1     2     3          prefetch = 1: the next remote block travels while one is consumed, so that
     rank 0   0     1     2     3          at most prefetch + 1 of them are alive; after the last one follows the first
@@ -40,6 +41,7 @@ from torch import Tensor
 from pyg_sar.distributed.collectives import talking
 from pyg_sar.graph import Index, length, renumber
 
+Visits = Sequence[Sequence[int]]
 Meter = Callable[..., None]  # of bytes sent and received, and of seconds spent waiting
 
 
@@ -102,7 +104,6 @@ class Local:
 
     def __init__(self, ids: Sequence[Index], log: Log | None = None) -> None:
         self.ids, self.log = list(ids), log or Log()
-        self.order = range(len(self.ids))
 
     def to(self, device: torch.device | str) -> Local:
         """Move the index tensors to ``device``."""
@@ -120,10 +121,14 @@ class Local:
         """Return the exchange of the rows whose new number is not negative."""
         return Local([renumber(i, number) for i in self.ids], self.log)
 
-    def pull(self, parts: Sequence[Tensor], meter: Meter) -> Iterator[tuple[int, Tensor]]:
+    def visits(self, count: int, backward: bool = False, pulls: bool = True) -> Visits:
+        """Return the pieces in their order."""
+        return [range(len(self.ids))] * count
+
+    def pull(self, parts: Sequence[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield every piece of every part."""
-        for x in parts:
-            for q in self.order:
+        for x, order in zip(parts, visits, strict=True):
+            for q in order:
                 yield q, x[self.ids[q]]
 
     def sink(self, meter: Meter) -> LocalSink:
@@ -181,7 +186,7 @@ class Peers:
         self.wire = wire
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.log, self.alone = log or Log(), self.size == 1
-        self.order = [(self.rank + t) % self.size for t in range(self.size)]
+        self.others = [(self.rank + t) % self.size for t in range(1, self.size)]
         self.num_halo = sum(n for q, n in enumerate(num_src) if q != self.rank)
         self.turn = 0  # how often rows or gradients were exchanged
 
@@ -199,7 +204,7 @@ class Peers:
         self.turn += 1
         flags, transfers = self._split(used.byte()), []
         answers = [used.new_empty(len(rows), dtype=torch.uint8) for rows in self.serve]
-        for q in self.order[1:]:
+        for q in self.others:
             client = self.client(q)
             transfers += self.swap(flags[q], q, answers[client], client, "used rows", Traffic().forward)
         for transfer in transfers:
@@ -220,12 +225,17 @@ class Peers:
         """Return the worker that reads from this one at the step at which this one reads from ``q``."""
         return (2 * self.rank - q) % self.size
 
-    def pull(self, parts: Sequence[Tensor], meter: Meter) -> Iterator[tuple[int, Tensor]]:
-        """Yield the own rows, then those of every peer, for each part."""
+    def visits(self, count: int, backward: bool = False, pulls: bool = True) -> Visits:
+        """Return the own shard and the others, for each part."""
+        early, late = [self.rank, *self.others], [*self.others, self.rank]
+        return [late if backward and (k > 0 or not pulls) else early for k in range(count)]
+
+    def pull(self, parts: Sequence[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+        """Yield the own rows and those of every peer, for each part."""
         self.turn += 1
         queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]] = deque()
-        for number, x in enumerate(parts):
-            for q in self.order:
+        for number, (x, order) in enumerate(zip(parts, visits, strict=True)):
+            for q in order:
                 queue.append((q, *self._fetch(q, x, number, meter), x.dtype))
                 while queue and sum(q != self.rank for q, *_ in islice(queue, 1, None)) >= self.prefetch:
                     yield arrived(queue)
@@ -266,7 +276,8 @@ class Peers:
         """Start to send ``out`` to ``dst`` and to receive ``into`` from ``src``; nothing empty travels."""
         out = out.to(self.travels_as(out.dtype))
         ops, transfers = [], []
-        for op, tensor, peer in ((dist.isend, out, dst), (dist.irecv, into, src)):
+        # gloo tells the other side that it may send through the same connection: never behind what is sent there.
+        for op, tensor, peer in ((dist.irecv, into, src), (dist.isend, out, dst)):
             if tensor.numel() > 0:
                 ops.append(dist.P2POp(op, tensor, group=self.group, tag=self.tag(what, tensor), group_peer=peer))
                 transfers.append((tensor, peer, "sending" if op is dist.isend else "receiving"))
@@ -314,17 +325,18 @@ class PeerSink:
 
     def __init__(self, peers: Peers, meter: Meter) -> None:
         self.peers, self.meter = peers, meter
-        self.grads: list[Tensor] = []  # of the own rows, which come first
+        self.grads: list[Tensor] = []  # of the own rows, for each part
         self.queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]] = deque()
-        self.drained = 0
+        self.pushed = self.drained = 0
 
     def push(self, q: int, grad: Tensor) -> None:
         """Send the gradient of the rows of worker ``q`` home."""
-        peers = self.peers
+        peers, part = self.peers, self.pushed // self.peers.size
+        self.pushed += 1
         if q == peers.rank:
-            self.grads.append(grad)
+            self._add(part, grad, None)
             return
-        client, what = peers.client(q), f"gradients {len(self.grads) - 1}"
+        client, what = peers.client(q), f"gradients {part}"
         into = peers.buffer(len(peers.serve[client]), grad)
         transfers = peers.swap(grad.contiguous(), q, into, client, what, self.meter)
         self.queue.append((client, into, transfers, grad.dtype))
@@ -333,8 +345,20 @@ class PeerSink:
 
     def _drain(self) -> None:
         client, grad = arrived(self.queue)
-        self.grads[self.drained // (self.peers.size - 1)].index_add_(0, self.peers.serve[client], grad)
+        self._add(self.drained // (self.peers.size - 1), grad, self.peers.serve[client])
         self.drained += 1
+
+    def _add(self, part: int, grad: Tensor, rows: Tensor | None) -> None:
+        """Add to some of the own rows, or to all of them."""
+        if part == len(self.grads):
+            own = grad if rows is None else grad.new_zeros(self.peers.num_src[self.peers.rank], *grad.shape[1:])
+            self.grads.append(own)
+            if rows is None:
+                return
+        if rows is None:
+            self.grads[part] += grad
+        else:
+            self.grads[part].index_add_(0, rows, grad)
 
     def sum(self) -> list[Tensor]:
         """Return the gradient of the own rows of every part."""
@@ -345,8 +369,6 @@ class PeerSink:
 
 class OneShot:
     """Fetches the rows of all peers at once: the own rows come first, then the others by owner (local-first)."""
-
-    order = (0,)
 
     def __init__(self, peers: Peers) -> None:
         self.peers, self.log, self.num_halo, self.alone = peers, peers.log, peers.num_halo, peers.alone
@@ -369,7 +391,11 @@ class OneShot:
         """Return the exchange of the rows that are used."""
         return OneShot(self.peers.restrict(used, served, number))
 
-    def pull(self, parts: Sequence[Tensor], meter: Meter) -> Iterator[tuple[int, Tensor]]:
+    def visits(self, count: int, backward: bool = False, pulls: bool = True) -> Visits:
+        """Return the single piece, for each part."""
+        return [(0,)] * count
+
+    def pull(self, parts: Sequence[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield the own rows and those of all peers as one piece."""
         for x in parts:
             yield 0, self._fetch(x, meter)
@@ -381,7 +407,7 @@ class OneShot:
         rows[:n] = x
         halo = rows[n:] if peers.travels_as(x.dtype) == x.dtype else peers.buffer(self.num_halo, x)
         transfers: list[Transfer] = []
-        for q in peers.order[1:]:
+        for q in peers.others:
             client = peers.client(q)
             transfers += peers.swap(x[peers.serve[client]], client, halo[self.spans[q]], q, "source rows", meter)
         for transfer in transfers:
@@ -409,7 +435,7 @@ class OneShotSink:
         own = grad[:n].clone()  # or the rows of others would live as long
         halo = grad[n:].contiguous()
         pending = []
-        for q in peers.order[1:]:
+        for q in peers.others:
             client = peers.client(q)
             into = peers.buffer(len(peers.serve[client]), own)
             out = halo[self.exchange.spans[q]]
