@@ -39,3 +39,11 @@ def test_scaling(tmp_path):
     table = (tmp_path / "scaling-metis.md").read_text()
     assert "| sage | 1 rematerialise | 2 |" in table and "| sage | 3 one shot | 2 |" in table
     assert (tmp_path / "scaling-metis.png").exists()
+
+
+@pytest.mark.slow
+def test_partition(tmp_path):
+    sizes = ["--nodes", 300, "--edges", 2000, "--parts", 2, "--graphs", "Community/300/2000", "--seeds", 1]
+    run("partition", *sizes, "--out", tmp_path)
+    table = (tmp_path / "partition.md").read_text()
+    assert "| fennel | id | directed | 2 |" in table and "| Community/300/2000 | 300 | 2,000 | 32 |" in table

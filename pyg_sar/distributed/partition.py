@@ -190,15 +190,15 @@ def _given(part: Tensor, num_nodes: int, num_parts: int) -> Tensor:
 def _balanced(data: Data, num_parts: int, method: str, seed: int) -> Tensor:
     if num_parts == 1 or data.num_nodes <= num_parts:
         return assign(data, num_parts, "contiguous")
-    weights = _weights(data)
+    weights = balanced_weights(data)
     if method == "fennel":
         return fennel(data.edge_index, weights, num_parts, seed)
     part = metis(data.edge_index, data.num_nodes, num_parts, seed, weights.numpy())
     return assign(data, num_parts, "random", seed) if part is None else part
 
 
-def _weights(data: Data) -> Tensor:
-    """Return what is balanced: each node's weighted shares of the nodes, in-edges and labels."""
+def balanced_weights(data: Data) -> Tensor:
+    """Return what METIS and FENNEL balance: each node's weighted shares of the nodes, in-edges and labels."""
     degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes)
     weight = torch.full((data.num_nodes,), 2.0, dtype=torch.double)
     for count, importance in ((degree, 2), (_labelled(data), 1)):
