@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> None:
         (kind,) = args.models
         model = GNN(pyg_sar.nn, kind, FEATURES, HIDDEN[kind], CLASSES, HEADS, dropout=0.0)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        seconds, losses, layers = [], [], []
+        seconds, losses = [], []
         for _ in range(args.epochs):
             start = time.perf_counter()
             with pyg_sar.record_traffic(data.edge_index) as layers:
@@ -103,7 +103,12 @@ def main(args: argparse.Namespace) -> None:
             losses = ", ".join(f"{loss:.3f}" for loss in ranks[0]["losses"])
             rows.append([f"train {model}", seconds, peaks, each(it["received"] for it in ranks), losses])
         bar.update()
-    lines = [heading(args, report), "", "| step | seconds | peak MiB | MiB received in an epoch | loss |", "|---" * 5 + "|"]
+    lines = [
+        heading(args, report),
+        "",
+        "| step | seconds | peak MiB | MiB received in an epoch | loss |",
+        "|---" * 5 + "|",
+    ]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -120,8 +125,8 @@ def heading(args: argparse.Namespace, report: dict) -> str:
     balance = ", ".join(f"{name} {value:.2f}" for name, value in report["balance"].items())
     return (
         f"A generated graph of {args.nodes:,} nodes and {args.edges:,} edges (`edge_index`: "
-        f"{args.edges * 16 / 2**20:,.0f} MiB, features: {args.nodes * FEATURES * 4 / 2**20:,.0f} MiB) from start to end, "
-        f"each step in fresh processes: {args.workers} parts by FENNEL, order `id`, "
+        f"{args.edges * 16 / 2**20:,.0f} MiB, features: {args.nodes * FEATURES * 4 / 2**20:,.0f} MiB) from start to "
+        f"end, each step in fresh processes: {args.workers} parts by FENNEL, order `id`, "
         f"{sum(report['bytes']) / 2**20:,.0f} MiB on disk; {report['cut_fraction']:.1%} of the edges cut, "
         f"{report['boundary_rows']:,} boundary rows, balance (largest over mean): {balance}. Then {args.epochs} epochs "
         f"of 3-layer models on {args.workers} workers of 1 thread, mode 1: GraphSAGE ({HIDDEN['sage']} hidden) and GAT "

@@ -47,3 +47,14 @@ def test_partition(tmp_path):
     run("partition", *sizes, "--out", tmp_path)
     table = (tmp_path / "partition.md").read_text()
     assert "| fennel | id | directed | 2 |" in table and "| Community/300/2000 | 300 | 2,000 | 32 |" in table
+
+
+@pytest.mark.slow
+def test_large(tmp_path):
+    run("large", "--nodes", 300, "--edges", 2000, "--epochs", 2, "--out", tmp_path)
+    table = (tmp_path / "large.md").read_text()
+    rows = ("| generate and save |", "| read, partition and write |", "| load |", "| train sage |", "| train gat |")
+    assert all(row in table for row in rows)
+    for line in table.splitlines()[-2:]:
+        first, last = map(float, line.split("|")[-2].split(","))
+        assert last < first, "the loss falls"

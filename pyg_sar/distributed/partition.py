@@ -63,7 +63,8 @@ def partition(
         num_parts (int): Number of parts; some stay empty if there are more than nodes.
         out (str): The folder to write. Nothing is left there if this function fails.
         method (str or torch.Tensor, optional): :obj:`"metis"`, :obj:`"fennel"` (little memory), :obj:`"random"`,
-            :obj:`"contiguous"` (equal ranges of nodes), or an integer tensor :obj:`[num_nodes]` with the part of each node. (default: :obj:`"metis"`)
+            :obj:`"contiguous"` (equal ranges of nodes), or an integer tensor :obj:`[num_nodes]` with the part of each
+            node. (default: :obj:`"metis"`)
         order (str, optional): Order of the rows of each part: :obj:`"locality"`, or :obj:`"id"` for that of the graph.
             (default: :obj:`"locality"`)
         seed (int, optional): Seed of METIS, FENNEL and the random assignment. (default: :obj:`0`)

@@ -58,7 +58,8 @@ def split(
     order = [_edge_order(edge_index, (owner == p).nonzero().view(-1), src_part, dst_row) for p in parts]
     del owner
     edges = [e.split(src_part[edge_index[0][e]].bincount(minlength=num_parts).tolist()) for e in order]
-    needs = [[src_row[edge_index[0][edges[p][q]]].unique() if p != q else None for q in parts] for p in parts]
+    none = src_row[:0]
+    needs = [[none if p == q else src_row[edge_index[0][edges[p][q]]].unique() for q in parts] for p in parts]
     for p in parts:
         num_dst = dst_ptr[p + 1] - dst_ptr[p]
         rowptr, col, num_src = [], [], []
@@ -66,11 +67,10 @@ def split(
             need = needs[p][q]
             sources = src_row[edge_index[0][edges[p][q]]]
             # Both are sorted and every source is needed, so a binary search numbers the sources.
-            col.append(sources if need is None else torch.searchsorted(need, sources, out_int32=True))
+            col.append(sources if p == q else torch.searchsorted(need, sources, out_int32=True))
             rowptr.append(compress(dst_row[edge_index[1][edges[p][q]]], num_dst))
-            num_src.append(src_ptr[q + 1] - src_ptr[q] if need is None else need.numel())
-        none = src_row.new_empty(0, dtype=torch.int32)
-        serve = [none if q == p else needs[q][p] for q in parts]  # type: ignore[union-attr]
+            num_src.append(src_ptr[q + 1] - src_ptr[q] if p == q else need.numel())
+        serve = [needs[q][p] for q in parts]
         src_id = src_nodes[src_ptr[p] : src_ptr[p + 1]]
         dst_id = src_id if same else dst_nodes[dst_ptr[p] : dst_ptr[p + 1]]
         yield Topology(src_id, dst_id, order[p], rowptr, col, serve, num_src)

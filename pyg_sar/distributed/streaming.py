@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# More passes or smaller batches hardly cut less on the graphs of docs/partition-cut.md.
+# More passes or smaller batches hardly cut less on the graphs of docs/partition.md.
 PASSES, BATCHES = 20, 100
 SETTLED = 1e-3  # share of the nodes that move in a pass, below which another one is not worth it
 SLACK = 1.03  # METIS's, too
 CHOICES = 3  # parts that a node asks for before it takes what has room
-CHUNK = 1 << 22  # edges or scores that are looked at together
+CHUNK = 1 << 20  # edges or scores that are looked at together
 
 
 def fennel(edge_index: Tensor, weights: Tensor, num_parts: int, seed: int = 0) -> Tensor:
@@ -45,7 +45,7 @@ def fennel(edge_index: Tensor, weights: Tensor, num_parts: int, seed: int = 0) -
     load = torch.zeros(num_parts + 1, dtype=torch.int64)
     load[num_parts] = total = int(weights.sum())
     limit = int(SLACK * total / num_parts) + 1
-    # The derivative of the paper's price a w^1.5 with a = m sqrt(k) / n^1.5, where weights w sum to the number of nodes.
+    # The derivative of the paper's price a w^1.5, a = m sqrt(k) / n^1.5, for weights w whose sum is n.
     price = 1.5 * edge_index.size(1) / max(num_nodes, 1) * (num_parts / max(total, 1)) ** 0.5
     for _ in range(PASSES):
         moved = 0
