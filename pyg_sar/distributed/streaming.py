@@ -24,7 +24,7 @@ def fennel(edge_index: Tensor, weights: Tensor, num_parts: int, seed: int = 0) -
     Partitioning" <https://doi.org/10.1145/2487575.2487696>`_). Nodes are placed in batches that know nothing of each
     other; the first pass starts with small ones. No part weighs more than 1.03 of the mean and its heaviest node.
 
-    Memory, above the inputs, is half the bytes of ``edge_index``, 50 bytes for each node, and that of a batch.
+    Memory, above the inputs, is half the bytes of ``edge_index``, some 60 bytes for each node, and that of a batch.
 
     Args:
         edge_index: Edges ``[2, num_edges]``.
