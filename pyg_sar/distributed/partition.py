@@ -56,8 +56,8 @@ def partition(
     Peak memory, above ``data`` itself and the attributes of one part, is 18 times the bytes of ``edge_index`` where
     METIS sees all edges (9 to 10 times if both directions of every edge are stored): to partition, or to order the rows
     of a single part. With other methods and :obj:`order="id"` it is 1.1 to 1.2 times, 2.6 times for a single part.
-    ``benchmarks/partition.py`` measures it
-    on random graphs, METIS's worst case, of 1M nodes and 10M edges, in 8 parts unless single.
+    ``benchmarks/partition.py`` measures it on random graphs, METIS's worst case, of 1M nodes and 10M edges, in 8 parts
+    unless single.
 
     Args:
         data (torch_geometric.data.Data): The graph; it is not modified.
