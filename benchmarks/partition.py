@@ -1,16 +1,18 @@
-"""Peak memory of partitioning, in multiples of the bytes of ``edge_index``.
+"""Peak memory of partitioning, in multiples of the bytes of ``edge_index``, and the share of edges that are cut.
 
     python benchmarks/partition.py --out docs
-    python benchmarks/partition.py --out /tmp --nodes 10000 --edges 100000 --parts 2
+    python benchmarks/partition.py --out /tmp --nodes 10000 --edges 100000 --parts 2 --graphs Community/1000/9000
 
 Partitions random graphs without features, which are METIS's worst case, each in a fresh process that gives freed
-tensors back to the system. A graph is directed (random pairs), or stores both directions of every edge. Writes
-``partition.md``.
+tensors back to the system. A graph is directed (random pairs), or stores both directions of every edge. The cut is that
+of other graphs, over a few seeds. Writes ``partition.md``.
 """
 
 import argparse
 import os
+import statistics
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.distributed.datasets import dataset
+from pyg_sar.distributed.partition import assign, balanced_weights
 
 # Method, order of rows, whether edges are stored in both directions, and whether there is a single part.
 CASES = [
@@ -28,6 +32,9 @@ CASES = [
     ("metis", "locality", True, False),
     ("metis", "locality", False, True),
     ("metis", "locality", True, True),
+    ("fennel", "id", False, False),
+    ("fennel", "id", True, False),
+    ("fennel", "id", True, True),
     ("random", "locality", False, False),
     ("random", "id", False, False),
     ("contiguous", "locality", False, False),
@@ -64,10 +71,32 @@ def main(args: argparse.Namespace) -> None:
         (peak,) = launch(__file__, 0, options, threads=args.threads, **RETURN_FREED_MEMORY)
         edges, parts = "both directions" if both else "directed", 1 if single else args.parts
         lines.append(f"| {method} | {order} | {edges} | {parts} | {peak:.1f} |")
+    lines += ["", *cuts(args)]
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "partition.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
+
+
+def cuts(args: argparse.Namespace) -> list[str]:
+    lines = [
+        f"Edges cut, in percent, by parts of equal weight (see `pyg_sar.partition`): the median and range over "
+        f"{args.seeds} seeds. *Weight*: largest part over mean, at worst.",
+        "",
+        "| graph | nodes | edges | parts | random | fennel | metis | weight, fennel | weight, metis |",
+        "|---" * 9 + "|",
+    ]
+    for name, parts in tqdm(list(product(args.graphs, (2, 8, 32)))):
+        data = dataset(name, args.root)
+        cells, heaviest = [name, f"{data.num_nodes:,}", f"{data.num_edges:,}", str(parts)], []
+        for method in ("random", "fennel", "metis"):
+            found = [assign(data, parts, method, seed) for seed in range(args.seeds)]
+            cut = [100 * (part[data.edge_index[0]] != part[data.edge_index[1]]).double().mean() for part in found]
+            cells.append(f"{statistics.median(cut):.1f} ({min(cut):.1f} to {max(cut):.1f})")
+            loads = torch.stack([torch.bincount(part, balanced_weights(data), parts) for part in found])
+            heaviest.append(f"{(loads.amax(1) / loads.mean(1)).max():.2f}")
+        lines.append(f"| {' | '.join(cells + heaviest[1:])} |")
+    return lines
 
 
 if __name__ == "__main__":
@@ -76,6 +105,9 @@ if __name__ == "__main__":
     parser.add_argument("--edges", type=int, default=10_000_000)
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--graphs", nargs="+", default=["Community", "Coauthor/Physics", "Amazon/Computers"])
+    parser.add_argument("--root", default="data", help="where data sets are kept")
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", default="docs")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--case", type=int, default=0, help=argparse.SUPPRESS)

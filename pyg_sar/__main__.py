@@ -29,12 +29,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--root", default="data", help="where data sets are kept (default: data)")
     add("--num-parts", type=int, required=True, help="number of parts")
     add("--out", required=True, help="folder to write")
-    add("--method", default="metis", help="metis (default), random or contiguous")
+    add("--method", default="metis", help="metis (default), fennel, random or contiguous")
     add("--assignment", help="file .npy with the part of each node, instead of a method")
     add("--order", default="locality", help="order of the rows of a part: locality (default), or id")
     add("--to-undirected", action="store_true", help="add reverse edges, merge duplicates")
     add("--self-loops", action="store_true", help="add a self-loop where there is none")
     add("--gcn-norm", action="store_true", help="add self-loops and store GCN's edge_weight")
+    add("--features", choices=["bfloat16", "float16", "float32"], help="type to store the node features x in")
     add("--seed", type=int, default=0, help="seed of the method (default: 0)")
     add("--overwrite", action="store_true", help="replace the partition that OUT holds")
     show = commands.add_parser("info", help="describe a partition folder")
@@ -58,6 +59,7 @@ def _partition(args: argparse.Namespace) -> None:
         to_undirected=args.to_undirected,
         self_loops=args.self_loops,
         gcn_norm=args.gcn_norm,
+        features=getattr(torch, args.features) if args.features else None,
     )
     report = partition(
         data,

@@ -68,3 +68,22 @@ def test_flow(tmp_path):
     sizes = ["--nodes", 2000, "--degrees", 5, "--layers", 2, "--rounds", 1, "--epochs", 2]
     run("flow", *sizes, "--models", "gat", "--out", tmp_path)
     assert "| gat | 2 | 5 |" in (tmp_path / "flow.md").read_text()
+
+
+@pytest.mark.slow
+def test_partition(tmp_path):
+    sizes = ["--nodes", 300, "--edges", 2000, "--parts", 2, "--graphs", "Community/300/2000", "--seeds", 1]
+    run("partition", *sizes, "--out", tmp_path)
+    table = (tmp_path / "partition.md").read_text()
+    assert "| fennel | id | directed | 2 |" in table and "| Community/300/2000 | 300 | 2,000 | 32 |" in table
+
+
+@pytest.mark.slow
+def test_large(tmp_path):
+    run("large", "--nodes", 300, "--edges", 2000, "--epochs", 2, "--out", tmp_path)
+    table = (tmp_path / "large.md").read_text()
+    rows = ("| generate and save |", "| read, partition and write |", "| load |", "| train sage |", "| train gat |")
+    assert all(row in table for row in rows)
+    for line in table.splitlines()[-2:]:
+        first, last = map(float, line.split("|")[-2].split(","))
+        assert last < first, "the loss falls"

@@ -83,6 +83,12 @@ def test_options_that_change_edges(tmp_path):
         assert ("edge_weight" in shards[0].edge_attrs) == ("--gcn-norm" in options)
 
 
+def test_features(tmp_path):
+    assert make(tmp_path / "graph", "--features", "bfloat16", "--method", "fennel") == 0
+    shard = store.read_part(tmp_path / "graph", 1)
+    assert shard.node_attrs["x"].equal(community_graph(200, 2000).x.bfloat16()[shard.topology.src_id])
+
+
 def test_existing_folder(tmp_path, capsys):
     assert make(tmp_path / "graph") == 0
     assert make(tmp_path / "graph", parts=2) == 2

@@ -26,6 +26,9 @@ KINDS = (
 )
 
 
+CHUNK = 1 << 22  # edges or nodes that are generated together, so that steps in between take little memory
+
+
 def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
     r"""Load a graph by name.
 
@@ -99,12 +102,16 @@ def community_graph(
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(num_classes, (num_nodes,), generator=generator).sort().values
     pair = _pairs(y, num_edges // 2, generator)
-    name = torch.randperm(num_nodes, generator=generator)
-    edge_index = torch.stack([name[pair // num_nodes], name[pair % num_nodes]])
-    edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+    name, half = torch.randperm(num_nodes, generator=generator), pair.numel()
+    edge_index = torch.empty(2, 2 * half, dtype=torch.int64)
+    for row, node in (0, pair // num_nodes), (1, pair % num_nodes):
+        edge_index[row, :half] = edge_index[1 - row, half:] = name[node]
+    del pair, node
     y = torch.empty_like(y).scatter_(0, name, y)
     center = 2 * torch.randn(num_classes, num_features, generator=generator) / num_features**0.5
-    x = center[y] + torch.randn(num_nodes, num_features, generator=generator)
+    x = torch.randn(num_nodes, num_features, generator=generator)
+    for rows, classes in zip(x.split(CHUNK), y.split(CHUNK), strict=True):
+        rows += center[classes]
     return _split(Data(x=x, edge_index=edge_index, y=y, num_classes=num_classes), seed)
 
 
@@ -130,13 +137,22 @@ def _pairs(y: Tensor, count: int, generator: torch.Generator) -> Tensor:
         size = 100 + count - found.numel() + count // 5
         point = torch.rand(2, size, generator=generator, dtype=torch.double)
         same = torch.rand(size, generator=generator) < 0.4
-        src = torch.searchsorted(total[1:], point[0] * total[-1]).clamp_(max=num_nodes - 1)
-        low = torch.where(same, total[bounds[y[src]]], 0.0)
-        high = torch.where(same, total[bounds[y[src] + 1]], total[-1])
-        dst = torch.searchsorted(total[1:], low + point[1] * (high - low)).clamp_(max=num_nodes - 1)
-        pair = torch.minimum(src, dst) * num_nodes + torch.maximum(src, dst)
-        found = torch.cat([found, pair[src != dst]]).unique()
+        chunks = zip(point.split(CHUNK, 1), same.split(CHUNK), strict=True)
+        pairs = [_joined(y, bounds, total, *chunk) for chunk in chunks]
+        del point, same, chunks
+        found = torch.cat([found, *pairs]).unique()
+        del pairs
     return found[torch.randperm(found.numel(), generator=generator)[:count]]
+
+
+def _joined(y: Tensor, bounds: Tensor, total: Tensor, point: Tensor, same: Tensor) -> Tensor:
+    """Return the pairs of different nodes that two rows of numbers from 0 to 1 point at, see :func:`_pairs`."""
+    last = y.numel() - 1
+    src = torch.searchsorted(total[1:], point[0] * total[-1]).clamp_(max=last)
+    low = torch.where(same, total[bounds[y[src]]], 0.0)
+    high = torch.where(same, total[bounds[y[src] + 1]], total[-1])
+    dst = torch.searchsorted(total[1:], low + point[1] * (high - low)).clamp_(max=last)
+    return (torch.minimum(src, dst) * y.numel() + torch.maximum(src, dst))[src != dst]
 
 
 def _pyg(name: str, root: str | os.PathLike[str]) -> Any:

@@ -27,6 +27,9 @@ def load(
     All workers of ``group`` call it together. Seed them alike before (:func:`torch.manual_seed`): rank 0's seed is that
     of attention dropout.
 
+    Tensors on the CPU are mapped from their files: what is not used takes no memory, the system can take back what is
+    not changed, and changes are private to the process.
+
     Args:
         path (str): The folder written by :func:`pyg_sar.partition`.
         device (torch.device, optional): Where tensors are put. (default: :obj:`"cpu"`)

@@ -32,7 +32,7 @@ def metis(
         import pymetis
     except ImportError as error:
         raise ImportError(
-            "METIS needs 'pip install pymetis'; method 'random' or 'contiguous' and order 'id' do without."
+            "METIS needs 'pip install pymetis'; method 'fennel', 'random' or 'contiguous' and order 'id' do without."
         ) from error
     ptr, neighbor = _neighbors(edge_index, num_nodes)
     if neighbor.size == 0:

@@ -20,6 +20,7 @@ from pyg_sar.distributed import store
 from pyg_sar.distributed.metis import metis
 from pyg_sar.distributed.order import order_within
 from pyg_sar.distributed.split import split
+from pyg_sar.distributed.streaming import fennel
 
 RESERVED = ("n_id", "e_id", "total_nodes")
 
@@ -42,26 +43,32 @@ def partition(
     into every part. Whatever else there is, is left out with a warning.
 
     METIS can balance one weight per node here (``pymetis`` has no multi-constraint partitioning), so it gets a sum:
-    two fifths nodes, two fifths in-edges, one fifth labelled nodes (``train_mask``). The report says how well each came
-    out.
+    two fifths nodes, two fifths in-edges, one fifth labelled nodes (``train_mask``). FENNEL balances the same. The
+    report says how well each came out.
+
+    FENNEL, a streaming partitioner, is for graphs that METIS has no room for. It cuts more edges than METIS, but far
+    fewer than a random assignment (``docs/partition.md``). Use it with :obj:`order="id"`: the other order runs METIS on
+    the edges within each part.
 
     The rows of a part are in the order of :func:`pyg_sar.locality_order`, so that layers find most of the rows they
     gather in a cache. ``n_id`` of the loaded data tells which node each row is.
 
     Peak memory, above ``data`` itself and the attributes of one part, is 18 times the bytes of ``edge_index`` where
     METIS sees all edges (9 to 10 times if both directions of every edge are stored): to partition, or to order the rows
-    of a single part. With other methods it is 3.2 to 3.4 times. ``benchmarks/partition.py`` measured it on random
-    graphs, METIS's worst case, of 1M nodes and 10M edges, in 8 parts unless single.
+    of a single part. With other methods and :obj:`order="id"` it is 1.1 to 1.2 times, 2.6 times for a single part.
+    ``benchmarks/partition.py`` measures it on random graphs, METIS's worst case, of 1M nodes and 10M edges, in 8 parts
+    unless single.
 
     Args:
         data (torch_geometric.data.Data): The graph; it is not modified.
         num_parts (int): Number of parts; some stay empty if there are more than nodes.
         out (str): The folder to write. Nothing is left there if this function fails.
-        method (str or torch.Tensor, optional): :obj:`"metis"`, :obj:`"random"`, :obj:`"contiguous"` (equal ranges of
-            nodes), or an integer tensor :obj:`[num_nodes]` with the part of each node. (default: :obj:`"metis"`)
+        method (str or torch.Tensor, optional): :obj:`"metis"`, :obj:`"fennel"` (little memory), :obj:`"random"`,
+            :obj:`"contiguous"` (equal ranges of nodes), or an integer tensor :obj:`[num_nodes]` with the part of each
+            node. (default: :obj:`"metis"`)
         order (str, optional): Order of the rows of each part: :obj:`"locality"`, or :obj:`"id"` for that of the graph.
             (default: :obj:`"locality"`)
-        seed (int, optional): Seed of METIS and of the random assignment. (default: :obj:`0`)
+        seed (int, optional): Seed of METIS, FENNEL and the random assignment. (default: :obj:`0`)
         overwrite (bool, optional): Whether to replace a partition that :obj:`out` holds. (default: :obj:`False`)
         progress (bool, optional): Whether to show a progress bar. (default: :obj:`False`)
 
@@ -108,8 +115,15 @@ def partition(
     return report
 
 
-def prepare(data: Data, *, to_undirected: bool = False, self_loops: bool = False, gcn_norm: bool = False) -> Data:
-    """Apply PyG's transforms that change edges, in the order of the arguments.
+def prepare(
+    data: Data,
+    *,
+    to_undirected: bool = False,
+    self_loops: bool = False,
+    gcn_norm: bool = False,
+    features: torch.dtype | None = None,
+) -> Data:
+    """Apply PyG's transforms that change edges, and choose the type of features, in the order of the arguments.
 
     Args:
         data (torch_geometric.data.Data): The graph; it is not modified.
@@ -120,6 +134,9 @@ def prepare(data: Data, *, to_undirected: bool = False, self_loops: bool = False
         gcn_norm (bool, optional): Whether to add self-loops and store the normalised :obj:`edge_weight`
             (:class:`~torch_geometric.transforms.GCNNorm`), for layers with :obj:`normalize=False`.
             (default: :obj:`False`)
+        features (torch.dtype, optional): The floating-point type to store the node features :obj:`x` in;
+            :obj:`torch.bfloat16` halves their memory and bytes. Train on them in a model of that type or under
+            :class:`torch.autocast`. (default: :obj:`None`, the type that they have)
     """
     if to_undirected:
         data = transforms.ToUndirected()(copy.copy(data))
@@ -134,6 +151,12 @@ def prepare(data: Data, *, to_undirected: bool = False, self_loops: bool = False
             f"The added self-loops have no {', '.join(lost)}, which every edge must have. Remove it from the graph, or "
             "add loops yourself with PyG's 'AddSelfLoops(attr=...)'."
         )
+    if features is not None:
+        x = _plain(data.x)
+        if not isinstance(x, Tensor) or not features.is_floating_point:
+            raise ValueError(f"Node features 'x' (got {type(x).__name__}) cannot be stored as {features}.")
+        data = copy.copy(data)
+        data.x = x.to(features)
     return data
 
 
@@ -142,13 +165,13 @@ def assign(data: Data, num_parts: int, method: str | Tensor = "metis", seed: int
     num_nodes = data.num_nodes
     if isinstance(method, Tensor):
         return _given(method, num_nodes, num_parts)
-    if method == "metis":
-        return _metis(data, num_parts, seed)
+    if method in ("metis", "fennel"):
+        return _balanced(data, num_parts, method, seed)
     if method == "random":
         return (torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed)) % num_parts).int()
     if method == "contiguous":
         return (torch.arange(num_nodes) * num_parts // max(num_nodes, 1)).int()
-    raise ValueError(f"Unknown method {method!r}, expected metis, random, contiguous, or a tensor [num_nodes].")
+    raise ValueError(f"Unknown method {method!r}, expected metis, fennel, random, contiguous, or a tensor [num_nodes].")
 
 
 def _given(part: Tensor, num_nodes: int, num_parts: int) -> Tensor:
@@ -166,20 +189,23 @@ def _given(part: Tensor, num_nodes: int, num_parts: int) -> Tensor:
     return part.cpu().int()
 
 
-def _metis(data: Data, num_parts: int, seed: int) -> Tensor:
+def _balanced(data: Data, num_parts: int, method: str, seed: int) -> Tensor:
     if num_parts == 1 or data.num_nodes <= num_parts:
         return assign(data, num_parts, "contiguous")
-    part = metis(data.edge_index, data.num_nodes, num_parts, seed, _weights(data))
+    weights = balanced_weights(data)
+    if method == "fennel":
+        return fennel(data.edge_index, weights, num_parts, seed)
+    part = metis(data.edge_index, data.num_nodes, num_parts, seed, weights.numpy())
     return assign(data, num_parts, "random", seed) if part is None else part
 
 
-def _weights(data: Data) -> np.ndarray:
-    """Return what METIS balances: each node's weighted shares of the nodes, in-edges and labels."""
+def balanced_weights(data: Data) -> Tensor:
+    """Return what METIS and FENNEL balance: each node's weighted shares of the nodes, in-edges and labels."""
     degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes)
     weight = torch.full((data.num_nodes,), 2.0, dtype=torch.double)
     for count, importance in ((degree, 2), (_labelled(data), 1)):
         weight += importance * count / count.double().mean().clamp(min=1e-9)
-    return (100 * weight).round().long().numpy()
+    return (100 * weight).round().long()
 
 
 def _labelled(data: Data) -> Tensor:

@@ -40,8 +40,8 @@ def split(
 ) -> Iterator[Topology]:
     """Yield every worker's :class:`Topology`, one at a time.
 
-    Peak memory is about four times that of ``edge_index`` above the inputs: the sorted order of the edges, and what
-    the largest worker holds.
+    Peak memory above the inputs is that of the sorted order of the edges, half the bytes of ``edge_index``, and what it
+    takes to sort those of the largest worker.
 
     Args:
         edge_index: Edges ``[2, num_edges]``; an edge belongs to the worker that owns its destination.
@@ -54,30 +54,26 @@ def split(
     src_row, src_ptr, src_nodes = _number(src_part, num_parts, nodes)
     same = dst_part is src_part
     dst_row, dst_ptr, dst_nodes = (src_row, src_ptr, src_nodes) if same else _number(dst_part, num_parts)
-    order = _edge_order(edge_index, src_part, dst_part, dst_row, num_parts)
-    pair = dst_part[edge_index[1]].long() * num_parts + src_part[edge_index[0]]
-    ptr = compress(pair[order], num_parts**2).tolist()
-    del pair
-    parts = range(num_parts)
-    edges = [[order[ptr[p * num_parts + q] : ptr[p * num_parts + q + 1]] for q in parts] for p in parts]
-    needs = [[src_row[edge_index[0][edges[p][q]]].unique() if p != q else None for q in parts] for p in parts]
+    parts, owner = range(num_parts), dst_part[edge_index[1]]
+    order = [_edge_order(edge_index, (owner == p).nonzero().view(-1), src_part, dst_row) for p in parts]
+    del owner
+    edges = [e.split(src_part[edge_index[0][e]].bincount(minlength=num_parts).tolist()) for e in order]
+    none = src_row[:0]
+    needs = [[none if p == q else src_row[edge_index[0][edges[p][q]]].unique() for q in parts] for p in parts]
     for p in parts:
         num_dst = dst_ptr[p + 1] - dst_ptr[p]
         rowptr, col, num_src = [], [], []
         for q in parts:
-            src, dst = edge_index[:, edges[p][q]]
             need = needs[p][q]
-            sources = src_row[src]
+            sources = src_row[edge_index[0][edges[p][q]]]
             # Both are sorted and every source is needed, so a binary search numbers the sources.
-            col.append((sources if need is None else torch.searchsorted(need, sources)).int())
-            rowptr.append(compress(dst_row[dst], num_dst))
-            num_src.append(src_ptr[q + 1] - src_ptr[q] if need is None else need.numel())
-        none = src_row.new_empty(0, dtype=torch.int32)
-        serve = [none if q == p else needs[q][p].int() for q in parts]  # type: ignore[union-attr]
+            col.append(sources if p == q else torch.searchsorted(need, sources, out_int32=True))
+            rowptr.append(compress(dst_row[edge_index[1][edges[p][q]]], num_dst))
+            num_src.append(src_ptr[q + 1] - src_ptr[q] if p == q else need.numel())
+        serve = [needs[q][p] for q in parts]
         src_id = src_nodes[src_ptr[p] : src_ptr[p + 1]]
         dst_id = src_id if same else dst_nodes[dst_ptr[p] : dst_ptr[p + 1]]
-        e_id = torch.cat(edges[p]) if edges[p] else order[:0]
-        yield Topology(src_id, dst_id, e_id, rowptr, col, serve, num_src)
+        yield Topology(src_id, dst_id, order[p], rowptr, col, serve, num_src)
 
 
 def _number(part: Tensor, num_parts: int, nodes: Tensor | None = None) -> tuple[Tensor, list[int], Tensor]:
@@ -88,11 +84,10 @@ def _number(part: Tensor, num_parts: int, nodes: Tensor | None = None) -> tuple[
     row = torch.empty_like(nodes)
     row[nodes] = torch.arange(nodes.numel())
     row -= torch.tensor(ptr)[part.long()]
-    return row, ptr, nodes
+    return row.int(), ptr, nodes
 
 
-def _edge_order(edge_index: Tensor, src_part: Tensor, dst_part: Tensor, dst_row: Tensor, num_parts: int) -> Tensor:
-    """Order edges by owner of the destination, owner of the source, row of the destination; ties keep their order."""
-    order = torch.argsort(dst_row[edge_index[1]], stable=True)
-    key = dst_part[edge_index[1][order]].long() * num_parts + src_part[edge_index[0][order]]
-    return order[torch.argsort(key, stable=True)]
+def _edge_order(edge_index: Tensor, edges: Tensor, src_part: Tensor, dst_row: Tensor) -> Tensor:
+    """Order some edges by owner of the source, row of the destination; ties keep their order."""
+    edges = edges[torch.argsort(dst_row[edge_index[1][edges]], stable=True)]
+    return edges[torch.argsort(src_part[edge_index[0][edges]], stable=True)]

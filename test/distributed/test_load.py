@@ -2,14 +2,18 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch_geometric.nn
 from problem import NUM_NODES, edges
 from torch_geometric.data import Data
 
+import pyg_sar
 from pyg_sar import load, partition
+from pyg_sar.distributed.partition import prepare
 
 
 def data():
@@ -59,6 +63,49 @@ def test_every_worker_gets_its_rows(pool, folders):
         assert (seed, remat) == (0, True)
     for k, count in ((0, NUM_NODES), (3, whole.num_edges)):
         assert torch.equal(torch.cat([p[k] for p in parts]).sort().values, torch.arange(count))
+
+
+def train_in_bfloat16(group, folder, kind, autocast):
+    """Return the rows of a layer on features in bfloat16, and the gradient of its weights."""
+    it = load(folder, group=group)
+    assert it.x.dtype == torch.bfloat16
+    torch.manual_seed(0)
+    conv = getattr(pyg_sar.nn, kind)(2, 3)
+    if autocast:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = conv(it.x, it.edge_index)
+    else:
+        out = conv.bfloat16()(it.x, it.edge_index)
+    out.float().square().mean().backward()
+    pyg_sar.sum_gradients(conv, group)
+    return it.n_id, out.detach().float(), next(conv.parameters()).grad.float()
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("kind", ["SAGEConv", "GATConv", "GCNConv"])
+def test_layers_work_on_features_in_bfloat16(pool, tmp_path, kind, autocast):
+    whole = data()
+    whole.x = torch.randn(NUM_NODES, 2, generator=torch.Generator().manual_seed(0))
+    partition(prepare(whole, features=torch.bfloat16), 2, tmp_path / "graph", method="fennel")
+    torch.manual_seed(0)
+    expected = getattr(torch_geometric.nn, kind)(2, 3)(whole.x.bfloat16().float(), whole.edge_index)
+    for n_id, out, grad in pool.run(2, train_in_bfloat16, tmp_path / "graph", kind, autocast):
+        torch.testing.assert_close(out, expected[n_id].detach(), rtol=0.05, atol=0.05)
+        assert grad.isfinite().all() and grad.any()
+
+
+def test_tensors_are_mapped_from_their_files(tmp_path):
+    """They take no memory of their own until they are written to, and writing does not change the file."""
+    partition(data(), 1, tmp_path / "graph")
+    it, address = load(tmp_path / "graph"), None
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if start <= it.x.data_ptr() < end:
+            address = line.split()
+    assert address is not None and address[-1] == str(tmp_path / "graph" / "part_0" / "nodes.safetensors")
+    before = it.x.clone()
+    it.x += 1
+    assert load(tmp_path / "graph").x.equal(before)
 
 
 ERRORS = {

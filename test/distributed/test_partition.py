@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_sar.distributed import store
 from pyg_sar.distributed.partition import assign, partition, prepare
 
-METHODS = ["metis", "random", "contiguous"]
+METHODS = ["metis", "fennel", "random", "contiguous"]
 
 
 def read(folder, num_parts):
@@ -319,7 +319,7 @@ def test_bad_edge_index(tmp_path, edge_index, message):
 @pytest.mark.parametrize(
     "method, message",
     [
-        ("best", "Unknown method 'best', expected metis, random, contiguous, or a tensor"),
+        ("best", "Unknown method 'best', expected metis, fennel, random, contiguous, or a tensor"),
         (torch.zeros(59, dtype=torch.long), r"shape \[60\], got torch\.int64 of shape \[59\]"),
         (torch.zeros(60, 1, dtype=torch.long), r"shape \[60\], got torch\.int64 of shape \[60, 1\]"),
         (torch.zeros(60), r"one integer for each node, .*got torch\.float32"),
@@ -361,7 +361,7 @@ def test_without_pymetis(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pymetis", None)
     with pytest.raises(ImportError, match="pip install pymetis"):
         partition(random_data(), 2, tmp_path / "graph", order="id")
-    with pytest.raises(ImportError, match="method 'random' or 'contiguous' and order 'id' do without"):
+    with pytest.raises(ImportError, match="method 'fennel', 'random' or 'contiguous' and order 'id' do without"):
         partition(random_data(), 1, tmp_path / "graph", method="random")
     partition(random_data(), 1, tmp_path / "graph", method="random", order="id")
 
@@ -395,6 +395,23 @@ def test_prepare_refuses_to_lose_edge_attributes(option):
     data = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2, edge_type=torch.tensor([0]))
     with pytest.raises(ValueError, match=r"The added self-loops have no edge_type.*AddSelfLoops"):
         prepare(data, **{option: True})
+
+
+def test_prepare_features(tmp_path):
+    data = random_data()
+    data.x = torch.randn(60, 3)
+    narrow = prepare(data, features=torch.bfloat16)
+    assert narrow.x.equal(data.x.bfloat16()) and data.x.dtype == torch.float32
+    partition(narrow, 2, tmp_path / "graph")
+    assert gathered(read(tmp_path / "graph", 2), "x").equal(data.x.bfloat16())
+
+
+@pytest.mark.parametrize("x, features", [(None, torch.bfloat16), (torch.randn(60, 3), torch.int8)])
+def test_prepare_refuses_features(x, features):
+    data = random_data()
+    data.x = x
+    with pytest.raises(ValueError, match=r"Node features 'x' \(got .*\) cannot be stored as torch"):
+        prepare(data, features=features)
 
 
 def test_node_ids_that_stay_global_are_named(tmp_path):
