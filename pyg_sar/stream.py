@@ -162,7 +162,9 @@ class _Aggregate(torch.autograd.Function):
                        for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
         each = (len(saved) - reduce.saves_output) // len(parts)  # the output comes last
         for k, (part, visit) in enumerate(zip(parts, visits, strict=True)):
-            out, grad_part = saved[-1] if reduce.saves_output else grad_out, grad_out[..., part.out].contiguous()
+            out, grad_part = saved[-1] if reduce.saves_output else grad_out, _columns(grad_out, part.out)
+            if reduce.needs_source:  # read for every block, where rows far apart take many pages of memory
+                grad_part = grad_part.contiguous()
             prepared = part.reduce.prepare(saved[k * each : (k + 1) * each], out[..., part.out], grad_part)
             mine, into = part.narrow(rows), part.narrow(total)
             for q, x_q in islice(source, len(visit)):

@@ -47,7 +47,8 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
             )
         if self.training and self.track_running_stats:
             self.track(count, mean, m2)
-        return Normalize.apply(x, self.weight, self.bias, mean, (m2 / count + self.eps).rsqrt(), count, self.group)
+        mean, rstd = mean.to(wide(x)), (m2 / count + self.eps).rsqrt().to(wide(x))
+        return Normalize.apply(x, self.weight, self.bias, mean, rstd, count, self.group)
 
     @torch.no_grad()
     def track(self, count: int, mean: Tensor, m2: Tensor) -> None:
@@ -98,30 +99,43 @@ def rows_of_all(x: Tensor, group: Any) -> int:
 
 
 def moments(x: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return count, mean and sum of squared deviations of the own rows, in single precision at least."""
-    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    if x.size(0) == 0:
-        return 0, x.new_zeros(x.size(1)), x.new_zeros(x.size(1))
-    var, mean = torch.var_mean(x, 0, correction=0)
-    return x.size(0), mean, var * x.size(0)
+    """Return count, mean and sum of squared deviations of the own rows, in double precision."""
+    n, guess = x.size(0), x.detach().sum(0, dtype=wide(x)) / max(x.size(0), 1)
+    total, squares = torch.zeros(2, *guess.shape, dtype=torch.float64, device=x.device)
+    for rows in pieces(x.detach()):
+        deviation = rows - guess
+        total += deviation.sum(0)
+        squares += deviation.square_().sum(0)
+    shift = total / max(n, 1)  # what the guess lacks
+    return n, guess + shift, squares - shift * total
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Return a type of single precision at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """Return rows in pieces that stay in a cache while several operations pass over them."""
+    return x.split(max(2**17 // max(x.size(1), 1), 1))
 
 
 def merge(group: Any, count: int, mean: Tensor, m2: Tensor) -> tuple[int, Tensor, Tensor]:
     """Merge the moments of all workers, in the same order everywhere (Chan, Golub & LeVeque 1979)."""
     # Double precision holds counts beyond 2^24 exactly.
-    parts = all_gather(torch.cat([mean.new_tensor([count], dtype=torch.float64), mean.double(), m2.double()]), group)
+    parts = all_gather(torch.cat([mean.new_tensor([count]), mean, m2]), group)
     counts, (means, m2s) = parts[:, 0], parts[:, 1:].chunk(2, 1)
     total = counts.sum()
     weight = (counts / total.clamp(min=1)).unsqueeze(1)
     center = (weight * means).sum(0)
     spread = m2s.sum(0) + (counts.unsqueeze(1) * (means - center).square()).sum(0)
-    return int(total), center.to(mean.dtype), spread.to(mean.dtype)
+    return int(total), center, spread
 
 
 class Normalize(torch.autograd.Function):
     """Normalise by given statistics, whose gradient needs two sums over all workers' rows.
 
-    Forward makes its output and nothing else as long as the rows, backward one tensor besides the gradient.
+    Both passes make one tensor as long as the rows, and nothing else.
     """
 
     @staticmethod
@@ -132,27 +146,32 @@ class Normalize(torch.autograd.Function):
         """Normalise."""
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.count, ctx.group = count, group
-        out = (x - mean).mul_(rstd)
-        if weight is not None:
-            out.mul_(weight.to(out.dtype))
-        if bias is not None:
-            out.add_(bias.to(out.dtype))
-        return out.to(x.dtype)
+        scale = rstd if weight is None else rstd * weight.to(mean.dtype)
+        shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+        out = torch.empty_like(x)
+        for rows, into in zip(pieces(x), pieces(out), strict=True):
+            torch.addcmul(shift, rows - mean, scale, out=into)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Parameters get this worker's share, rows the exact gradient."""
         once_differentiable()
         x, weight, mean, rstd = ctx.saved_tensors
-        grad = grad.to(mean.dtype)
-        normal = (x - mean).mul_(rstd)
-        product = grad * normal
-        d_bias, d_weight = grad.sum(0), product.sum(0)
+        d_bias, d_weight = torch.zeros(2, *mean.shape, dtype=torch.float64, device=mean.device)
+        for rows, g in zip(pieces(x), pieces(grad), strict=True):
+            d_bias += g.sum(0, dtype=mean.dtype)
+            d_weight += (g * (rows - mean)).sum(0)
+        d_weight *= rstd
         d_x = None
         if ctx.needs_input_grad[0]:
-            sums = (all_reduce(torch.stack([d_bias, d_weight]).double(), ctx.group) / ctx.count).to(grad.dtype)
-            d_x = torch.sub(grad, sums[0], out=product).sub_(normal.mul_(sums[1])).mul_(rstd)
-            d_x = (d_x if weight is None else d_x.mul_(weight.to(d_x.dtype))).to(x.dtype)
+            # (g - mean of g - normalised row * mean of their product) * scale
+            inner, product = all_reduce(torch.stack([d_bias, d_weight]), ctx.group) / ctx.count
+            scale = (rstd if weight is None else rstd * weight).to(mean.dtype)
+            inner, product = inner.to(mean.dtype), (product * rstd).to(mean.dtype)
+            d_x = torch.empty_like(x)
+            for rows, g, into in zip(pieces(x), pieces(grad), pieces(d_x), strict=True):
+                torch.mul((g - inner).sub_((rows - mean).mul_(product)), scale, out=into)
         if weight is not None:
             d_weight, d_bias = d_weight.to(weight.dtype), d_bias.to(weight.dtype)
         wants = ctx.needs_input_grad

@@ -193,8 +193,8 @@ def test_low_precision(pool, weights, dtype):
 
 def counts(group, numbers):
     """Merge moments of batches that nobody could hold."""
-    mean = torch.tensor([float(dist.get_rank(group))])
-    return batch_norm.merge(group, numbers[dist.get_rank(group)], mean, torch.tensor([2.0]))
+    mean, m2 = torch.tensor([[float(dist.get_rank(group))], [2.0]], dtype=torch.float64)
+    return batch_norm.merge(group, numbers[dist.get_rank(group)], mean, m2)
 
 
 @pytest.mark.parametrize("numbers", [[2**24 + 1, 2**24 + 1], [2**31 + 5, 1], [2**24 + 1, 0], [2**40 + 1, 2**24 - 1]])
@@ -203,16 +203,15 @@ def test_counts_are_exact_beyond_single_precision(pool, numbers):
     for count, mean, m2 in pool.run(2, counts, numbers):
         assert isinstance(count, int)
         assert count == a + b
-        assert mean.dtype == m2.dtype == torch.float32
-        close(mean.double(), torch.tensor([b / (a + b)]).double(), "mean", 1e-6)
-        close(m2.double(), torch.tensor([4 + a * b / (a + b)]).double(), "squared deviations", 1e-6)
+        close(mean, torch.tensor([b / (a + b)], dtype=torch.float64), "mean")
+        close(m2, torch.tensor([4 + a * b / (a + b)], dtype=torch.float64), "squared deviations")
 
 
 def test_moments_of_nothing():
     count, mean, m2 = batch_norm.moments(torch.empty(0, 3, dtype=torch.bfloat16))
     assert count == 0
     assert mean.tolist() == m2.tolist() == [0.0] * 3
-    assert mean.dtype == torch.float32
+    assert mean.dtype == torch.float64
 
 
 def wrong_width(group):
