@@ -1,10 +1,11 @@
-r"""The command line: ``pyg-sar partition`` and ``pyg-sar info``."""
+r"""The command line: ``pyg-sar partition``, ``pyg-sar info`` and ``pyg-sar plan``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 
@@ -41,6 +42,23 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("info", help="describe a partition folder")
     show.set_defaults(command=_info)
     show.add_argument("folder", help="a folder made by 'pyg-sar partition'")
+    tell = commands.add_parser("plan", help="tell memory and traffic of training, before it is tried")
+    tell.set_defaults(command=_plan)
+    add = tell.add_argument
+    add("folder", nargs="?", help="a folder made by 'pyg-sar partition', or the counts of a graph:")
+    add("--nodes", type=float, help="number of nodes")
+    add("--edges", type=float, help="number of edges")
+    add("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of workers (default: 1 2 4 8 16)")
+    add("--boundary", type=float, help="rows read for each own row (default: as with parts drawn by lot, the worst)")
+    add("--features", type=int, help="features of a node (default: those of the folder)")
+    add("--classes", type=int, help="number of classes (default: that of the folder)")
+    add("--relations", type=int, default=0, help="number of edge types, for rgcn")
+    add("--model", choices=["sage", "gcn", "gat", "rgcn"], default="sage", help="layers, with BatchNorm between them")
+    add("--layers", type=int, default=3, help="number of layers (default: 3)")
+    add("--hidden", type=int, default=256, help="hidden features; of each head for gat (default: 256)")
+    add("--heads", type=int, default=4, help="heads of gat (default: 4)")
+    add("--prefetch", type=int, default=1, help="fetches under way (default: 1)")
+    add("--budget", type=float, help="GiB for each worker: what fits, with the least traffic")
     return parser
 
 
@@ -83,6 +101,85 @@ def _info(args: argparse.Namespace) -> None:
         print(f"\nattributes of {level}: {len(attributes)}")
         for name, value in attributes.items():
             print(f"  {name:<20} {value}")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from pyg_sar.distributed.plan import plan
+
+    shares = _shares(args)
+    if not args.features or not args.classes:
+        raise ValueError("Expected --features and --classes: the folder does not tell both.")
+    columns = ["workers", "mode", "loaded", "step", "together", "received"]
+    print("".join(f"{column:>10}" for column in columns) + "   (GiB, of the largest worker; in a step)")
+    for share in shares:
+        options = {"prefetch": args.prefetch, "num_relations": args.relations}
+        for need in plan(lambda: _stack(args), share, args.features, **options):
+            sizes = (need.loaded, need.step, need.total, need.received)
+            print(f"{need.workers:>10}{need.mode:>10}" + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
+    if args.budget:
+        _fit(args, shares)
+
+
+def _shares(args: argparse.Namespace) -> list[Any]:
+    """Return the share of the largest worker, for each number of workers."""
+    from pyg_sar.distributed.plan import even_share, shares_of
+    from pyg_sar.distributed.store import read_meta
+
+    if not args.folder:
+        if not (args.nodes and args.edges):
+            raise ValueError("Expected a folder, or --nodes and --edges of a graph.")
+        return [even_share(int(args.nodes), int(args.edges), n, args.boundary) for n in args.workers]
+    meta = read_meta(args.folder)
+    nodes, _, graph = meta["attributes"]
+    args.features = args.features or (nodes["x"][1][-1] if "x" in nodes else None)
+    args.classes = args.classes or graph.get("num_classes")
+    args.nodes, args.edges = meta["num_nodes"], meta["num_edges"]
+    return [max(shares_of(args.folder), key=lambda share: share.nodes + sum(share.rows_in))]
+
+
+def _fit(args: argparse.Namespace, shares: list[Any]) -> None:
+    """Find the fewest workers and the mode that fit the budget; beyond those asked for, double their number."""
+    from pyg_sar.distributed.plan import choose, even_share
+
+    workers, budget = 0, f"{args.budget:g} GiB"
+    while workers < 1024:
+        share = shares.pop(0) if shares else even_share(int(args.nodes), int(args.edges), 2 * workers, args.boundary)
+        workers = len(share.rows_in) + 1
+        options = {"prefetch": args.prefetch, "num_relations": args.relations}
+        found = choose(lambda: _stack(args), share, args.features, args.budget * 2**30, **options)
+        print(f"{workers} workers: {'nothing' if found is None else f'mode {found.mode}'} fits {budget}")
+        if found is not None:
+            return
+
+
+def _stack(args: argparse.Namespace) -> Any:
+    """Return a model of layers with batch normalisation and ReLU between them."""
+    import torch
+
+    from pyg_sar import nn
+
+    heads = args.heads if args.model == "gat" else 1
+    widths = [args.features, *[heads * args.hidden] * (args.layers - 1)]
+    kinds = {"sage": nn.SAGEConv, "gcn": nn.GCNConv}
+
+    def layer(before: int, after: int, last: bool) -> torch.nn.Module:
+        if args.model == "gat":
+            return nn.GATConv(before, after if last else after // heads, heads, concat=not last)
+        return nn.RGCNConv(before, after, args.relations) if args.model == "rgcn" else kinds[args.model](before, after)
+
+    class Stack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = torch.nn.ModuleList(layer(a, b, False) for a, b in pairwise(widths))
+            self.norms = torch.nn.ModuleList(nn.BatchNorm(b) for b in widths[1:])
+            self.last = layer(widths[-1], args.classes, True)
+
+        def forward(self, x: torch.Tensor, *edges: torch.Tensor) -> torch.Tensor:
+            for conv, norm in zip(self.convs, self.norms, strict=True):
+                x = norm(conv(x, *edges)).relu()
+            return self.last(x, *edges)
+
+    return Stack()
 
 
 def table(report: dict[str, Any]) -> str:

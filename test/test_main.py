@@ -139,3 +139,32 @@ def test_from_the_shell(tmp_path, command):
     assert again.returncode == 2 and again.stdout == ""
     assert "Traceback" not in again.stderr
     assert again.stderr.splitlines()[-1].startswith("pyg-sar: error: ")
+
+
+def test_plan(capsys, tmp_path):
+    """Of a folder, and of counts alone; the budget tells how many workers."""
+    folder = tmp_path / "parts"
+    assert main(["partition", "Community/600/6000", "--num-parts", "2", "--out", str(folder)]) == 0
+    capsys.readouterr()
+    small = ["--hidden", "8", "--layers", "2"]
+    assert main(["plan", str(folder), *small, "--model", "gat", "--heads", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["2", "1"], ["2", "2"], ["2", "3"]]
+    counts = ["--nodes", "1e6", "--edges", "1e7", "--features", "100", "--classes", "10", "--workers", "1", "2"]
+    assert main(["plan", *counts, *small, "--budget", "0.2"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert ": mode " in told[-1] and told[-1].endswith("fits 0.2 GiB")
+    assert told[-2].endswith("nothing fits 0.2 GiB")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "--nodes and --edges"),
+        (["--nodes", "9", "--edges", "9"], "--features and --classes"),
+        (["nowhere"], "no folder"),
+    ],
+)
+def test_plan_needs_a_graph(capsys, words, error):
+    assert main(["plan", *words]) == 2
+    assert error in capsys.readouterr().err

@@ -31,8 +31,6 @@ from pyg_sar.distributed.store import read_meta
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import compress
 
-MODES = {1: "rematerialise", 2: "keep", 3: "one shot"}
-
 
 @dataclass(frozen=True)
 class Share:
@@ -159,6 +157,24 @@ def plan(
             loaded, step, received = (whole.pop(k) for k in ("loaded", "step", "received"))
             needs.append(Need(workers, mode, loaded, step, received, whole))
     return needs
+
+
+def choose(
+    model: Callable[[], torch.nn.Module], share: Share, in_channels: int, budget: float, **options: Any
+) -> Need | None:
+    """Return what receives least within ``budget`` bytes, or None if nothing fits.
+
+    A prefetch of one block hides most of the communication, and hardly adds to the peak, because blocks are narrow.
+
+    Args:
+        model (callable): As for :func:`plan`.
+        share (Share): The counts of the worker.
+        in_channels (int): Number of features of a node.
+        budget (float): Bytes that a worker may take, besides the libraries.
+        **options: As for :func:`plan`.
+    """
+    fitting = [need for need in plan(model, share, in_channels, **options) if need.total <= budget]
+    return min(fitting, key=lambda need: (need.received, need.total), default=None)
 
 
 @contextmanager
