@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from launch import answer, launch
+from launch import GNN, answer, launch
 from layers import processor
 from tqdm import tqdm
 
@@ -38,7 +38,6 @@ def graph(args: argparse.Namespace, degree: int) -> Any:
 
 
 def worker(args: argparse.Namespace) -> None:
-    from models import GNN  # workers alone have the examples on their path
 
     with pyg_sar.process_group():
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from launch import answer, launch
+from launch import GNN, answer, launch
 from layers import processor
 from process_memory import RETURN_FREED_MEMORY, resident, settle
 from tqdm import tqdm
@@ -45,7 +45,6 @@ def partition(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from models import GNN  # workers alone have the examples on their path
     from train import train as epoch
 
     with pyg_sar.process_group() as rank:

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "examples"))  # whose models benchmarks train
+
+from models import GNN  # noqa: E402, F401
+
 MARK = "RESULT "
 
 

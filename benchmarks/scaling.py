@@ -6,10 +6,11 @@
 For every model, mode and number of workers it measures in each worker: the peak of resident memory during training
 steps above what the process held before them (libraries, graph, features, model, optimizer), the bytes that travel, the
 seconds of a step, and those of them that are spent waiting for messages; of memory and times it takes the largest
-worker. The share of communication that hides behind computation is one minus waiting time by the time that the same
-messages take when nothing is computed. Tensors of 1 MiB and more are given back to the system when they are freed, or
-what the C library keeps would count, too. Workers beyond the cores are there for memory and traffic only; their times
-are left out. Writes ``scaling-METHOD.md`` and ``scaling-METHOD.png``.
+worker. Beside the peak stands what :func:`pyg_sar.plan` predicts from the counts of the partition alone. The share of
+communication that hides behind computation is one minus waiting time by the time that the same messages take when
+nothing is computed. Memory is measured in processes that give tensors back to the system when they are freed, or what
+the C library keeps would count, too; times are measured in others. Workers beyond the cores are there for memory and
+traffic only and are not timed. Writes ``scaling-METHOD.md`` and ``scaling-METHOD.png``.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn
-from launch import answer, launch
+from launch import GNN, answer, launch
 from layers import processor
 from process_memory import RETURN_FREED_MEMORY, resident, settle
 from tqdm import tqdm
@@ -38,7 +39,7 @@ from pyg_sar.distributed.datasets import community_graph
 from pyg_sar.distributed.exchange import Traffic
 
 MODES = {1: "rematerialise", 2: "keep", 3: "one shot"}
-RELATIONS = 8
+FEATURES, CLASSES, RELATIONS = 100, 47, 8
 
 
 @dataclass
@@ -47,13 +48,14 @@ class Found:
 
     peak: float
     received: float
-    step: float
-    waited: float
-    alone: float
+    step: float = 0.0
+    waited: float = 0.0
+    alone: float = 0.0
+    planned: float = 0.0
 
 
 def graph(args: argparse.Namespace) -> Any:
-    data = community_graph(args.nodes, args.edges, num_features=100, num_classes=47)
+    data = community_graph(args.nodes, args.edges, FEATURES, CLASSES)
     data.edge_type = torch.randint(RELATIONS, (data.num_edges,), generator=torch.Generator().manual_seed(0))
     return data
 
@@ -83,12 +85,15 @@ def worker(args: argparse.Namespace) -> None:
         answer([peak, received / 2**20, statistics.median(steps), waited, alone])
 
 
+def network(nn: ModuleType, kind: str) -> torch.nn.Module:
+    """Return the model."""
+    hidden = 128 if kind == "gat" else 256  # of each of 4 heads
+    return GNN(nn, kind, FEATURES, hidden, CLASSES, dropout=0.0, relations=RELATIONS)
+
+
 def prepare(nn: ModuleType, kind: str, data: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer after a first step."""
-    from models import GNN  # workers alone have the examples on their path
-
-    hidden = 128 if kind == "gat" else 256  # of each of 4 heads
-    model = GNN(nn, kind, data.x.size(1), hidden, data.num_classes, dropout=0.0, relations=RELATIONS)
+    model = network(nn, kind)
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer, data)  # makes what is made once: transposed blocks, self-loops, the optimizer's state
     model.zero_grad()
@@ -127,11 +132,26 @@ def replay(shares: Any, layers: list[Any]) -> float:
 
 def measure(args: argparse.Namespace, model: str, workers: int, mode: int, folder: str | None) -> Found:
     """Run a configuration; take the mean of the bytes and the largest worker's of the rest."""
-    options = ["--models", model, "--mode", str(mode), "--prefetch", str(args.prefetch), "--steps", str(args.steps)]
+    options = ["--models", model, "--mode", str(mode), "--prefetch", str(args.prefetch)]
     options += ["--nodes", str(args.nodes), "--edges", str(args.edges), *(["--folder", folder] if folder else [])]
-    rows = launch(__file__, workers, options, **RETURN_FREED_MEMORY)
-    peak, received, seconds, waited, alone = zip(*rows, strict=True)
-    return Found(max(peak), statistics.mean(received), max(seconds), max(waited), max(alone))
+    rows = launch(__file__, workers, [*options, "--steps", "2"], **RETURN_FREED_MEMORY)
+    peak, received, *_ = zip(*rows, strict=True)
+    found = Found(max(peak), statistics.mean(received))
+    if timed(workers):
+        rows = launch(__file__, workers, [*options, "--steps", str(args.steps)])
+        found.step, found.waited, found.alone = (max(column) for column in list(zip(*rows, strict=True))[2:])
+    if folder:
+        share = max(pyg_sar.shares_of(folder), key=lambda share: share.nodes + sum(share.rows_in))
+        relations = RELATIONS if model == "rgcn" else 0
+        options = {"modes": [mode], "prefetch": args.prefetch, "num_relations": relations}
+        (need,) = pyg_sar.plan(lambda: network(pyg_sar.nn, model), share, FEATURES, **options)
+        found.planned = need.step / 2**20
+    return found
+
+
+def timed(workers: int) -> bool:
+    """Whether every worker has a core."""
+    return workers <= (os.cpu_count() or 1)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -173,26 +193,26 @@ def heading(args: argparse.Namespace) -> str:
         f"of 128) with batch normalisation and Adam; generated graph of {args.nodes:,} nodes and {args.edges:,} edges, "
         f"100 features, 47 classes, parts by {args.method}; float32, 1 thread a worker, prefetch {args.prefetch}; "
         f"{processor()}, {os.cpu_count()} cores, torch {torch.__version__}. *Peak*: resident memory above the loaded "
-        "state, of the largest worker. *Step*: median; *waiting*: for messages; *hidden*: one minus that by the time "
-        "of the same messages alone. Times of more workers than cores mean nothing and are left out. Made by "
-        "`benchmarks/scaling.py`."
+        "state, of the largest worker; *planned*: by `pyg_sar.plan`. *Step*: median; *waiting*: for messages; "
+        "*hidden*: one minus that by the time of the same messages alone. Times of more workers than cores mean "
+        "nothing and are left out. Made by `benchmarks/scaling.py`."
     )
 
 
 def table(found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> list[str]:
-    columns = ["model", "mode", "workers", "peak MiB", "x workers, by that of 2", "MiB received by a worker", "step s"]
-    columns += ["waiting s", "messages alone s", "hidden"]
+    columns = ["model", "mode", "workers", "peak MiB", "planned", "x workers, by that of 2", "MiB received by a worker"]
+    columns += ["step s", "waiting s", "messages alone s", "hidden"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for (model, mode, workers), it in found.items():
         pair = found.get((model, mode, 2))
         growth = "" if pair is None else f"{it.peak * workers / (2 * pair.peak):.2f}"
-        cells = [model, f"{mode} {MODES[mode]}", str(workers), f"{it.peak:.0f}", growth, f"{it.received:.1f}"]
-        timed = workers <= (os.cpu_count() or 1)
-        cells += [f"{it.step:.2f}", f"{it.waited:.2f}", f"{it.alone:.2f}"] if timed else [""] * 3
-        cells.append(f"{100 * (1 - it.waited / it.alone):.0f}%" if timed and it.alone > 0 else "")
+        cells = [model, f"{mode} {MODES[mode]}", str(workers), f"{it.peak:.0f}", f"{it.planned:.0f}", growth]
+        cells += [f"{it.received:.1f}"]
+        cells += [f"{it.step:.2f}", f"{it.waited:.2f}", f"{it.alone:.2f}"] if timed(workers) else [""] * 3
+        cells.append(f"{100 * (1 - it.waited / it.alone):.0f}%" if timed(workers) and it.alone > 0 else "")
         lines.append(f"| {' | '.join(cells)} |")
     for model, it in peers.items():
-        lines.append(f"| {model} | PyG | one process | {it.peak:.0f} | | | {it.step:.2f} | | | |")
+        lines.append(f"| {model} | PyG | one process | {it.peak:.0f} | | | | {it.step:.2f} | | | |")
     return lines
 
 

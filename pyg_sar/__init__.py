@@ -1,5 +1,6 @@
 r"""Exact full-graph training of PyG models on many workers by Sequential Aggregation and Rematerialization (SAR)."""
 
+import importlib
 from typing import Any
 
 from pyg_sar import nn
@@ -15,17 +16,21 @@ from pyg_sar.graph import Block, ShardedGraph
 __version__ = "0.1.0"
 
 
+# Imported only where they are used: workers do without METIS, and without what makes plans.
+OFFLINE = {
+    "locality_order": "order",
+    "partition": "partition",
+    "even_share": "plan",
+    "plan": "plan",
+    "shares_of": "plan",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import the partitioner only where it is used: workers do without METIS."""
-    if name == "locality_order":
-        from pyg_sar.distributed.order import locality_order
-
-        return locality_order
-    if name == "partition":
-        from pyg_sar.distributed.partition import partition
-
-        return partition
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import what is used before workers start."""
+    if name not in OFFLINE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"pyg_sar.distributed.{OFFLINE[name]}"), name)
 
 
 __all__ = [
@@ -36,14 +41,17 @@ __all__ = [
     "accuracy",
     "all_reduce",
     "broadcast_parameters",
+    "even_share",
     "global_mean",
     "load",
     "locality_order",
     "message_flow",
     "nn",
     "partition",
+    "plan",
     "process_group",
     "record_traffic",
     "shard",
+    "shares_of",
     "sum_gradients",
 ]

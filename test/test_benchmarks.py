@@ -87,3 +87,11 @@ def test_large(tmp_path):
     for line in table.splitlines()[-2:]:
         first, last = map(float, line.split("|")[-2].split(","))
         assert last < first, "the loss falls"
+
+
+@pytest.mark.slow
+def test_paper(tmp_path):
+    run("paper", "--models", "gat", "--parts", 4, 8, "--out", tmp_path)
+    rows = [line.split(" | ") for line in (tmp_path / "paper.md").read_text().splitlines()[4:]]
+    assert len(rows) == 4 and all(float(row[6]) > 0 for row in rows)
+    assert float(rows[0][6]) == pytest.approx(2 * float(rows[1][6]), rel=0.05), "twice the workers, half the memory"

@@ -143,7 +143,7 @@ def plan(
     workers = len(share.rows_in) + 1
     if dist.is_initialized():
         raise RuntimeError("'plan' makes a process group of its own: call it before, or in another process")
-    size = max(512, 16 * workers)
+    size = max(4096, 32 * workers)  # rows outweigh parameters, or the peak would be in another place
     factors = [min(1.0, size / max(share.nodes, 1)) / k for k in (1, 2)]
     needs = []
     with _silent_workers(workers):
