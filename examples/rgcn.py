@@ -68,7 +68,7 @@ def main(args: argparse.Namespace, rank: int) -> None:
         test_acc = pyg_sar.accuracy(pred, data.y, data.test_mask)  # sar
         if rank == 0:
             bar.write(f"epoch {epoch:3d}  loss {loss.item():.4f}  train {train_acc:.4f}  test {test_acc:.4f}")
-    report("rgcn", test_acc, times, loaded, layers, rank)
+    report("rgcn", test_acc, times, loaded, layers, rank, data.edge_index)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
         accs = test(model, data)
         if rank == 0:
             bar.write(f"epoch {epoch:3d}  loss {loss:.4f}  train {accs[0]:.4f}  val {accs[1]:.4f}  test {accs[2]:.4f}")
-    report(args.model, accs[2], times, loaded, layers, rank)
+    report(args.model, accs[2], times, loaded, layers, rank, data.edge_index)
     if rank == 0 and args.save:
         save_file({k: v.contiguous() for k, v in model.state_dict().items()}, args.save)
     return times
@@ -89,13 +89,18 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def report(name: str, accuracy: float, times: list[float], loaded: float, layers: list, rank: int) -> None:
+def report(
+    name: str, accuracy: float, times: list[float], loaded: float, layers: list, rank: int, edge_index: torch.Tensor
+) -> None:
     median = sorted(times)[len(times) // 2]
     lines = [f"peak memory {peak_memory():.0f} MiB, of which {loaded:.0f} MiB before training"]
+    held = {kind: size / 2**20 for kind, size in edge_index.graph.memory().items() if size > 0}
+    lines.append("topology: " + ", ".join(f"{kind} {size:.2f}" for kind, size in held.items()) + " MiB")
     for k, t in enumerate(layers):
         counts = (t.forward_sent, t.forward_received, t.backward_sent, t.backward_received)
-        sizes = "forward sent {:.2f} received {:.2f} MiB, backward sent {:.2f} received {:.2f} MiB"
-        lines.append(f"layer {k}, case {t.case}: " + sizes.format(*(n / 2**20 for n in counts)))
+        sizes = "forward sent {:.2f} received {:.2f} MiB, backward sent {:.2f} received {:.2f} MiB, saves {:.2f} MiB"
+        told = sizes.format(*(n / 2**20 for n in (*counts, t.saved)))
+        lines.append(f"layer {k}, case {t.case}: {told}, waited {t.forward_wait + t.backward_wait:.3f} s")
     gathered = pyg_sar.distributed.collectives.gather_objects("\n".join(f"  {line}" for line in lines))
     if rank == 0:
         print(f"\n{name}: test accuracy {accuracy:.4f}, median epoch {median:.3f} s")

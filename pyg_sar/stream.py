@@ -134,6 +134,8 @@ class _Aggregate(torch.autograd.Function):
         ctx.shapes = [_columns(x, part.source).shape[1:] for part in parts]
         ctx.sizes = (len(saved), len(kept), len(again))
         ctx.kept = list(kept)
+        if any(ctx.needs_input_grad):
+            traffic.saved = sum(t.nbytes for t in (*saved, *kept.values(), *again))
         ctx.save_for_backward(*saved, *kept.values(), *again, *flat)
         return out
 

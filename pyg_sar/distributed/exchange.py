@@ -48,7 +48,7 @@ Meter = Callable[..., None]  # of bytes sent and received, and of seconds spent 
 @dataclass
 class Traffic:
     """Bytes that one aggregation sent to and received from other workers, and the seconds in which it waited for them;
-    ``case`` is the paper's 1 or 2.
+    ``case`` is the paper's 1 or 2, ``saved`` the bytes that it keeps until the backward pass, own rows included.
     """
 
     forward_sent: int = 0
@@ -56,6 +56,7 @@ class Traffic:
     backward_sent: int = 0
     backward_received: int = 0
     case: int = 0
+    saved: int = 0
     forward_wait: float = 0.0
     backward_wait: float = 0.0
 

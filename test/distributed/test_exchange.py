@@ -29,8 +29,8 @@ def boundary(part, rank):
 
 
 def sizes(traffic):
-    """Everything in a record but times."""
-    return {name: value for name, value in vars(traffic).items() if not name.endswith("wait")}
+    """Everything in a record but times and what is saved."""
+    return {name: value for name, value in vars(traffic).items() if not name.endswith("wait") and name != "saved"}
 
 
 def measure(group, mode, method):
@@ -61,6 +61,30 @@ def test_every_layer_moves_the_boundary_rows_and_nothing_else(pool, workers, mod
     for results in pool.run(workers, measure, mode, method):
         for name, (found, expected) in results.items():
             assert found == expected, name
+
+
+def saves(group, mode):
+    """Bytes saved by layers, for each own and each remote row."""
+    found = {}
+    for name in ("sage", "sage max", "gat"):
+        it = setup(group, CASES[name], mode=mode)
+        with record_traffic(it.share.edge_index) as records:
+            it.loss()
+            with torch.no_grad():
+                it.loss()
+        found[name] = records[0].saved
+        assert records[1].saved == 0
+    return found, len(it.share.src), it.share.edge_index.graph.exchange.num_halo
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_saved(pool, mode):
+    """Beside parameters: of sums nothing, of maxima output and ties, of attention output and log-sum-exp; own rows, and
+    remote ones where they are kept.
+    """
+    for found, own, remote in pool.run(3, saves, mode):
+        rows = own + (remote if mode > 1 else 0)
+        assert found == {"sage": 0, "sage max": 8 * 8 * (rows + 2 * own), "gat": 8 * (15 * rows + 15 * own)}
 
 
 def sum_in_bf16(group, mode, prefetch):

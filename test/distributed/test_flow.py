@@ -56,7 +56,8 @@ def pieces(num_parts: int, method: str, mode: int) -> Share:
 def endpoints(layer):
     """Global ids of sources and destinations of the edges."""
     graph = layer.graph
-    ((_, ids),) = graph.exchange.merge().pull(graph.n_id, Traffic().forward)
+    exchange = graph.exchange.merge()
+    ((_, ids),) = exchange.pull([graph.n_id], exchange.visits(1), Traffic().forward)
     source, row = graph.coo()
     return torch.stack([ids[source], graph.n_id[row]])
 
