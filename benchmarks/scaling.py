@@ -137,7 +137,7 @@ def measure(args: argparse.Namespace, model: str, workers: int, mode: int, folde
     rows = launch(__file__, workers, [*options, "--steps", "2"], **RETURN_FREED_MEMORY)
     peak, received, *_ = zip(*rows, strict=True)
     found = Found(max(peak), statistics.mean(received))
-    if timed(workers):
+    if timed(args, workers):
         rows = launch(__file__, workers, [*options, "--steps", str(args.steps)])
         found.step, found.waited, found.alone = (max(column) for column in list(zip(*rows, strict=True))[2:])
     if folder:
@@ -149,9 +149,9 @@ def measure(args: argparse.Namespace, model: str, workers: int, mode: int, folde
     return found
 
 
-def timed(workers: int) -> bool:
-    """Whether every worker has a core."""
-    return workers <= (os.cpu_count() or 1)
+def timed(args: argparse.Namespace, workers: int) -> bool:
+    """Whether times mean something: every worker has a core."""
+    return args.times and workers <= (os.cpu_count() or 1)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -181,7 +181,7 @@ def report(args: argparse.Namespace, found: dict[tuple[str, int, int], Found], p
     """Write table and figure; return the table."""
     stem = Path(args.out) / f"scaling-{args.method}"
     stem.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([heading(args), "", *table(found, peers)])
+    text = "\n".join([heading(args), "", *table(args, found, peers)])
     stem.with_suffix(".md").write_text(text + "\n")
     plot(stem.with_suffix(".png"), found)
     return text
@@ -199,7 +199,7 @@ def heading(args: argparse.Namespace) -> str:
     )
 
 
-def table(found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> list[str]:
+def table(args: argparse.Namespace, found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> list[str]:
     columns = ["model", "mode", "workers", "peak MiB", "planned", "x workers, by that of 2", "MiB received by a worker"]
     columns += ["step s", "waiting s", "messages alone s", "hidden"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -208,8 +208,8 @@ def table(found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> 
         growth = "" if pair is None else f"{it.peak * workers / (2 * pair.peak):.2f}"
         cells = [model, f"{mode} {MODES[mode]}", str(workers), f"{it.peak:.0f}", f"{it.planned:.0f}", growth]
         cells += [f"{it.received:.1f}"]
-        cells += [f"{it.step:.2f}", f"{it.waited:.2f}", f"{it.alone:.2f}"] if timed(workers) else [""] * 3
-        cells.append(f"{100 * (1 - it.waited / it.alone):.0f}%" if timed(workers) and it.alone > 0 else "")
+        cells += [f"{it.step:.2f}", f"{it.waited:.2f}", f"{it.alone:.2f}"] if timed(args, workers) else [""] * 3
+        cells.append(f"{100 * (1 - it.waited / it.alone):.0f}%" if it.alone > 0 else "")
         lines.append(f"| {' | '.join(cells)} |")
     for model, it in peers.items():
         lines.append(f"| {model} | PyG | one process | {it.peak:.0f} | | | | {it.step:.2f} | | | |")
@@ -254,6 +254,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", default="docs")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave out PyG in one process")
+    parser.add_argument("--no-times", dest="times", action="store_false", help="measure memory and traffic alone")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--mode", type=int, default=1, help=argparse.SUPPRESS)
