@@ -263,7 +263,7 @@ class ShardedGraph:
         if version != x._version:
             self.constants[x] = x._version, (kept := {})
         if key not in kept:
-            with ordinary_mode:
+            with torch.inference_mode(False):
                 kept[key] = make()
         return kept[key]
 
