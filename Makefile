@@ -4,8 +4,9 @@
 PYTHON ?= python3
 # Installed before everything else, so that nothing below chooses another build of torch.
 TORCH ?= torch==2.13.0
-# Another PyG release to test with: make test PYG=2.6.0
+# Another PyG release to test with, and arguments of pytest: make test PYG=2.6.0 ARGS='-m "not slow"'
 PYG ?=
+ARGS ?=
 
 VENV := .venv/stamp
 BIN := $(CURDIR)/.venv/bin
@@ -22,7 +23,7 @@ train: $(DATA)
 
 # A release asked for by name stands before the one in .venv on the path.
 test: $(VENV) $(if $(PYG),.pyg/$(PYG)/stamp)
-	$(if $(PYG),PYTHONPATH=$(CURDIR)/.pyg/$(PYG)) $(BIN)/python -m pytest
+	$(if $(PYG),PYTHONPATH=$(CURDIR)/.pyg/$(PYG)) $(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)
 	$(BIN)/ruff check
