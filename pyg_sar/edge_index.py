@@ -18,6 +18,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -83,9 +84,10 @@ class ShardedEdgeIndex(Tensor):
     def cache(self, x: Tensor) -> None:
         """Keep what layers fetch or sum up of node features that never change, instead of doing so in every step.
 
-        Layers of :mod:`pyg_sar.nn` that are given this very tensor communicate for it once: ``SAGEConv``, ``GINConv``,
-        ``GCNConv`` and ``RGCNConv`` keep its aggregate, ``GATConv`` the rows of other workers, as long as the tensor
-        lives. All workers call it alike. Changes in place are noticed, and must be made by all of them, too.
+        Layers of :mod:`pyg_sar.nn` that are given this very tensor communicate for it once: ``SAGEConv`` (unless it
+        projects features before), ``GINConv``, ``GCNConv`` and ``RGCNConv`` keep its aggregate, ``GATConv`` and
+        ``RGCNConv`` with bases the rows of other workers, as long as the tensor lives. All workers call it alike.
+        Changes in place, of the tensor or of an aggregate, are noticed, and must be made by all of them, too.
 
         Args:
             x (torch.Tensor): The own rows, such as ``data.x``.
@@ -96,7 +98,7 @@ class ShardedEdgeIndex(Tensor):
                 f"Expected an ordinary tensor without gradient that has one row for each of this worker's "
                 f"{graph.num_src} nodes (got shape {list(x.shape)}, requires_grad={x.requires_grad})"
             )
-        graph.constants[x] = x._version, {}
+        graph.constants[x] = x._version, WeakKeyDictionary()
 
     @classmethod
     @torch.compiler.disable

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -255,17 +256,22 @@ class ShardedGraph:
         """Whether ``x`` was declared constant and has no gradient."""
         return x in self.constants and not x.requires_grad
 
-    def recall(self, x: Tensor, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returns; if ``x`` is constant, it is made once for ``key`` and kept as long as ``x``."""
+    def recall(self, x: Tensor, owner: Any, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returns; if ``x`` is constant, it is made once for ``key`` and kept as long as ``x`` and
+        ``owner`` live, and as long as nobody changes what was returned.
+        """
         if not self.is_constant(x):
             return make()
-        version, kept = self.constants[x]
+        version, owners = self.constants[x]
         if version != x._version:
-            self.constants[x] = x._version, (kept := {})
-        if key not in kept:
+            self.constants[x] = x._version, (owners := WeakKeyDictionary())
+        kept = owners.setdefault(owner, {})
+        value, changes = kept.get(key, (None, None))
+        if changes is None or changes != getattr(value, "_version", 0):
             with torch.inference_mode(False):
-                kept[key] = make()
-        return kept[key]
+                value = make()
+            kept[key] = value, getattr(value, "_version", 0)
+        return value
 
     def replace(self, **changes: Any) -> ShardedGraph:
         """Return a copy in which the given fields differ."""
@@ -287,7 +293,8 @@ class ShardedGraph:
         held = {kind: _bytes(tensors, seen) for kind, tensors in self._tensors().items()}
         others = [self.__dict__.get("_merged"), self.__dict__.get("_looped"), *(t for _, t in self._typed.values())]
         held["derived"] = sum(_bytes(_all_tensors(other), seen) for other in others)
-        held["constants"] = _bytes(_all_tensors([kept for _, kept in self.constants.values()]), seen)
+        kept = [value for _, owners in self.constants.values() for it in owners.values() for value, _ in it.values()]
+        held["constants"] = _bytes(_all_tensors(kept), seen)
         return held
 
     def _tensors(self) -> dict[str, list[Any]]:

@@ -488,7 +488,7 @@ class ProjectedSoftmax(Softmax):
 
 def by_columns(reduce: Reduce, x: Tensor, blocks: int) -> list[Part]:
     """Cut a reduction that treats all columns alike into parts of about equal width, unless all is in one block."""
-    width = x.size(-1)
+    width = x.size(-1) if x.dim() > 1 else 1
     count = -(-width // COLUMNS) if blocks > 1 else 1
     if count < 2:
         return Reduce.split(reduce, x, Rows(), blocks)

@@ -46,8 +46,7 @@ def aggregate(
                 )
     counts = (len(dst), len(edge), len(const))
     # Asked here, because within a Function gradients are always off.
-    keep = reduce.needs_source and not graph.remat and torch.is_grad_enabled()
-    return _Aggregate.apply(graph, reduce, keep, counts, x, *dst, *edge, *const)
+    return _Aggregate.apply(graph, reduce, torch.is_grad_enabled(), counts, x, *dst, *edge, *const)
 
 
 def once_differentiable() -> None:
@@ -83,30 +82,29 @@ def _source(
     graph: ShardedGraph, x: Tensor, parts: Sequence[Part], visits: Sequence[Sequence[int]], meter: Any
 ) -> Iterator[tuple[int, Tensor]]:
     """Return source rows, part by part and block by block; those of a constant are fetched once."""
-    own = [_columns(x, part.source) for part in parts]
-    if graph.exchange.num_halo == 0 or not graph.is_constant(x):
-        return graph.exchange.pull(own, visits, meter)
+    exchange = graph.exchange
+    if exchange.alone or not graph.is_constant(x):
+        return exchange.pull([_columns(x, part.source) for part in parts], visits, meter)
 
-    def fetch() -> dict[tuple[int, int], Tensor]:
-        numbers = ((k, q) for k, visit in enumerate(visits) for q in visit)
-        blocks = zip(numbers, graph.exchange.pull(own, visits, meter), strict=True)
-        # Its own memory would keep the constant alive.
-        mine = x.untyped_storage().data_ptr()
-        return {number: b for number, (_, b) in blocks if b.untyped_storage().data_ptr() != mine}
+    def fetch() -> dict[int, Tensor]:
+        # Its own rows would keep the constant alive.
+        return {q: rows for q, rows in exchange.pull([x], exchange.visits(1), meter) if rows is not x}
 
-    kept = graph.recall(x, (graph.exchange, len(parts)), fetch)
-    return ((q, kept.get((k, q), own[k])) for k, visit in enumerate(visits) for q in visit)
+    kept = graph.recall(x, exchange, "rows", fetch)
+    pairs = ((part, q) for part, visit in zip(parts, visits, strict=True) for q in visit)
+    return ((q, _columns(kept.get(q, x), part.source)) for part, q in pairs)
 
 
 class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, graph: ShardedGraph, reduce: Reduce, keep: bool, counts: tuple[int, int, int], *inputs: Tensor
+        ctx: Any, graph: ShardedGraph, reduce: Reduce, grads: bool, counts: tuple[int, int, int], *inputs: Tensor
     ) -> Tensor:
         x, *flat = inputs
         rows, exchange, traffic = _unflatten(flat, counts), graph.exchange, graph.exchange.log.open()
         traffic.case = 2 if reduce.needs_source else 1
-        keep = keep and any(ctx.needs_input_grad)
+        grads = grads and any(ctx.needs_input_grad)
+        keep = grads and reduce.needs_source and not graph.remat
         parts = reduce.split(x, rows, len(graph.blocks))
         saved: list[Tensor] = []
         kept, out = {}, None
@@ -131,10 +129,11 @@ class _Aggregate(torch.autograd.Function):
         saved += [out] if reduce.saves_output else []
         again = (x,) if reduce.needs_source and not kept else ()
         ctx.graph, ctx.reduce, ctx.parts, ctx.counts, ctx.traffic = graph, reduce, parts, counts, traffic
+        ctx.shape = x.shape
         ctx.shapes = [_columns(x, part.source).shape[1:] for part in parts]
         ctx.sizes = (len(saved), len(kept), len(again))
         ctx.kept = list(kept)
-        if any(ctx.needs_input_grad):
+        if grads:
             traffic.saved = sum(t.nbytes for t in (*saved, *kept.values(), *again))
         ctx.save_for_backward(*saved, *kept.values(), *again, *flat)
         return out
@@ -159,7 +158,9 @@ class _Aggregate(torch.autograd.Function):
             source = ((q, found[k, q]) for k, q in order)
         else:
             source = _source(graph, again[0], parts, visits, meter)
-        sink = exchange.sink(meter) if needs.source else None
+        grad_x = grad_out.new_empty(ctx.shape) if needs.source and len(parts) > 1 else None
+        into = None if grad_x is None else [_columns(grad_x, part.source) for part in parts]
+        sink = exchange.sink(meter, into) if needs.source else None
         total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
                        for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
         each = (len(saved) - reduce.saves_output) // len(parts)  # the output comes last
@@ -168,22 +169,23 @@ class _Aggregate(torch.autograd.Function):
             if reduce.needs_source:  # read for every block, where rows far apart take many pages of memory
                 grad_part = grad_part.contiguous()
             prepared = part.reduce.prepare(saved[k * each : (k + 1) * each], out[..., part.out], grad_part)
-            mine, into = part.narrow(rows), part.narrow(total)
+            mine, sums = part.narrow(rows), part.narrow(total)
             for q, x_q in islice(source, len(visit)):
                 block = graph.blocks[q]
                 if block.num_edges > 0:
                     here = mine._replace(edge=[e[block.edges] for e in mine.edge])
-                    grad_x, grads = part.reduce.grad(block, x_q, here, prepared, grad_part, needs)
-                    _add(into, grads, block.edges)
+                    grad_q, grads = part.reduce.grad(block, x_q, here, prepared, grad_part, needs)
+                    _add(sums, grads, block.edges)
                 else:  # peers wait for a push all the same
-                    grad_x = grad_out.new_zeros(block.num_src, *ctx.shapes[k])
+                    grad_q = grad_out.new_zeros(block.num_src, *ctx.shapes[k])
                 del x_q
                 if sink is not None:
-                    sink.push(q, grad_x)
-                del grad_x
+                    sink.push(q, grad_q)
+                del grad_q
             del prepared, grad_part
-        sums = [] if sink is None else sink.sum()
-        grad_x = None if sink is None else sums[0] if len(sums) == 1 else torch.cat(sums, -1)
+        if sink is not None:
+            own = sink.sum()
+            grad_x = own[0] if grad_x is None else grad_x
         return None, None, None, None, grad_x, *total.dst, *total.edge, *total.const
 
 

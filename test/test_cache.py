@@ -15,7 +15,9 @@ LAYERS = {
     "gcn": ("GCNConv", (8, 4), {}, ""),
     "gin": ("GINConv", (), {}, ""),
     "rgcn": ("RGCNConv", (8, 4, 5), {}, "t"),
+    "rgcn with bases": ("RGCNConv", (8, 4, 5, 2), {}, "t"),
     "gat": ("GATConv", (8, 2), {"heads": 2}, ""),
+    "gat, which transforms rows where they are read": ("GATConv", (8, 10), {"heads": 2}, ""),
 }
 
 
@@ -48,6 +50,9 @@ def constant(group, mode):
         expected = train(make(torch_geometric.nn, name), x, [edges(), *extra], torch.arange(NUM_NODES), 3)
         own, layer = x[mine.src], make(pyg_sar.nn, name)
         rest = [mine.edge_index, *(e[mine.edge] for e in extra)]
+        found = train(layer, own, rest, mine.dst, 1)
+        close(found[0][0], expected[0][0][mine.dst], f"{name}, not kept")
+        layer = make(pyg_sar.nn, name)
         mine.edge_index.cache(own)
         with record_traffic(mine.edge_index) as first:
             found = train(layer, own, rest, mine.dst, 1)
@@ -55,6 +60,7 @@ def constant(group, mode):
             found += train(layer, own, rest, mine.dst, 2)
         assert first[0].forward_received > 0, name
         assert not any(r.forward_received or r.backward_received for r in later), name
+        assert len(found) == 3
         for (out, *grads), (o, *g) in zip(found, expected, strict=True):
             close(out, o[mine.dst], name)
             for mine_grad, grad in zip(grads, g, strict=True):
@@ -87,15 +93,49 @@ def forget(group, mode):
     mine.edge_index.cache(x)
     for conv in (pyg_sar.nn.SAGEConv(8, 4), pyg_sar.nn.GATConv(8, 8, 2)):
         conv(x, mine.edge_index).sum().backward()
-    (entry,) = constants.values()
-    kept = len(entry[1])
-    del x, entry
+    ((_, owners),) = constants.values()
+    kept = sum(map(len, owners.values()))
+    del x, owners
     return kept, len(constants)
 
 
 @pytest.mark.parametrize("mode", [1, 2, 3])
 def test_what_was_kept_ends_with_its_tensor(pool, mode):
     assert pool.run(2, forget, mode) == [(2, 0)] * 2
+
+
+def one_way(group, mode):
+    """Rank 0 reads nothing from others, and serves all the same."""
+    edge_index = torch.tensor([[0, 0, 1, 2, 0], [0, 1, 2, 2, 2]])
+    mine = share(group, edge_index, torch.tensor([0, 1, 1]), mode=mode)
+    x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))[mine.src]
+    torch.manual_seed(0)
+    conv = pyg_sar.nn.GATConv(8, 8, 2).double()
+    expected = conv(x, mine.edge_index)
+    mine.edge_index.cache(x)
+    for _ in range(3):
+        out = conv(x, mine.edge_index)
+        out.sum().backward()
+        close(out, expected, "one way")
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_workers_that_read_nothing_stay_with_the_others(pool, mode):
+    pool.run(2, one_way, mode)
+
+
+def test_a_changed_aggregate_is_made_again_and_others_do_not_pile_up():
+    edge_index, x = shard(edges(), NUM_NODES, 3), torch.randn(NUM_NODES, 8)
+    conv = pyg_sar.nn.GINConv(torch.nn.Sequential(torch.nn.ELU(inplace=True), torch.nn.Linear(8, 4)))
+    expected = conv((x, None), edge_index)
+    edge_index.cache(x)
+    for _ in range(3):
+        torch.testing.assert_close(conv((x, None), edge_index), expected)
+    kept, rgcn = [], pyg_sar.nn.RGCNConv(8, 4, 5)
+    for _ in range(4):
+        rgcn(x, edge_index, torch.randint(5, (edges().size(1),)))
+        kept.append(edge_index.graph.memory()["constants"])
+    assert kept[1] == pytest.approx(kept[3], rel=0.2)
 
 
 def test_kept_in_inference_mode_serves_training():

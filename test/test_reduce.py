@@ -17,6 +17,7 @@ from pyg_sar import nn, ops, shard
 from pyg_sar.dropout import dropout_factors
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.attention import pack
+from pyg_sar.nn.message_passing import reduce_rows
 from pyg_sar.reduce import Extremum, Message, ProjectedSoftmax, Rows, Softmax, Sum, head_groups
 from pyg_sar.reference import ADDITIVE, DOT, GATV2
 from pyg_sar.stream import aggregate
@@ -504,3 +505,14 @@ def mixed_precision(group):
 
 def test_autocast(pool):
     pool.run(2, mixed_precision)
+
+
+@pytest.mark.parametrize("aggr", ["sum", "max"])
+def test_rows_of_one_number_are_not_cut(monkeypatch, aggr):
+    """Rows without columns, more of them than travel columns at a time."""
+    monkeypatch.setattr("pyg_sar.reduce.COLUMNS", 2)
+    x, (src, dst) = torch.randn(NUM_NODES, dtype=torch.float64), edges()
+    expected = x.new_zeros(NUM_NODES).scatter_reduce(
+        0, dst, x[src], f"a{aggr}" if aggr == "max" else aggr, include_self=False
+    )
+    equal([reduce_rows(shard(edges(), NUM_NODES, 3).graph, x, aggr)], [expected], aggr)

@@ -5,8 +5,9 @@ Every exchange has the same few verbs, which is all that the streaming loop know
 * ``visits(count, ...)``: for each of ``count`` parts, the source shards in the order in which they are visited;
 * ``pull(parts, visits, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads, for one
   tensor ``x`` of ``parts`` after the other: what is cut by columns travels in one pipeline;
-* ``sink(meter)``: takes the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their owners
-  and returns those of each part by ``sum()``; it may keep and change what it was given;
+* ``sink(meter, into)``: takes the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their
+  owners, in ``into`` if that has a tensor for each part, and returns those of each part by ``sum()``; it may keep and
+  change what it was given;
 * ``tell(used)``: given which of the rows of other workers are used here (local-first), returns the own rows that each
   of them uses; ``restrict(used, served, number)``: the exchange of these rows alone, own rows having new numbers;
 * ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere; ``alone``: whether there is no
@@ -132,30 +133,37 @@ class Local:
             for q in order:
                 yield q, x[self.ids[q]]
 
-    def sink(self, meter: Meter) -> LocalSink:
+    def sink(self, meter: Meter, into: Sequence[Tensor] | None = None) -> LocalSink:
         """Return the sink."""
-        return LocalSink(self.ids)
+        return LocalSink(self.ids, into)
 
 
 class LocalSink:
     """Adds the gradients of every piece; those of a single piece are the sum."""
 
-    def __init__(self, ids: Sequence[Index]) -> None:
-        self.ids = ids
+    def __init__(self, ids: Sequence[Index], into: Sequence[Tensor] | None) -> None:
+        self.ids, self.into = ids, into
         self.grads: list[Tensor] = []
 
     def push(self, q: int, grad: Tensor) -> None:
         """Add the gradient of piece ``q``; a piece holds a row once."""
-        if len(self.ids) == 1:
-            self.grads.append(grad)
-            return
         if q == 0:
-            self.grads.append(grad.new_zeros(num_rows(self.ids), *grad.shape[1:]))
+            whole = grad if len(self.ids) == 1 else None
+            self.grads.append(begin(self.into, len(self.grads), whole, grad, num_rows(self.ids)))
+            if len(self.ids) == 1:
+                return
         self.grads[-1][self.ids[q]] += grad
 
     def sum(self) -> list[Tensor]:
         """Return the gradient of all rows of every part."""
         return self.grads
+
+
+def begin(into: Sequence[Tensor] | None, part: int, own: Tensor | None, like: Tensor, rows: int) -> Tensor:
+    """Return the gradient of the own rows of a part so far, ``own`` or zeros, where it shall be."""
+    if into is None:
+        return like.new_zeros(rows, *like.shape[1:]) if own is None else own
+    return into[part].zero_() if own is None else into[part].copy_(own)
 
 
 def num_rows(ids: Sequence[Index]) -> int:
@@ -260,10 +268,10 @@ class Peers:
             return dtype
         return self.wire
 
-    def sink(self, meter: Meter) -> PeerSink:
+    def sink(self, meter: Meter, into: Sequence[Tensor] | None = None) -> PeerSink:
         """Return the sink."""
         self.turn += 1
-        return PeerSink(self, meter)
+        return PeerSink(self, meter, into)
 
     def tag(self, what: str, tensor: Tensor) -> int:
         """Return a number that only the same message of the same turn has.
@@ -324,8 +332,8 @@ def arrived(queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> tu
 class PeerSink:
     """Sends gradients home while the next block is computed; drains as deep as the pull is prefetched."""
 
-    def __init__(self, peers: Peers, meter: Meter) -> None:
-        self.peers, self.meter = peers, meter
+    def __init__(self, peers: Peers, meter: Meter, into: Sequence[Tensor] | None) -> None:
+        self.peers, self.meter, self.into = peers, meter, into
         self.grads: list[Tensor] = []  # of the own rows, for each part
         self.queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]] = deque()
         self.pushed = self.drained = 0
@@ -352,8 +360,8 @@ class PeerSink:
     def _add(self, part: int, grad: Tensor, rows: Tensor | None) -> None:
         """Add to some of the own rows, or to all of them."""
         if part == len(self.grads):
-            own = grad if rows is None else grad.new_zeros(self.peers.num_src[self.peers.rank], *grad.shape[1:])
-            self.grads.append(own)
+            own, count = grad if rows is None else None, self.peers.num_src[self.peers.rank]
+            self.grads.append(begin(self.into, part, own, grad, count))
             if rows is None:
                 return
         if rows is None:
@@ -417,23 +425,24 @@ class OneShot:
             rows[n:] = halo
         return rows
 
-    def sink(self, meter: Meter) -> OneShotSink:
+    def sink(self, meter: Meter, into: Sequence[Tensor] | None = None) -> OneShotSink:
         """Return the sink."""
-        return OneShotSink(self, meter)
+        return OneShotSink(self, meter, into)
 
 
 class OneShotSink:
     """Sends all gradients home at once."""
 
-    def __init__(self, exchange: OneShot, meter: Meter) -> None:
-        self.exchange, self.meter = exchange, meter
+    def __init__(self, exchange: OneShot, meter: Meter, into: Sequence[Tensor] | None) -> None:
+        self.exchange, self.meter, self.into = exchange, meter, into
         self.grads: list[Tensor] = []
 
     def push(self, q: int, grad: Tensor) -> None:
         """Take the gradients of the own rows and of all others."""
         peers, n = self.exchange.peers, grad.size(0) - self.exchange.num_halo
         peers.turn += 1
-        own = grad[:n].clone()  # or the rows of others would live as long
+        own = grad[:n].clone() if self.into is None else grad[:n]  # or the rows of others would live as long
+        own = begin(self.into, len(self.grads), own, own, n)
         halo = grad[n:].contiguous()
         pending = []
         for q in peers.others:

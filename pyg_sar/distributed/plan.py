@@ -108,7 +108,7 @@ def even_share(nodes: int, edges: int, workers: int, boundary: float | None = No
     if workers == 1:
         return Share(own, into, into, (), ())
     # A node with d neighbors has one among the n / N nodes of a worker but for a chance of (1 - 1 / N)^d.
-    reads = 1 - (1 - 1 / workers) ** (edges / nodes) if boundary is None else boundary / (workers - 1)
+    reads = 1 - (1 - 1 / workers) ** (edges / max(nodes, 1)) if boundary is None else boundary / (workers - 1)
     inside = into // workers if boundary is None else round(into / (1 + boundary))
     rows = (min(round(own * reads), own),) * (workers - 1)
     return Share(own, into, inside, rows, rows)

@@ -43,7 +43,7 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
         scale = degree(graph, edge_weight, x.dtype).pow(-0.5)  # of sources, of which destinations are the first
         scale = scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
         if edge_weight is None and graph.is_constant(x):
-            out = self.lin(graph.recall(x, (self.aggr, graph), lambda: reduce_rows(graph, x * scale, self.aggr)))
+            out = self.lin(graph.recall(x, graph, self.aggr, lambda: reduce_rows(graph, x * scale, self.aggr)))
         else:
             out = reduce_rows(graph, self.lin(x) * scale, self.aggr, edge_weight, self.node_dim)
         out = out * scale[: graph.num_dst]

@@ -162,7 +162,7 @@ def reduce_rows(
         node_dim: The dimension of the nodes.
     """
     if weight is None and graph.is_constant(x):  # what is summed up is kept, and not its rows
-        return graph.recall(x, (graph, aggr, node_dim), lambda: reduce_rows(graph, x.detach(), aggr, None, node_dim))
+        return graph.recall(x, graph, (aggr, node_dim), lambda: reduce_rows(graph, x.detach(), aggr, None, node_dim))
     if weight is not None:
         x = x.to(torch.promote_types(x.dtype, weight.dtype))
     rows = x if node_dim % x.dim() == 0 else x.movedim(node_dim, 0)

@@ -41,7 +41,8 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         x = self.pair(x, edge_index)
         graph, lin = self.streamed(edge_index, x, size), affine(self.lin_l)
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        if graph is None or lin is None or self.aggr not in SUMS or graph.is_constant(x_src) or wider(lin[0], x_src):
+        constant = graph is not None and graph.is_constant(x_src) and not self.project
+        if graph is None or lin is None or self.aggr not in SUMS or constant or self.widens(lin[0], x_src):
             return super().forward(x, edge_index, size)
         x_src = self.lin(x_src).relu() if self.project else x_src
         out = reduce_rows(graph, F.linear(x_src, lin[0]), self.aggr, node_dim=self.node_dim)
@@ -55,7 +56,6 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         assert isinstance(self.aggr, str)
         return reduce_rows(graph, kwargs["x"][0], self.aggr, node_dim=self.node_dim)
 
-
-def wider(weight: Tensor, x: Tensor) -> bool:
-    """Whether more travels if rows are multiplied by ``weight`` first; then gradients travel even if ``x`` has none."""
-    return weight.size(0) * (1 if x.requires_grad else 2) > weight.size(1)
+    def widens(self, weight: Tensor, x: Tensor) -> bool:
+        """Whether more travels if rows are multiplied by ``weight`` first; their gradients then travel in any case."""
+        return weight.size(0) * (1 if x.requires_grad or self.project else 2) > weight.size(1)

@@ -32,6 +32,8 @@ FULL = [
 OPTIONS = [
     (S, (8, 4), {"normalize": True, "project": True}, {}),
     (S, (8, 4), {"root_weight": False, "bias": False}, {}),
+    (S, (8, 10), {}, {}),
+    (S, (8, 10), {"normalize": True, "project": True}, {}),
     (S, ((8, 6), 4), {}, {"bipartite": "same"}),
     (S, ((8, 6), 4), {"aggr": "max"}, {"bipartite": "two"}),
     (S, (8, 4), {"aggr": "sum"}, {"bipartite": "none"}),
