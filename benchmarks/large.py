@@ -5,7 +5,7 @@
 
 Every step runs in fresh processes, and the graph is on disk between them. Peaks are resident memory from the start of
 the process on, libraries included; pages of a partition's files, which are mapped, count as long as the system leaves
-them in memory. Tensors of 1 MiB and more are given back to the system when they are freed. Writes ``large.md``.
+them in memory. Tensors of 128 KiB and more are given back to the system when they are freed. Writes ``large.md``.
 """
 
 import argparse
