@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# More passes or smaller batches hardly cut less on the graphs of docs/partition.md.
+# More passes or smaller batches hardly cut less on the graphs of benchmarks/partition.py.
 PASSES, BATCHES = 20, 100
 SETTLED = 1e-3  # share of the nodes that move in a pass, below which another one is not worth it
 SLACK = 1.03  # METIS's, too
