@@ -47,8 +47,8 @@ def partition(
     report says how well each came out.
 
     FENNEL, a streaming partitioner, is for graphs that METIS has no room for. It cuts more edges than METIS, but far
-    fewer than a random assignment (``benchmarks/partition.py``). Use it with :obj:`order="id"`: the other order runs METIS on
-    the edges within each part.
+    fewer than a random assignment (``benchmarks/partition.py``). Use it with :obj:`order="id"`: the other order runs
+    METIS on the edges within each part.
 
     The rows of a part are in the order of :func:`pyg_sar.locality_order`, so that layers find most of the rows they
     gather in a cache. ``n_id`` of the loaded data tells which node each row is.
