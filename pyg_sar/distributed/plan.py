@@ -127,7 +127,8 @@ def plan(
 ) -> list[Need]:
     r"""Tell the memory and traffic of training on a worker, for every mode, without graph and without other workers.
 
-    Call it in a process that is in no process group. The model's output is taken for class scores of all nodes.
+    Call it in a process that is in no process group. It counts what the compiled kernels take. The model's output is
+    taken for class scores of all nodes.
 
     Args:
         model (callable): Makes the model, of layers of :mod:`pyg_sar.nn`; it is called as
@@ -222,7 +223,7 @@ def _run(
     net = model()
     state = optimizer(net.parameters())
     for _ in range(2):  # the first step makes transposed blocks, self-loops and the optimizer's state
-        with Live() as live, record_traffic(edge_index) as layers:
+        with Live(dry=True) as live, record_traffic(edge_index) as layers:
             out = net(*inputs)
             F.cross_entropy(out, ids % out.size(1)).backward()
             del out
@@ -242,17 +243,23 @@ def received(layers: Sequence[Traffic]) -> int:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that were made within and still live."""
+    """Counts the bytes of all tensors that were made within and still live.
 
-    def __init__(self) -> None:
+    Args:
+        dry: Whether to leave out the operators of this package: they write into tensors that they are given, and what
+            plain PyTorch would hold in their place is not what the compiled kernels do.
+    """
+
+    def __init__(self, dry: bool = False) -> None:
         super().__init__()
+        self.dry = dry
         gc.collect()
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look for memory that is not that of an argument."""
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
+        out = None if self.dry and func.namespace == "pyg_sar" else func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
                 memory = t.untyped_storage()

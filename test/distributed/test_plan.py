@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import pyg_sar.nn
-from pyg_sar import load, partition, record_traffic, sum_gradients
+from pyg_sar import load, ops, partition, record_traffic, sum_gradients
 from pyg_sar.__main__ import _stack
 from pyg_sar.distributed.datasets import dataset
 from pyg_sar.distributed.partition import assign
@@ -60,6 +60,7 @@ def folders(tmp_path_factory):
     return made
 
 
+@pytest.mark.skipif(not ops.KERNELS, reason="PYG_SAR_KERNELS=0: plain PyTorch holds messages, too")
 @pytest.mark.parametrize("kind", ["sage", "gat", "rgcn"])
 @pytest.mark.parametrize(("workers", "mode", "prefetch"), [(2, 1, 1), (4, 1, 0), (4, 1, 2), (4, 2, 1), (4, 3, 1)])
 def test_prediction(pool, folders, kind, workers, mode, prefetch):
