@@ -4,10 +4,11 @@ Every exchange has the same few verbs, which is all that the streaming loop know
 
 * ``visits(count, ...)``: for each of ``count`` parts, the source shards in the order in which they are visited;
 * ``pull(parts, visits, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads, for one
-  tensor ``x`` of ``parts`` after the other: what is cut by columns travels in one pipeline;
-* ``sink(meter, into)``: takes the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their
-  owners, in ``into`` if that has a tensor for each part, and returns those of each part by ``sum()``; it may keep and
-  change what it was given;
+  tensor ``x`` of ``parts`` after the other, which may be made when it is asked for: what is cut by columns travels in
+  one pipeline;
+* ``sink(meter, take)``: gets the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their
+  owners, and calls ``take(part, grad)`` with those of the own rows as soon as they are complete, at the latest in
+  ``close()``; it may keep and change what was pushed;
 * ``tell(used)``: given which of the rows of other workers are used here (local-first), returns the own rows that each
   of them uses; ``restrict(used, served, number)``: the exchange of these rows alone, own rows having new numbers;
 * ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere; ``alone``: whether there is no
@@ -29,7 +30,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -44,6 +45,7 @@ from pyg_sar.graph import Index, length, renumber
 
 Visits = Sequence[Sequence[int]]
 Meter = Callable[..., None]  # of bytes sent and received, and of seconds spent waiting
+Take = Callable[[int, Tensor], None]  # of the number of a part and the gradient of its own rows
 
 
 @dataclass
@@ -127,43 +129,37 @@ class Local:
         """Return the pieces in their order."""
         return [range(len(self.ids))] * count
 
-    def pull(self, parts: Sequence[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+    def pull(self, parts: Iterable[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield every piece of every part."""
         for x, order in zip(parts, visits, strict=True):
             for q in order:
                 yield q, x[self.ids[q]]
 
-    def sink(self, meter: Meter, into: Sequence[Tensor] | None = None) -> LocalSink:
+    def sink(self, meter: Meter, take: Take) -> LocalSink:
         """Return the sink."""
-        return LocalSink(self.ids, into)
+        return LocalSink(self.ids, take)
 
 
 class LocalSink:
     """Adds the gradients of every piece; those of a single piece are the sum."""
 
-    def __init__(self, ids: Sequence[Index], into: Sequence[Tensor] | None) -> None:
-        self.ids, self.into = ids, into
-        self.grads: list[Tensor] = []
+    def __init__(self, ids: Sequence[Index], take: Take) -> None:
+        self.ids, self.take, self.part = ids, take, 0
+        self.total: Tensor | None = None
 
     def push(self, q: int, grad: Tensor) -> None:
         """Add the gradient of piece ``q``; a piece holds a row once."""
-        if q == 0:
-            whole = grad if len(self.ids) == 1 else None
-            self.grads.append(begin(self.into, len(self.grads), whole, grad, num_rows(self.ids)))
-            if len(self.ids) == 1:
-                return
-        self.grads[-1][self.ids[q]] += grad
+        if len(self.ids) > 1:
+            if self.total is None:
+                self.total = grad.new_zeros(num_rows(self.ids), *grad.shape[1:])
+            self.total[self.ids[q]] += grad
+            grad = self.total
+        if q == len(self.ids) - 1:
+            self.take(self.part, grad)
+            self.part, self.total = self.part + 1, None
 
-    def sum(self) -> list[Tensor]:
-        """Return the gradient of all rows of every part."""
-        return self.grads
-
-
-def begin(into: Sequence[Tensor] | None, part: int, own: Tensor | None, like: Tensor, rows: int) -> Tensor:
-    """Return the gradient of the own rows of a part so far, ``own`` or zeros, where it shall be."""
-    if into is None:
-        return like.new_zeros(rows, *like.shape[1:]) if own is None else own
-    return into[part].zero_() if own is None else into[part].copy_(own)
+    def close(self) -> None:
+        """Do nothing: all is taken."""
 
 
 def num_rows(ids: Sequence[Index]) -> int:
@@ -239,7 +235,7 @@ class Peers:
         early, late = [self.rank, *self.others], [*self.others, self.rank]
         return [late if backward and (k > 0 or not pulls) else early for k in range(count)]
 
-    def pull(self, parts: Sequence[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+    def pull(self, parts: Iterable[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield the own rows and those of every peer, for each part."""
         self.turn += 1
         queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]] = deque()
@@ -268,10 +264,10 @@ class Peers:
             return dtype
         return self.wire
 
-    def sink(self, meter: Meter, into: Sequence[Tensor] | None = None) -> PeerSink:
+    def sink(self, meter: Meter, take: Take) -> PeerSink:
         """Return the sink."""
         self.turn += 1
-        return PeerSink(self, meter, into)
+        return PeerSink(self, meter, take)
 
     def tag(self, what: str, tensor: Tensor) -> int:
         """Return a number that only the same message of the same turn has.
@@ -332,9 +328,9 @@ def arrived(queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> tu
 class PeerSink:
     """Sends gradients home while the next block is computed; drains as deep as the pull is prefetched."""
 
-    def __init__(self, peers: Peers, meter: Meter, into: Sequence[Tensor] | None) -> None:
-        self.peers, self.meter, self.into = peers, meter, into
-        self.grads: list[Tensor] = []  # of the own rows, for each part
+    def __init__(self, peers: Peers, meter: Meter, take: Take) -> None:
+        self.peers, self.meter, self.take = peers, meter, take
+        self.totals: dict[int, tuple[Tensor, int]] = {}  # of own rows, by part, and how many gradients are missing
         self.queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]] = deque()
         self.pushed = self.drained = 0
 
@@ -359,21 +355,24 @@ class PeerSink:
 
     def _add(self, part: int, grad: Tensor, rows: Tensor | None) -> None:
         """Add to some of the own rows, or to all of them."""
-        if part == len(self.grads):
-            own, count = grad if rows is None else None, self.peers.num_src[self.peers.rank]
-            self.grads.append(begin(self.into, part, own, grad, count))
-            if rows is None:
-                return
-        if rows is None:
-            self.grads[part] += grad
+        total, missing = self.totals.pop(part, (None, self.peers.size))
+        if total is None and rows is None:
+            total = grad
+        elif total is None:
+            total = grad.new_zeros(self.peers.num_src[self.peers.rank], *grad.shape[1:])
+        elif rows is None:
+            total += grad
+        if rows is not None:
+            total.index_add_(0, rows, grad)
+        if missing > 1:
+            self.totals[part] = total, missing - 1
         else:
-            self.grads[part].index_add_(0, rows, grad)
+            self.take(part, total)
 
-    def sum(self) -> list[Tensor]:
-        """Return the gradient of the own rows of every part."""
+    def close(self) -> None:
+        """Wait for what is under way."""
         while self.queue:
             self._drain()
-        return self.grads
 
 
 class OneShot:
@@ -404,7 +403,7 @@ class OneShot:
         """Return the single piece, for each part."""
         return [(0,)] * count
 
-    def pull(self, parts: Sequence[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+    def pull(self, parts: Iterable[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
         """Yield the own rows and those of all peers as one piece."""
         for x in parts:
             yield 0, self._fetch(x, meter)
@@ -425,24 +424,22 @@ class OneShot:
             rows[n:] = halo
         return rows
 
-    def sink(self, meter: Meter, into: Sequence[Tensor] | None = None) -> OneShotSink:
+    def sink(self, meter: Meter, take: Take) -> OneShotSink:
         """Return the sink."""
-        return OneShotSink(self, meter, into)
+        return OneShotSink(self, meter, take)
 
 
 class OneShotSink:
     """Sends all gradients home at once."""
 
-    def __init__(self, exchange: OneShot, meter: Meter, into: Sequence[Tensor] | None) -> None:
-        self.exchange, self.meter, self.into = exchange, meter, into
-        self.grads: list[Tensor] = []
+    def __init__(self, exchange: OneShot, meter: Meter, take: Take) -> None:
+        self.exchange, self.meter, self.take, self.part = exchange, meter, take, 0
 
     def push(self, q: int, grad: Tensor) -> None:
         """Take the gradients of the own rows and of all others."""
         peers, n = self.exchange.peers, grad.size(0) - self.exchange.num_halo
         peers.turn += 1
-        own = grad[:n].clone() if self.into is None else grad[:n]  # or the rows of others would live as long
-        own = begin(self.into, len(self.grads), own, own, n)
+        own = grad[:n].clone()  # or the rows of others would live as long
         halo = grad[n:].contiguous()
         pending = []
         for q in peers.others:
@@ -454,11 +451,11 @@ class OneShotSink:
             for transfer in transfers:
                 transfer.wait()
             own.index_add_(0, peers.serve[client], into.to(own.dtype))
-        self.grads.append(own)
+        self.take(self.part, own)
+        self.part += 1
 
-    def sum(self) -> list[Tensor]:
-        """Return the gradient of the own rows of every part."""
-        return self.grads
+    def close(self) -> None:
+        """Do nothing: all is taken."""
 
 
 def record_traffic(edge_index: Any) -> AbstractContextManager[list[Traffic]]:

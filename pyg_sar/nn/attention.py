@@ -9,16 +9,16 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.message_passing import divide_by_degree
-from pyg_sar.reduce import ProjectedSoftmax, Softmax, head_groups
+from pyg_sar.nn.message_passing import add
+from pyg_sar.reduce import ProjectedSoftmax, Softmax, divisor, head_groups
 from pyg_sar.reference import accumulator
-from pyg_sar.stream import aggregate
+from pyg_sar.stream import Lin, aggregate
 
 
 def attend(
     layer: Any, graph: ShardedGraph, kind: int, parameter: float, x: Tensor, query: Tensor | None,
     edge: tuple[Tensor, Tensor] | None = None, att: Tensor | None = None, project: tuple[Tensor, ...] = (),
-    res: Tensor | None = None, bias: Tensor | None = None,
+    res: Tensor | None = None, bias: Tensor | None = None, lin: Lin | None = None,
 ) -> Tensor:  # fmt: skip
     r"""Return the output of an attention layer.
 
@@ -34,6 +34,8 @@ def attend(
         project: The maps of features to values and keys, see :class:`~pyg_sar.reduce.ProjectedSoftmax`.
         res: What is added to the output.
         bias: The bias.
+        lin: The map that makes packed source rows of features, if ``x`` are these, see
+            :func:`~pyg_sar.stream.aggregate`.
     """
     drop = None
     if layer.training and layer.dropout > 0:
@@ -49,16 +51,15 @@ def attend(
     att = None if att is None else att.view(-1)
     const = [t for t in (att, None if edge is None else edge[1], *project) if t is not None]
     dst, features = [] if query is None else [query], [] if edge is None else edge[:1]
-    out = aggregate(graph, reduce, x, dst, features, const)
+    out = aggregate(graph, reduce, x, dst, features, const, lin)
     own = not reduce.saves_output  # nothing that may still be changed in place must be what backward reads
     if layer.aggr == "mean":
-        out, own = divide_by_degree(graph, out), True
+        out, own = out / divisor(graph.degree, out), True
     if not layer.concat:
         out, own = out.view(-1, layer.heads, layer.out_channels).mean(1), True
     for term in (res, bias):
         if term is not None:
-            in_place = own and torch.promote_types(out.dtype, term.dtype) == out.dtype
-            out, own = out.add_(term) if in_place else out + term, True
+            out, own = add(out, term) if own else out + term, True
     return out if own else out.clone()
 
 

@@ -13,6 +13,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.attention import attend, pack, replace_self_loops, travelling
 from pyg_sar.nn.message_passing import SUMS, MessagePassing, affine, misses_loops
 from pyg_sar.reference import ADDITIVE
+from pyg_sar.stream import Lin
 
 
 class GATConv(MessagePassing, torch_geometric.nn.GATConv):
@@ -62,28 +63,29 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         if edge_attr is not None and self.lin_edge is not None:
             edge = edge_attr, through(self.lin_edge.weight, self.att_edge)
         query = None if x_dst is None else self.terms(lin_dst, x_dst, self.att_dst)
-        rows, project = self.rows(graph, lin_src, x_src)
+        rows, lin, project = self.rows(graph, lin_src, x_src)
         return attend(
-            self, graph, ADDITIVE, self.negative_slope, rows, query, edge, project=project, res=res, bias=self.bias
-        )
+            self, graph, ADDITIVE, self.negative_slope, rows, query, edge, project=project, res=res, bias=self.bias,
+            lin=lin,
+        )  # fmt: skip
 
-    def rows(self, graph: ShardedGraph, lin: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return packed source rows, transformed features and their terms of the scores, in one product if possible;
-        or features and the maps to both, where features are not the wider ones and no rows travel, or where they are
-        at most half as wide and constant: each worker then transforms the rows that it reads, no gradient of rows
-        travels, and what is fetched is the same in every step.
+    def rows(self, graph: ShardedGraph, lin: Any, x: Tensor) -> tuple[Tensor, Lin | None, tuple[Tensor, ...]]:
+        """Return packed source rows, transformed features and their terms of the scores; or features and the map to
+        such rows; or features and the maps to both, where features are not the wider ones and no rows travel, or where
+        they are at most half as wide and constant: each worker then transforms the rows that it reads, no gradient of
+        rows travels, and what is fetched is the same in every step.
         """
         groups = travelling(self, graph)
         if not is_matrix(lin):
             z = lin(x)
             key = (z.view(-1, self.heads, self.out_channels) * self.att_src).sum(-1)
-            return pack(z, key, self.heads, groups, 1), ()
+            return pack(z, key, self.heads, groups, 1), None, ()
         maps, width = (lin.weight, through(lin.weight, self.att_src)), lin.weight.size(0)
         alone = graph.exchange.alone and len(graph.blocks) == 1
         narrow = x.size(1) <= width if alone else 2 * x.size(1) <= width and not x.requires_grad
         if (narrow or graph.is_constant(x)) and not torch.is_autocast_enabled(x.device.type):
-            return x, maps
-        return F.linear(x, pack(*maps, self.heads, groups, 0)), ()
+            return x, None, maps
+        return x, (pack(*maps, self.heads, groups, 0), None), ()
 
     def terms(self, lin: Any, x: Tensor, att: Tensor) -> Tensor:
         """Return the terms of destinations, one for each head."""

@@ -8,7 +8,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.nn.attention import attend, replace_self_loops
-from pyg_sar.nn.message_passing import SUMS, MessagePassing, misses_loops
+from pyg_sar.nn.message_passing import SUMS, MessagePassing, affine, misses_loops
 from pyg_sar.reference import GATV2
 
 
@@ -51,12 +51,16 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
         assert x_dst is not None
         res = None if self.res is None else self.res(x_dst)
-        rows = self.lin_l(x_src)
-        query = rows if self.share_weights and x_dst is x_src else self.lin_r(x_dst)
+        shared, lin = self.share_weights and x_dst is x_src, affine(self.lin_l)
+        rows = self.lin_l(x_src) if shared or lin is None else x_src
+        query = rows if shared else self.lin_r(x_dst)
         if self.add_self_loops:
             graph, edge_attr = replace_self_loops(graph, edge_attr, self.fill_value)
         edge = None
         if edge_attr is not None:
             assert self.lin_edge is not None
             edge = edge_attr, self.lin_edge.weight
-        return attend(self, graph, GATV2, self.negative_slope, rows, query, edge, self.att, res=res, bias=self.bias)
+        return attend(
+            self, graph, GATV2, self.negative_slope, rows, query, edge, self.att, res=res, bias=self.bias,
+            lin=None if shared else lin,
+        )  # fmt: skip

@@ -3,9 +3,11 @@ r"""The base of all layers: PyG's ``propagate``, which streams when it is given 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -16,7 +18,7 @@ from pyg_sar.distributed.assemble import shard
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds, ShardedGraph
 from pyg_sar.reduce import Extremum, Reduce, Sum
-from pyg_sar.stream import aggregate
+from pyg_sar.stream import Lin, start
 
 PROPAGATE = torch_geometric.nn.MessagePassing.propagate
 EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
@@ -161,24 +163,37 @@ def reduce_rows(
         weight: Weight of each edge, for sums and means.
         node_dim: The dimension of the nodes.
     """
-    if weight is None and graph.is_constant(x):  # what is summed up is kept, and not its rows
-        return graph.recall(x, graph, (aggr, node_dim), lambda: reduce_rows(graph, x.detach(), aggr, None, node_dim))
+    return start_rows(graph, x, aggr, weight, node_dim)()
+
+
+def start_rows(
+    graph: ShardedGraph, x: Tensor, aggr: str | None, weight: Tensor | None = None, node_dim: int = 0,
+    lin: Lin | None = None,
+) -> Callable[[], Tensor]:  # fmt: skip
+    """Do as :func:`reduce_rows`, of rows mapped by ``lin`` if given, but return a function that ends it (see
+    :func:`~pyg_sar.stream.start`).
+    """
+    if lin is not None and node_dim % x.dim() != 0:
+        x, lin = F.linear(x, *lin), None
+    if weight is None and lin is None and graph.is_constant(x):  # what is summed up is kept, and not its rows
+        detached = x.detach()  # of which nothing is kept
+        kept = graph.recall(x, graph, (aggr, node_dim), lambda: reduce_rows(graph, detached, aggr, None, node_dim))
+        return lambda: kept
     if weight is not None:
         x = x.to(torch.promote_types(x.dtype, weight.dtype))
-    rows = x if node_dim % x.dim() == 0 else x.movedim(node_dim, 0)
+    first = node_dim % x.dim() == 0
     reduce: Reduce
     if aggr in ("max", "min"):
         reduce = Extremum(1 if aggr == "max" else -1)
     else:
         learn = weight is not None and weight.requires_grad
-        reduce = Sum(learn_weight=learn, once=len(graph.blocks) == 1 and graph.num_edges > 0)
-    out = aggregate(graph, reduce, rows, edge=() if weight is None else (weight,))
-    return (divide_by_degree(graph, out) if aggr == "mean" else out).movedim(0, node_dim)
-
-
-def divide_by_degree(graph: ShardedGraph, total: Tensor) -> Tensor:
-    """Turn sums over the in-edges of each destination into means."""
-    return total / graph.degree.clamp(min=1).to(total.dtype).view(-1, *[1] * (total.dim() - 1))
+        once = len(graph.blocks) == 1 and graph.num_edges > 0
+        reduce = Sum(learn_weight=learn, once=once, count=graph.degree if aggr == "mean" else None)
+    finish = start(
+        graph, reduce, x if first else x.movedim(node_dim, 0), edge=() if weight is None else (weight,), lin=lin
+    )
+    # A view that moves nothing is no view: changes of it in place would be copied by autograd.
+    return finish if first else lambda: finish().movedim(0, node_dim)
 
 
 def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -187,3 +202,8 @@ def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:
     if type(lin) is not torch_geometric.nn.Linear or any(hooks) or is_uninitialized_parameter(lin.weight):
         return None
     return lin.weight, lin.bias
+
+
+def add(own: Tensor, term: Tensor) -> Tensor:
+    """Return the sum, in the memory of ``own`` (which nobody else reads) if its type allows."""
+    return own.add_(term) if torch.promote_types(own.dtype, term.dtype) == own.dtype else own + term

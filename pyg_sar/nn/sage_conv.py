@@ -9,7 +9,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.message_passing import SIMPLE, SUMS, MessagePassing, affine, reduce_rows
+from pyg_sar.nn.message_passing import SIMPLE, SUMS, MessagePassing, add, affine, reduce_rows, start_rows
 
 
 class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
@@ -40,16 +40,29 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         """Run the forward pass; where that makes less travel, rows are transformed before they are summed."""
         x = self.pair(x, edge_index)
         graph, lin = self.streamed(edge_index, x, size), affine(self.lin_l)
-        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        constant = graph is not None and graph.is_constant(x_src) and not self.project
-        if graph is None or lin is None or self.aggr not in SUMS or constant or self.widens(lin[0], x_src):
+        if graph is None or lin is None:
             return super().forward(x, edge_index, size)
+        (x_src, x_dst), (weight, bias) = (x, x) if isinstance(x, Tensor) else x, lin
         x_src = self.lin(x_src).relu() if self.project else x_src
-        out = reduce_rows(graph, F.linear(x_src, lin[0]), self.aggr, node_dim=self.node_dim)
-        out = out if lin[1] is None else out.add_(lin[1])
-        if self.root_weight and x_dst is not None:
-            out += self.lin_r(x_dst)
+        before = self.aggr in SUMS and not graph.is_constant(x_src) and not self.widens(weight, x_src)
+        assert isinstance(self.aggr, str)
+        finish = start_rows(graph, x_src, self.aggr, None, self.node_dim, (weight, None) if before else None)
+        root = self.root(x_dst, bias)
+        out = finish() if before else F.linear(finish(), weight)
+        if root is not None:
+            out = add(root, out)
+        elif bias is not None:
+            out = out + bias
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+
+    def root(self, x: Tensor | None, bias: Tensor | None) -> Tensor | None:
+        """Return the terms of destinations and the bias, if there are such terms."""
+        if not self.root_weight or x is None:
+            return None
+        lin = affine(self.lin_r)
+        if lin is not None and lin[1] is None:
+            return F.linear(x, lin[0], bias)
+        return self.lin_r(x) if bias is None else self.lin_r(x) + bias
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``."""
@@ -58,4 +71,4 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
 
     def widens(self, weight: Tensor, x: Tensor) -> bool:
         """Whether more travels if rows are multiplied by ``weight`` first; their gradients then travel in any case."""
-        return weight.size(0) * (1 if x.requires_grad or self.project else 2) > weight.size(1)
+        return weight.size(0) * (1 if x.requires_grad else 2) > weight.size(1)

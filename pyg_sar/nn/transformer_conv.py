@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.attention import attend, pack, travelling
 from pyg_sar.nn.message_passing import SUMS, MessagePassing, affine
 from pyg_sar.reference import DOT
+from pyg_sar.stream import Lin
 
 
 class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
@@ -57,7 +57,8 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
         edge = None if self.lin_edge is None else (edge_attr, self.lin_edge.weight)
         factor = 1 / math.sqrt(self.out_channels)
-        out = attend(self, graph, DOT, factor, self.rows(graph, x_src), self.lin_query(x_dst), edge)  # type: ignore[arg-type]
+        rows, lin = self.rows(graph, x_src)
+        out = attend(self, graph, DOT, factor, rows, self.lin_query(x_dst), edge, lin=lin)  # type: ignore[arg-type]
         if not self.root_weight:
             return out
         x_dst = self.lin_skip(x_dst)
@@ -66,11 +67,11 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
         beta = self.lin_beta(torch.cat([out, x_dst, out - x_dst], dim=-1)).sigmoid()
         return beta * x_dst + (1 - beta) * out
 
-    def rows(self, graph: ShardedGraph, x: Tensor) -> Tensor:
-        """Return packed source rows, values and keys, in one product if possible."""
+    def rows(self, graph: ShardedGraph, x: Tensor) -> tuple[Tensor, Lin | None]:
+        """Return packed source rows, values and keys, or features and the map to such rows."""
         value, key, groups = affine(self.lin_value), affine(self.lin_key), travelling(self, graph)
         if value is None or key is None:
-            return pack(self.lin_value(x), self.lin_key(x), self.heads, groups, 1)
+            return pack(self.lin_value(x), self.lin_key(x), self.heads, groups, 1), None
         (weight, bias), (key_weight, key_bias) = value, key
         both = None if bias is None or key_bias is None else pack(bias, key_bias, self.heads, groups, 0)
-        return F.linear(x, pack(weight, key_weight, self.heads, groups, 0), both)
+        return x, (pack(weight, key_weight, self.heads, groups, 0), both)
