@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.ops import zeros
 from pyg_sar.reduce import Needs, Reduce, Rows, linear, linear_grad
 
 Lin = tuple[Tensor, Tensor | None]
@@ -202,7 +201,7 @@ class _Call:
         found[:] = [None] * self.counts[0]
         if home:
             found[:] = [torch.empty_like(t) if want else None for t, want in zip(home, wants, strict=True)]
-            found[0] = zeros(home[0], *home[0].shape) if wants[0] else None
+            found[0] = torch.zeros_like(home[0]) if wants[0] else None
 
             def take(k: int, grad: Tensor) -> None:
                 into = [None if t is None else t[parts[k].source] for t in found[1:]]

@@ -1,5 +1,7 @@
 """The streaming loop as a citizen of autograd: every layer x mode on several workers."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +9,9 @@ from cases import CASES, Case, setup, whole
 from problem import assignment, close, edges, share
 
 from pyg_sar import shard
+from pyg_sar.distributed.exchange import Peers, Transfer
 from pyg_sar.nn import GATConv, GCNConv, RGCNConv, SAGEConv
-from pyg_sar.reduce import Extremum, Sum
+from pyg_sar.reduce import Extremum, Sum, linear, linear_grad
 from pyg_sar.stream import aggregate
 
 MODES = (1, 2, 3)
@@ -39,20 +42,71 @@ def test_backward_twice_gives_the_same(pool, mode):
     pool.run(3, backward_twice, mode)
 
 
-def some_gradients(group, mode):
-    for name, case in CASES.items():
-        it = setup(group, case, mode=mode)
-        it.loss().backward()
-        expected = it.grads()
-        for chosen in (["x"], [n for n in expected if n != "x"]):
-            got = torch.autograd.grad(it.loss(), [it.leaves()[n] for n in chosen])
-            same(dict(zip(chosen, got, strict=True)), {n: expected[n] for n in chosen}, f"{name} {chosen}")
-        assert it.grads() == {}
+def some_gradients(group, mode, columns):
+    with mock.patch("pyg_sar.reduce.COLUMNS", columns):
+        for name, case in CASES.items():
+            it = setup(group, case, mode=mode)
+            it.loss().backward()
+            expected = it.grads()
+            for chosen in (["x"], *([n] for n in expected), [n for n in expected if n != "x"]):
+                got = torch.autograd.grad(it.loss(), [it.leaves()[n] for n in chosen])
+                same(dict(zip(chosen, got, strict=True)), {n: expected[n] for n in chosen}, f"{name} {chosen}")
+            assert it.grads() == {}
 
 
 @every_mode
-def test_gradients_of_inputs_only_and_of_parameters_only(pool, mode):
-    pool.run(3, some_gradients, mode)
+@pytest.mark.parametrize("columns", [2, 128])
+def test_gradients_of_inputs_only_and_of_parameters_only(pool, mode, columns):
+    pool.run(3, some_gradients, mode, columns)
+
+
+def frozen(group, mode):
+    """What needs no gradient changes none of the others."""
+    with mock.patch("pyg_sar.reduce.COLUMNS", 2):
+        for name, case in CASES.items():
+            it = setup(group, case, mode=mode)
+            it.loss().backward()
+            expected, leaves = it.grads(), it.leaves()
+            for left, leaf in leaves.items():
+                leaf.requires_grad_(False)
+                it.loss().backward()
+                same(it.grads(), {n: g for n, g in expected.items() if n != left}, f"{name} without {left}")
+                leaf.requires_grad_(True)
+
+
+@every_mode
+def test_frozen_inputs_and_parameters(pool, mode):
+    pool.run(2, frozen, mode)
+
+
+def meanwhile(group):
+    """Return what happens one after the other in a layer of two parts."""
+    it, events = setup(group, CASES["sage"]), []
+
+    def tell(name, function):
+        return lambda *args, **kwargs: (events.append(name), function(*args, **kwargs))[1]
+
+    with (
+        mock.patch("pyg_sar.reduce.COLUMNS", 2),
+        mock.patch("pyg_sar.stream.linear", tell("make", linear)),
+        mock.patch("pyg_sar.stream.linear_grad", tell("take", linear_grad)),
+        mock.patch.object(Peers, "swap", tell("send", Peers.swap)),
+        mock.patch.object(Transfer, "wait", tell("wait", Transfer.wait)),
+        mock.patch.object(SAGEConv, "root", tell("root", SAGEConv.root)),
+    ):
+        loss = it.loss()
+        forward = list(events)
+        events.clear()
+        it.layer.lin_r.weight.register_hook(lambda grad: events.append("root"))
+        loss.backward()
+    return forward, events
+
+
+def test_rows_are_made_and_others_computed_while_messages_travel(pool):
+    # To send and to receive are waited for one after the other.
+    for forward, backward in pool.run(2, meanwhile):
+        assert forward == ["make", "send", "root", "make", "send", "wait", "wait", "wait", "wait"]
+        assert backward == ["send", "send", "wait", "wait", "take", "root", "wait", "wait", "take"]
 
 
 def accumulate(group, mode):
