@@ -228,20 +228,20 @@ class _Call:
         if self.graph.exchange.alone:
             return self.end()
         # Where nobody asks for them, autograd does not come to `_Home`.
-        Variable._execution_engine.queue_callback(self.close)
+        Variable._execution_engine.queue_callback(self.forget)
         return [None] * self.counts[0]
 
     def end(self) -> list[Tensor | None]:
         """Return the gradients of ``home`` when they are complete."""
-        self.close()
-        found, self.found = self.found, []
-        return found
-
-    def close(self) -> None:
-        """Wait for the gradients that are under way."""
         sink, self.sink = self.sink, None
         if sink is not None:
             sink.close()
+        found, self.found = self.found, []
+        return found
+
+    def forget(self) -> None:
+        """Wait for gradients that nobody asked for."""
+        self.end()
 
 
 class _Home(torch.autograd.Function):

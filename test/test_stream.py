@@ -105,7 +105,7 @@ def meanwhile(group):
 def test_rows_are_made_and_others_computed_while_messages_travel(pool):
     # To send and to receive are waited for one after the other.
     for forward, backward in pool.run(2, meanwhile):
-        assert forward == ["make", "send", "root", "make", "send", "wait", "wait", "wait", "wait"]
+        assert forward == ["make", "send", "make", "send", "root", "wait", "wait", "wait", "wait"]
         assert backward == ["send", "send", "wait", "wait", "take", "root", "wait", "wait", "take"]
 
 

@@ -33,7 +33,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -174,7 +173,7 @@ class Peers:
         serve: ``serve[p]`` are the own rows that worker ``p`` reads; empty for oneself.
         num_src: ``num_src[q]`` is how many rows this worker reads from worker ``q``.
         group: The process group, or None for the default one.
-        prefetch: How many fetches are under way while a block is consumed.
+        prefetch: How many fetches are under way while a block of another worker is consumed.
         wire: The type in which wider floating-point rows and gradients travel, or None for their own.
     """
 
@@ -242,10 +241,14 @@ class Peers:
         for number, (x, order) in enumerate(zip(parts, visits, strict=True)):
             for q in order:
                 queue.append((q, *self._fetch(q, x, number, meter), x.dtype))
-                while queue and sum(q != self.rank for q, *_ in islice(queue, 1, None)) >= self.prefetch:
+                while queue and self._enough(queue):
                     yield arrived(queue)
         while queue:
             yield arrived(queue)
+
+    def _enough(self, queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> bool:
+        """Whether as many blocks of others are there or under way as may be; beside an own one that is one more."""
+        return self.prefetch == 0 or sum(q != self.rank for q, *_ in queue) > self.prefetch
 
     def _fetch(self, q: int, x: Tensor, number: int, meter: Meter) -> tuple[Tensor, list[Transfer]]:
         if q == self.rank:
