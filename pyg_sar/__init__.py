@@ -5,7 +5,14 @@ from typing import Any
 
 from pyg_sar import nn
 from pyg_sar.distributed.assemble import shard
-from pyg_sar.distributed.collectives import accuracy, all_reduce, broadcast_parameters, global_mean, sum_gradients
+from pyg_sar.distributed.collectives import (
+    accuracy,
+    all_reduce,
+    broadcast_parameters,
+    global_mean,
+    global_sum,
+    sum_gradients,
+)
 from pyg_sar.distributed.exchange import record_traffic
 from pyg_sar.distributed.flow import MessageFlow, message_flow
 from pyg_sar.distributed.load import load
@@ -43,6 +50,7 @@ __all__ = [
     "broadcast_parameters",
     "even_share",
     "global_mean",
+    "global_sum",
     "load",
     "locality_order",
     "message_flow",

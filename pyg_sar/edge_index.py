@@ -478,7 +478,7 @@ def refuse_whole_graph(it: ShardedEdgeIndex) -> None:
         frame = frame.f_back
 
 
-def whole_graph(module: torch.nn.Module, call: dict[str, Any], graph: ShardedGraph) -> str:
+def whole_graph(module: torch.nn.Module, call: dict[str, Any], graph: Any) -> str:
     """Return what a module does with all nodes or edges at once, or an empty string."""
     cls: Any = type(module)
     found = (WHOLE_GRAPH[n] for n in entries(cls) if not (n in UNLESS and UNLESS[n](module, call, graph)))

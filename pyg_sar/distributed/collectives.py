@@ -41,6 +41,37 @@ def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
     return tensor
 
 
+class _Sum(torch.autograd.Function):
+    """The sum over all workers is read by the losses of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return global_sum(grad, ctx.group), None
+
+
+def global_sum(tensor: Tensor, group: Any = None) -> Tensor:
+    r"""Return the sum of a tensor over all workers, with its gradient.
+
+    Sums that layers need of all nodes. All workers must call it together, and their losses must depend on it alike:
+    backward is a sum over all of them, too.
+
+    Args:
+        tensor (torch.Tensor): This worker's share.
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+    """
+    return _Sum.apply(tensor, group)
+
+
+def global_max(tensor: Tensor, group: Any = None) -> Tensor:
+    """Return the largest entries of a tensor on any worker, without a gradient."""
+    return all_gather(tensor, group).amax(0)
+
+
 def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the tensors of all workers, stacked in the order of ranks, without a gradient."""
     if not grouped(group):

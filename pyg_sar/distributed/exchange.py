@@ -173,7 +173,7 @@ class Peers:
         serve: ``serve[p]`` are the own rows that worker ``p`` reads; empty for oneself.
         num_src: ``num_src[q]`` is how many rows this worker reads from worker ``q``.
         group: The process group, or None for the default one.
-        prefetch: How many fetches are under way while a block of another worker is consumed.
+        prefetch: How many fetches are under way while a block is consumed.
         wire: The type in which wider floating-point rows and gradients travel, or None for their own.
     """
 
@@ -247,8 +247,12 @@ class Peers:
             yield arrived(queue)
 
     def _enough(self, queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> bool:
-        """Whether as many blocks of others are there or under way as may be; beside an own one that is one more."""
-        return self.prefetch == 0 or sum(q != self.rank for q, *_ in queue) > self.prefetch
+        """Whether as many blocks of others are under way as shall be while the first is consumed."""
+        first, remote = queue[0][0], sum(q != self.rank for q, *_ in queue)
+        if first != self.rank or self.prefetch == 0:
+            return remote > self.prefetch or self.prefetch == 0
+        # Of two workers every other block is an own one, for which one more keeps the link busy.
+        return remote >= self.prefetch + (self.size == 2)
 
     def _fetch(self, q: int, x: Tensor, number: int, meter: Meter) -> tuple[Tensor, list[Transfer]]:
         if q == self.rank:

@@ -1,11 +1,19 @@
 r"""Layers with PyG's constructors and ``state_dict`` that stream on a sharded graph."""
 
 from pyg_sar.nn.batch_norm import BatchNorm, BatchNorm1d
+from pyg_sar.nn.convert import convert
 from pyg_sar.nn.gat_conv import GATConv
 from pyg_sar.nn.gatv2_conv import GATv2Conv
 from pyg_sar.nn.gcn_conv import GCNConv
 from pyg_sar.nn.gin_conv import GINConv
+from pyg_sar.nn.glob import global_add_pool, global_max_pool, global_mean_pool
+from pyg_sar.nn.graph_norm import GraphNorm
+from pyg_sar.nn.graph_size_norm import GraphSizeNorm
+from pyg_sar.nn.instance_norm import InstanceNorm
+from pyg_sar.nn.layer_norm import LayerNorm
+from pyg_sar.nn.mean_subtraction_norm import MeanSubtractionNorm
 from pyg_sar.nn.message_passing import MessagePassing
+from pyg_sar.nn.pair_norm import PairNorm
 from pyg_sar.nn.rgcn_conv import FastRGCNConv, RGCNConv
 from pyg_sar.nn.sage_conv import SAGEConv
 from pyg_sar.nn.transformer_conv import TransformerConv
@@ -22,4 +30,14 @@ __all__ = classes = [
     "FastRGCNConv",
     "BatchNorm",
     "BatchNorm1d",
+    "GraphNorm",
+    "GraphSizeNorm",
+    "InstanceNorm",
+    "LayerNorm",
+    "MeanSubtractionNorm",
+    "PairNorm",
+    "convert",
+    "global_add_pool",
+    "global_max_pool",
+    "global_mean_pool",
 ]

@@ -29,6 +29,8 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
     """
 
+    group: Any = None
+
     def __init__(self, *args: Any, group: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group

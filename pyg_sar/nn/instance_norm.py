@@ -1,0 +1,51 @@
+r"""Normalisation of each example's features by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.distributed.collectives import grouped
+from pyg_sar.nn.examples import Examples
+
+
+class InstanceNorm(torch_geometric.nn.InstanceNorm):
+    r"""Instance normalisation from the `"Instance Normalization: The Missing Ingredient for Fast Stylization"
+    <https://arxiv.org/abs/1607.08022>`_ paper over the rows of all workers.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \frac{\mathbf{x} - \textrm{E}[\mathbf{x}]}{\sqrt{\textrm{Var}[\mathbf{x}] + \epsilon}}
+        \odot \gamma + \beta
+
+    Arguments, running statistics and ``state_dict`` are those of :class:`torch_geometric.nn.InstanceNorm`. Examples of
+    a batch must be numbered alike on all workers.
+    """
+
+    group: Any = None
+
+    def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+        """Normalise rows ``[n, channels]``."""
+        if not grouped(self.group):
+            return super().forward(x, batch, batch_size)
+        examples = Examples(x, batch, batch_size, self.group)
+        if self.training or not self.track_running_stats:
+            mean = examples.mean(x)
+            x = x - examples.of_rows(mean)
+            squares = examples.sum(x * x)
+            self.track(mean, squares / (examples.count - 1).clamp(min=1))
+            var = squares / examples.count.clamp(min=1)
+        else:
+            assert self.running_mean is not None and self.running_var is not None
+            x, var = x - self.running_mean, self.running_var.expand(examples.size, -1)
+        out = x / examples.of_rows((var + self.eps).sqrt())
+        return out if self.weight is None else out * self.weight + self.bias
+
+    @torch.no_grad()
+    def track(self, mean: Tensor, var: Tensor) -> None:
+        """Move the running statistics towards the mean of those of all examples."""
+        for running, now in ((self.running_mean, mean), (self.running_var, var)):
+            if running is not None:
+                running.lerp_(now.mean(0).to(running.dtype), self.momentum)

@@ -1,0 +1,127 @@
+"""Models of PyG, converted, on several workers against themselves on the whole graph."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_geometric.nn as gnn
+from problem import NUM_NODES, assignment, backward, close, edges, share
+
+import pyg_sar
+from pyg_sar.nn import convert
+
+DEGREES = torch.bincount(torch.bincount(edges()[1], minlength=NUM_NODES))
+PNA = {"aggregators": ["mean", "max", "sum"], "scalers": ["identity", "amplification"], "deg": DEGREES}
+MODELS = {
+    "GCN": lambda: gnn.GCN(8, 6, 3, 4, norm="BatchNorm", jk="cat"),
+    "GraphSAGE": lambda: gnn.GraphSAGE(8, 6, 3, 4, norm="GraphNorm", act="elu"),
+    "GIN": lambda: gnn.GIN(8, 6, 2, 4, norm="batch_norm"),
+    "GAT": lambda: gnn.GAT(8, 6, 3, 4, heads=2, norm=gnn.PairNorm(), jk="max"),
+    "GATv2": lambda: gnn.GAT(8, 6, 2, 4, v2=True, heads=2, norm="LayerNorm", norm_kwargs={"mode": "graph"}),
+    "GAT with InstanceNorm": lambda: gnn.GAT(8, 6, 2, 4, norm="InstanceNorm", jk="lstm"),
+    "PNA": lambda: gnn.PNA(8, 6, 2, 4, **PNA, norm=gnn.MeanSubtractionNorm()),
+    "EdgeCNN": lambda: gnn.EdgeCNN(8, 6, 2, 4, norm="DiffGroupNorm", norm_kwargs={"groups": 2}),
+    "Sequential": lambda: gnn.Sequential("x, edge_index", [
+        (gnn.SAGEConv(8, 6), "x, edge_index -> x"), torch.nn.BatchNorm1d(6), torch.nn.ReLU(),
+        (gnn.GraphConv(6, 6), "x, edge_index -> x"), (gnn.GraphSizeNorm(), "x -> x"), gnn.Linear(6, 4),
+    ]),
+    "DeepGCNLayer": lambda: gnn.Sequential("x, edge_index", [
+        (gnn.DeepGCNLayer(gnn.TransformerConv(8, 8), gnn.LayerNorm(8), torch.nn.ReLU(), "res+"), "x, edge_index -> x"),
+        (gnn.DeepGCNLayer(gnn.GENConv(8, 8, norm="layer"), gnn.BatchNorm(8), torch.nn.ReLU(), "res"),
+         "x, edge_index -> x"),
+    ]),
+}  # fmt: skip
+
+
+def check(group, name, mode):
+    torch.manual_seed(0)
+    reference = MODELS[name]().double()
+    model = copy.deepcopy(reference)
+    kept = dict(model.named_modules()), dict(model.named_parameters()), list(model.state_dict())
+    assert convert(model, group) is model
+    assert (dict(model.named_modules()), dict(model.named_parameters()), list(model.state_dict())) == kept
+    mine = share(group, edges(), assignment("random", group.size()), mode=mode)
+    x = torch.randn(NUM_NODES, 8, dtype=torch.float64)
+    for _ in range(2):  # the first step moves running statistics
+        whole, part = x.clone().requires_grad_(), x[mine.src].clone().requires_grad_()
+        reference.zero_grad(), model.zero_grad()
+        expected, out = reference(whole, edges()), model(part, mine.edge_index)
+        close(out, expected[mine.dst], f"{name}: output")
+        backward(expected, torch.arange(NUM_NODES), NUM_NODES)
+        backward(out, mine.dst, NUM_NODES)
+        close(part.grad, whole.grad[mine.src], f"{name}: gradient of x")
+        for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if q.grad is None:
+                assert p.grad is None or not p.grad.any(), key
+                continue
+            grad = torch.zeros_like(q) if p.grad is None else p.grad.clone()
+            dist.all_reduce(grad, group=group)
+            close(grad, q.grad, f"{name}: gradient of {key}")
+    reference.eval(), model.eval()
+    close(model(x[mine.src], mine.edge_index), reference(x, edges())[mine.dst], f"{name}: evaluation")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_pyg(pool, name):
+    for workers in (1, 3):
+        for mode in (1, 3):
+            pool.run(workers, check, name, mode)
+
+
+def test_a_converted_model_works_on_an_ordinary_edge_index():
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        reference, x = make().double(), torch.randn(NUM_NODES, 8, dtype=torch.float64)
+        model = convert(copy.deepcopy(reference))
+        close(model(x, edges()), reference(x, edges()), name)
+
+
+def test_hooks_and_optimizers_stay():
+    model, seen = gnn.GCN(8, 6, 2, 4, norm="BatchNorm"), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.convs[0].register_forward_hook(lambda *_: seen.append(1))
+    before = model.convs[1].lin.weight.clone()
+    convert(convert(model))(torch.randn(NUM_NODES, 8), pyg_sar.shard(edges(), NUM_NODES, 2)).sum().backward()
+    optimizer.step()
+    assert seen == [1] and (model.convs[1].lin.weight != before).any()
+    assert type(model.convs[0]) is pyg_sar.nn.GCNConv and type(model.norms[0].module) is pyg_sar.nn.BatchNorm1d
+
+
+def test_it_prints_what_becomes_of_layers(capsys):
+    convert(MODELS["Sequential"](), verbose=True)
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert [line[1:] for line in lines] == [
+        ["SAGEConv", "streams"],
+        ["BatchNorm1d", "sees the rows of all workers"],
+        ["GraphConv", "runs in one shot"],
+        ["GraphSizeNorm", "sees the rows of all workers"],
+    ]
+
+
+class Mine(gnn.SAGEConv):
+    def message(self, x_j):
+        return 2 * x_j
+
+
+def test_a_subclass_is_left_as_it_is():
+    torch.manual_seed(0)
+    layer, x = Mine(8, 4), torch.randn(NUM_NODES, 8)
+    expected = layer(x, edges())
+    assert type(convert(layer)) is Mine
+    close(layer(x, pyg_sar.shard(edges(), NUM_NODES, 2)), expected, "output", 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (gnn.HeteroBatchNorm(8, 2), r"'HeteroBatchNorm' \(1\).*statistics over all nodes"),
+        (gnn.TopKPooling(8), r"'TopKPooling' \(1\).*compares all nodes"),
+        (gnn.GPSConv(8, None), r"'GPSConv' \(1\).*attends over all nodes"),
+    ],
+)
+def test_what_needs_all_rows_is_refused_and_nothing_changed(layer, says):
+    model = torch.nn.Sequential(gnn.GCNConv(8, 8), layer)
+    with pytest.raises(NotImplementedError, match=says):
+        convert(model)
+    assert type(model[0]) is gnn.GCNConv
