@@ -38,7 +38,7 @@ def check(group, name, method, examples):
 @pytest.mark.parametrize("method", SIZES)
 @pytest.mark.parametrize("name", POOLS)
 def test_on_several_workers(pool, name, method, examples):
-    for workers in (1, 2, 4):
+    for workers in (1, 4):
         pool.run(workers, check, name, method, examples)
 
 

@@ -9,7 +9,7 @@ from problem import close
 import pyg_sar.nn
 
 F = 5
-SIZES = {"even": [10, 10, 10, 10], "uneven": [0, 1, 30, 2], "one has all": [0, 0, 0, 8]}
+SIZES = {"uneven": [0, 1, 30, 2], "one has all": [0, 0, 0, 8]}
 NORMS = {
     "GraphNorm": [(F,)],
     "GraphSizeNorm": [()],
@@ -71,11 +71,11 @@ def check(group, name, args, method, examples):
     close(found, cut(group, expected, sizes), "output in evaluation")
 
 
-@pytest.mark.parametrize("examples", [0, 1, 3])
+@pytest.mark.parametrize("examples", [0, 3])
 @pytest.mark.parametrize("method", SIZES)
 @pytest.mark.parametrize(("name", "args"), CASES)
 def test_on_several_workers(pool, name, args, method, examples):
-    for workers in (1, 2, 4):
+    for workers in (2, 4):
         pool.run(workers, check, name, args, method, examples)
 
 
