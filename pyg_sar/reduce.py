@@ -543,7 +543,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, on a CPU some rows at a time: MKL is up to 1.5 times as fast then, where
     rows of the result are no multiple of 64 bytes.
     """
-    if not x.is_cpu or x.dim() != 2:
+    if not x.is_cpu:
         return F.linear(x, weight, bias)
     out = x.new_empty(x.size(0), weight.size(0))
     for rows, into in zip(x.split(1024), out.split(1024), strict=True):

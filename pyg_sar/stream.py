@@ -43,24 +43,16 @@ def aggregate(
         lin (tuple, optional): Weight and bias (or :obj:`None`) of a linear map. Source rows are then those of ``x``
             under this map, of which some columns are made while others travel.
     """
-    return start(graph, reduce, x, dst, edge, const, lin)()
+    return start(graph, reduce, x, Rows(dst, edge, const), lin)()
 
 
-def start(
-    graph: ShardedGraph,
-    reduce: Reduce,
-    x: Tensor,
-    dst: Sequence[Tensor] = (),
-    edge: Sequence[Tensor] = (),
-    const: Sequence[Tensor] = (),
-    lin: Lin | None = None,
-) -> Callable[[], Tensor]:
+def start(graph: ShardedGraph, reduce: Reduce, x: Tensor, others: Rows, lin: Lin | None = None) -> Callable[[], Tensor]:
     """Start to fetch the first rows of :func:`aggregate`, and return a function that ends it.
 
     What is computed before that is called runs while rows travel and, in backward, while their gradients come home.
     """
-    for name, rows, count in (("source row", (x,), graph.num_src), ("destination", dst, graph.num_dst),
-                              ("edge", edge, graph.num_edges)):  # fmt: skip
+    for name, rows, count in (("source row", (x,), graph.num_src), ("destination", others.dst, graph.num_dst),
+                              ("edge", others.edge, graph.num_edges)):  # fmt: skip
         for tensor in rows:
             if tensor.size(0) != count:
                 raise ValueError(
@@ -71,10 +63,10 @@ def start(
     if lin is not None and (len(graph.blocks) == 1 or x.dim() != 2 or torch.is_autocast_enabled(x.device.type)):
         x, lin = F.linear(x, *lin), None  # nothing to be gained, or more than a product of matrices
     home = [x, *(t for t in lin or () if t is not None)]
-    call = _Call(graph, reduce, home, Rows(dst, edge, const))
+    call = _Call(graph, reduce, home, others)
     if call.grads and not graph.exchange.alone and any(t.requires_grad for t in home):
         home = _Home.apply(call, *home)
-    return lambda: _Aggregate.apply(call, *home, *dst, *edge, *const)
+    return lambda: _Aggregate.apply(call, *home, *chain(*others))
 
 
 def once_differentiable() -> None:

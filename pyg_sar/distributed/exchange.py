@@ -248,11 +248,9 @@ class Peers:
 
     def _enough(self, queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> bool:
         """Whether as many blocks of others are under way as shall be while the first is consumed."""
-        first, remote = queue[0][0], sum(q != self.rank for q, *_ in queue)
-        if first != self.rank or self.prefetch == 0:
-            return remote > self.prefetch or self.prefetch == 0
         # Of two workers every other block is an own one, for which one more keeps the link busy.
-        return remote >= self.prefetch + (self.size == 2)
+        fewer = queue[0][0] == self.rank and self.size > 2
+        return self.prefetch == 0 or sum(q != self.rank for q, *_ in queue) > self.prefetch - fewer
 
     def _fetch(self, q: int, x: Tensor, number: int, meter: Meter) -> tuple[Tensor, list[Transfer]]:
         if q == self.rank:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
+from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum, grouped
 
 
 class Examples:
@@ -21,7 +21,7 @@ class Examples:
     """
 
     def __init__(self, x: Tensor, batch: Tensor | None, batch_size: int | None, group: Any) -> None:
-        self.group = group
+        self.group, self.single = group, batch is None
         self.batch = x.new_zeros(x.size(0), dtype=torch.long) if batch is None else batch
         if batch is None:
             batch_size = 1
@@ -44,3 +44,19 @@ class Examples:
     def of_rows(self, values: Tensor) -> Tensor:
         """Return for each row the value of its example."""
         return values.index_select(0, self.batch)
+
+
+class ByExample:
+    """What stands before a normalisation of PyG: with other workers :meth:`normalise` runs in its place."""
+
+    group: Any = None  # of workers
+
+    def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+        """Normalise rows ``[n, channels]``."""
+        if not grouped(self.group):
+            return super().forward(x, batch, batch_size)  # type: ignore[misc]
+        return self.normalise(x, Examples(x, batch, batch_size, self.group))
+
+    def normalise(self, x: Tensor, examples: Examples) -> Tensor:
+        """Normalise by the rows of all workers."""
+        raise NotImplementedError

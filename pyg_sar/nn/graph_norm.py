@@ -2,16 +2,13 @@ r"""Normalisation of each graph's features."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import grouped
-from pyg_sar.nn.examples import Examples
+from pyg_sar.nn.examples import ByExample, Examples
 
 
-class GraphNorm(torch_geometric.nn.GraphNorm):
+class GraphNorm(ByExample, torch_geometric.nn.GraphNorm):
     r"""Graph normalisation from the `"GraphNorm: A Principled Approach to Accelerating Graph Neural Network Training"
     <https://arxiv.org/abs/2009.03294>`_ paper over the rows of all workers.
 
@@ -23,13 +20,8 @@ class GraphNorm(torch_geometric.nn.GraphNorm):
     a batch must be numbered alike on all workers.
     """
 
-    group: Any = None
-
-    def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-        """Normalise rows ``[n, channels]``."""
-        if not grouped(self.group):
-            return super().forward(x, batch, batch_size)
-        examples = Examples(x, batch, batch_size, self.group)
+    def normalise(self, x: Tensor, examples: Examples) -> Tensor:
+        """Normalise by the rows of all workers."""
         out = x - examples.of_rows(examples.mean(x)) * self.mean_scale
         std = (examples.mean(out.pow(2)) + self.eps).sqrt()
         return self.weight * out / examples.of_rows(std) + self.bias

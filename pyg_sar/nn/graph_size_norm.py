@@ -2,16 +2,13 @@ r"""Normalisation by the number of nodes."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import grouped
-from pyg_sar.nn.examples import Examples
+from pyg_sar.nn.examples import ByExample, Examples
 
 
-class GraphSizeNorm(torch_geometric.nn.GraphSizeNorm):
+class GraphSizeNorm(ByExample, torch_geometric.nn.GraphSizeNorm):
     r"""Graph size normalisation from the `"Benchmarking Graph Neural Networks" <https://arxiv.org/abs/2003.00982>`_
     paper, with the nodes of all workers.
 
@@ -21,11 +18,6 @@ class GraphSizeNorm(torch_geometric.nn.GraphSizeNorm):
     Examples of a batch must be numbered alike on all workers.
     """
 
-    group: Any = None
-
-    def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-        """Normalise rows ``[n, channels]``."""
-        if not grouped(self.group):
-            return super().forward(x, batch, batch_size)
-        examples = Examples(x, batch, batch_size, self.group)
+    def normalise(self, x: Tensor, examples: Examples) -> Tensor:
+        """Normalise by the rows of all workers."""
         return x * examples.of_rows(examples.count.pow(-0.5))

@@ -2,17 +2,14 @@ r"""Normalisation of each example's features by themselves."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import grouped
-from pyg_sar.nn.examples import Examples
+from pyg_sar.nn.examples import ByExample, Examples
 
 
-class InstanceNorm(torch_geometric.nn.InstanceNorm):
+class InstanceNorm(ByExample, torch_geometric.nn.InstanceNorm):
     r"""Instance normalisation from the `"Instance Normalization: The Missing Ingredient for Fast Stylization"
     <https://arxiv.org/abs/1607.08022>`_ paper over the rows of all workers.
 
@@ -24,13 +21,8 @@ class InstanceNorm(torch_geometric.nn.InstanceNorm):
     a batch must be numbered alike on all workers.
     """
 
-    group: Any = None
-
-    def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-        """Normalise rows ``[n, channels]``."""
-        if not grouped(self.group):
-            return super().forward(x, batch, batch_size)
-        examples = Examples(x, batch, batch_size, self.group)
+    def normalise(self, x: Tensor, examples: Examples) -> Tensor:
+        """Normalise by the rows of all workers."""
         if self.training or not self.track_running_stats:
             mean = examples.mean(x)
             x = x - examples.of_rows(mean)

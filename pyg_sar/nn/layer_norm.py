@@ -2,16 +2,13 @@ r"""Normalisation of each example, or of each node."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import grouped
-from pyg_sar.nn.examples import Examples
+from pyg_sar.nn.examples import ByExample, Examples
 
 
-class LayerNorm(torch_geometric.nn.LayerNorm):
+class LayerNorm(ByExample, torch_geometric.nn.LayerNorm):
     r"""Layer normalisation from the `"Layer Normalization" <https://arxiv.org/abs/1607.06450>`_ paper; with
     ``mode="graph"`` over the rows of all workers.
 
@@ -23,15 +20,16 @@ class LayerNorm(torch_geometric.nn.LayerNorm):
     a batch must be numbered alike on all workers.
     """
 
-    group: Any = None
-
     def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
         """Normalise rows ``[n, channels]``."""
-        if self.mode != "graph" or not grouped(self.group):
-            return super().forward(x, batch, batch_size)
-        examples = Examples(x, batch, batch_size, self.group)
+        if self.mode != "graph":
+            return torch_geometric.nn.LayerNorm.forward(self, x, batch, batch_size)
+        return super().forward(x, batch, batch_size)
+
+    def normalise(self, x: Tensor, examples: Examples) -> Tensor:
+        """Normalise by the rows of all workers."""
         x = x - examples.of_rows(examples.mean(x).mean(1, keepdim=True))
         var = examples.mean(x * x).mean(1, keepdim=True)
         # As in PyG, which takes its constant inside the root for batches alone.
-        out = x / examples.of_rows(var.sqrt() + self.eps if batch is None else (var + self.eps).sqrt())
+        out = x / examples.of_rows(var.sqrt() + self.eps if examples.single else (var + self.eps).sqrt())
         return out if self.weight is None else out * self.weight + self.bias

@@ -2,16 +2,13 @@ r"""Subtraction of the mean."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import grouped
-from pyg_sar.nn.examples import Examples
+from pyg_sar.nn.examples import ByExample, Examples
 
 
-class MeanSubtractionNorm(torch_geometric.nn.MeanSubtractionNorm):
+class MeanSubtractionNorm(ByExample, torch_geometric.nn.MeanSubtractionNorm):
     r"""Mean subtraction from the `"Revisiting 'Over-smoothing' in Deep GCNs" <https://arxiv.org/abs/2003.13663>`_ paper
     over the rows of all workers.
 
@@ -21,11 +18,10 @@ class MeanSubtractionNorm(torch_geometric.nn.MeanSubtractionNorm):
     Examples of a batch must be numbered alike on all workers.
     """
 
-    group: Any = None
-
     def forward(self, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None) -> Tensor:
         """Normalise rows ``[n, channels]``."""
-        if not grouped(self.group):
-            return super().forward(x, batch, dim_size)
-        examples = Examples(x, batch, dim_size, self.group)
+        return super().forward(x, batch, dim_size)
+
+    def normalise(self, x: Tensor, examples: Examples) -> Tensor:
+        """Normalise by the rows of all workers."""
         return x - examples.of_rows(examples.mean(x))

@@ -17,7 +17,7 @@ from pyg_sar import ops
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds, ShardedGraph
-from pyg_sar.reduce import Extremum, Reduce, Sum
+from pyg_sar.reduce import Extremum, Reduce, Rows, Sum
 from pyg_sar.stream import Lin, start
 
 PROPAGATE = torch_geometric.nn.MessagePassing.propagate
@@ -189,9 +189,8 @@ def start_rows(
         learn = weight is not None and weight.requires_grad
         once = len(graph.blocks) == 1 and graph.num_edges > 0
         reduce = Sum(learn_weight=learn, once=once, count=graph.degree if aggr == "mean" else None)
-    finish = start(
-        graph, reduce, x if first else x.movedim(node_dim, 0), edge=() if weight is None else (weight,), lin=lin
-    )
+    others = Rows(edge=() if weight is None else (weight,))
+    finish = start(graph, reduce, x if first else x.movedim(node_dim, 0), others, lin)
     # A view that moves nothing is no view: changes of it in place would be copied by autograd.
     return finish if first else lambda: finish().movedim(0, node_dim)
 

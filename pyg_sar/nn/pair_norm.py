@@ -2,16 +2,13 @@ r"""Normalisation that keeps the distances between all pairs of nodes."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import grouped
-from pyg_sar.nn.examples import Examples
+from pyg_sar.nn.examples import ByExample, Examples
 
 
-class PairNorm(torch_geometric.nn.PairNorm):
+class PairNorm(ByExample, torch_geometric.nn.PairNorm):
     r"""Pair normalisation from the `"PairNorm: Tackling Oversmoothing in GNNs" <https://arxiv.org/abs/1909.12223>`_
     paper over the rows of all workers.
 
@@ -25,13 +22,8 @@ class PairNorm(torch_geometric.nn.PairNorm):
     workers.
     """
 
-    group: Any = None
-
-    def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
-        """Normalise rows ``[n, channels]``."""
-        if not grouped(self.group):
-            return super().forward(x, batch, batch_size)
-        examples = Examples(x, batch, batch_size, self.group)
+    def normalise(self, x: Tensor, examples: Examples) -> Tensor:
+        """Normalise by the rows of all workers."""
         x = x - examples.of_rows(examples.mean(x))
         if self.scale_individually:
             return self.scale * x / (self.eps + x.norm(2, -1, keepdim=True))
