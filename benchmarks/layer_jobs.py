@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_sar
-from pyg_sar.nn.message_passing import reduce_rows
+from pyg_sar.nn.rows import reduce_rows
 
 FEATURES, RELATIONS, BASES = 100, 8, 4
 BF16 = " bf16"  # ends the names of implementations that hold rows of this type

@@ -69,6 +69,16 @@ class ShardedEdgeIndex(Tensor):
         return self._data is None
 
     @property
+    def kind(self) -> str:
+        """What the numbers are: ``EDGES``, ``FLIPPED`` or ``SOURCES``."""
+        return self._kind
+
+    def regroup(self) -> ShardedGraph:
+        """Return the graph of these edges, which may have been derived by adding or leaving out some."""
+        refuse_whole_graph(self)
+        return self._graph if self._data is None else self._graph.regroup(self._data)
+
+    @property
     def of_flow(self) -> bool:
         """Whether this is a layer of a message flow, which has the in-edges of some destinations only."""
         return self._graph.origin is not None

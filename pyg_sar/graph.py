@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 Index = slice | Tensor
+KEPT = 4  # graphs with other edges, which layers make in every step
 
 # For what is made once and kept: it must serve training even if it was first asked for in inference mode.
 ordinary_mode = torch.inference_mode(False)
@@ -210,6 +211,7 @@ class ShardedGraph:
     constants: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
     origin: Origin | None = None
     _typed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
+    _regrouped: list[tuple[Tensor, ShardedGraph]] = field(default_factory=list, repr=False)
 
     @property
     def num_edges(self) -> int:
@@ -275,7 +277,7 @@ class ShardedGraph:
 
     def replace(self, **changes: Any) -> ShardedGraph:
         """Return a copy in which the given fields differ."""
-        return dataclasses.replace(self, _typed=WeakIdKeyDictionary(), **changes)
+        return dataclasses.replace(self, **{"_typed": WeakIdKeyDictionary(), "_regrouped": [], **changes})
 
     def to(self, device: torch.device | str) -> ShardedGraph:
         """Move the index tensors to ``device``."""
@@ -292,6 +294,7 @@ class ShardedGraph:
         seen: set[int] = set()
         held = {kind: _bytes(tensors, seen) for kind, tensors in self._tensors().items()}
         others = [self.__dict__.get("_merged"), self.__dict__.get("_looped"), *(t for _, t in self._typed.values())]
+        others += list(map(list, self._regrouped))
         held["derived"] = sum(_bytes(_all_tensors(other), seen) for other in others)
         kept = [value for _, owners in self.constants.values() for it in owners.values() for value, _ in it.values()]
         held["constants"] = _bytes(_all_tensors(kept), seen)
@@ -383,6 +386,41 @@ class ShardedGraph:
             block.num_src,
             self.num_dst,
             torch.cat([position[block.edges][stays], num_kept + ids[col]]),
+        )
+
+    def regroup(self, coo: Tensor) -> ShardedGraph:
+        """Return the graph with other edges ``[2, *]`` between the same rows, as :meth:`coo` has them.
+
+        It is kept until others are asked for several times. Ids of edges are new: they depend on the partition.
+        """
+        for edges, graph in self._regrouped:
+            if torch.equal(edges, coo):
+                return graph
+        graph = self._regroup(coo)
+        self._regrouped.append((coo, graph))
+        del self._regrouped[:-KEPT]
+        return graph
+
+    @ordinary_mode
+    def _regroup(self, coo: Tensor) -> ShardedGraph:
+        (source, row), blocks = coo, []
+        owner = torch.empty(self.num_src + self.exchange.merge().num_halo, dtype=torch.int64, device=self.device)
+        for q, block in enumerate(self.blocks):
+            owner[block.ids] = q
+        part = owner[source]
+        for q, block in enumerate(self.blocks):
+            edges = (part == q).nonzero().view(-1)
+            ids, src = block.ids, source[edges]
+            col = src - ids.start if isinstance(ids, slice) else torch.searchsorted(ids, src)
+            blocks.append(Block.from_coo(row[edges], col, ids, block.num_src, self.num_dst, edges))
+        # The ids of other workers' edges are larger or smaller.
+        n_id = torch.arange(self.num_dst, device=self.device) if self.n_id is None else self.n_id
+        order = torch.argsort(row, stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=self.device) - compress(row[order], self.num_dst)[row[order]]
+        return self.replace(
+            blocks=tuple(blocks),
+            e_id=(n_id[row] << 24) + place,
         )
 
     def by_type(self, edge_type: Tensor, num_types: int) -> TypedGraph:

@@ -15,6 +15,7 @@ from torch.nn import Linear, Sequential, Tanh
 from torch_geometric.utils import scatter, softmax
 
 from pyg_sar import shard
+from pyg_sar.nn import convert, describe
 
 F, D, T = 6, 3, 3  # node features, edge features, edge types
 NUM_DST = 47  # of the graph with two sets of nodes
@@ -543,10 +544,15 @@ def difference(what: str, found: Tensor | None, expected: Tensor | None, tol: fl
 
 def check_refused(group: Any, case: Case, name: str, method: str) -> list[str]:
     """Every worker says what cannot be done and where the way out is."""
+    layer = "it was not made"
     try:
-        forward_and_backward(case, cut(group, case, method))
+        layer = layer_of(case)
+        forward_and_backward(case._replace(make=lambda: layer), cut(group, case, method))
+    except ValueError as error:  # of our own layers
+        return [] if case.says in str(error) else [str(error)]
     except NotImplementedError as error:
-        texts = (case.says, "'pyg_sar.nn'", f"[rank {dist.get_rank(group)}]")
+        rank = "" if isinstance(layer, str) else f"[rank {dist.get_rank(group)}]"
+        texts = (case.says, "'pyg_sar.nn'", rank)
         return [f"expected {text!r} in {str(error)!r}" for text in texts if text not in str(error)]
     return ["it ran"]
 
@@ -564,11 +570,11 @@ def refusal(name: str) -> str:
     return ""
 
 
-def check(group: Any, names: list[str], method: str) -> list[str]:
+def check(group: Any, names: list[str], method: str, converts: bool = False) -> list[str]:
     """Check many cases and tell what is wrong with which."""
     problems = []
     for name in names:
-        case = CASES[name]
+        case = converted(name, group) if converts else CASES[name]
         with default(case.dtype):
             try:
                 found = (check_refused if case.says else check_exact)(group, case, name, method)
@@ -576,6 +582,34 @@ def check(group: Any, names: list[str], method: str) -> list[str]:
                 raise RuntimeError(f"{name}, partition {method!r}") from error
         problems += [f"{name}, partition {method!r}, rank {dist.get_rank(group)}: {problem}" for problem in found]
     return problems
+
+
+# What a converted layer refuses, if that is another thing than it refuses as it is.
+REFUSED_CONVERTED = {
+    "Net HeteroBatchNorm": "takes its statistics",
+    "FastRGCNConv global ids": "",
+    "GATConv pair with loops": "Construct the layer with 'add_self_loops=False'",
+}
+SEES_ALL = ("'BatchNorm1d' in", "unless mode='node'", "normalises over all nodes", "takes its statistics")
+
+
+def converted(name: str, group: Any = None) -> Case:
+    """The case of a converted layer: what is refused for a normalisation that sees all nodes becomes exact."""
+    case = CASES[name]
+    says = REFUSED_CONVERTED.get(name, "" if case.says.startswith(SEES_ALL) else case.says)
+    return case._replace(make=lambda: convert(case.make(), group), says=says)
+
+
+def strategies(name: str) -> list[str]:
+    """How the converted layers of an exact case stream on a graph that is cut within this process."""
+    case = converted(name)
+    n, dst, e = sizes(case).values()
+    rows = torch.arange(n), torch.arange(dst), torch.arange(e)
+    with default(case.dtype):
+        layer = layer_of(case)
+        edge_index = [shard(edges(n, dst, seed), (n, dst) if case.two else n, 2) for seed in (0, 1)]
+        forward_and_backward(case._replace(make=lambda: layer), [Share(it, *rows) for it in edge_index])
+    return [line.split(maxsplit=2)[2] for line in describe(layer).splitlines()]
 
 
 # Some layers are younger than the oldest release of PyG that is supported.

@@ -17,7 +17,7 @@ from pyg_sar import nn, ops, shard
 from pyg_sar.dropout import dropout_factors
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.attention import pack
-from pyg_sar.nn.message_passing import reduce_rows
+from pyg_sar.nn.rows import reduce_rows
 from pyg_sar.reduce import Extremum, Message, ProjectedSoftmax, Rows, Softmax, Sum, head_groups
 from pyg_sar.reference import ADDITIVE, DOT, GATV2
 from pyg_sar.stream import aggregate

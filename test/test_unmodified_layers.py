@@ -23,13 +23,13 @@ def test_what_cannot_run_lacks_a_package(name):
 
 
 def test_the_page_is_current():
-    path = Path(__file__).parents[1] / "docs" / "make_unmodified_layers.py"
+    path = Path(__file__).parents[1] / "docs" / "make_layers.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
     if f"PyG {torch_geometric.__version__} " not in page.PATH.read_text():
         pytest.skip("the page is about another release of PyG")
-    assert page.PATH.read_text() == page.text(), "run docs/make_unmodified_layers.py"
+    assert page.PATH.read_text() == page.text(), "run docs/make_layers.py"
 
 
 @pytest.mark.parametrize(

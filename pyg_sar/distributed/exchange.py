@@ -11,6 +11,7 @@ Every exchange has the same few verbs, which is all that the streaming loop know
   ``close()``; it may keep and change what was pushed;
 * ``tell(used)``: given which of the rows of other workers are used here (local-first), returns the own rows that each
   of them uses; ``restrict(used, served, number)``: the exchange of these rows alone, own rows having new numbers;
+* ``largest(values)``: of every value the largest one on any worker;
 * ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere; ``alone``: whether there is no
   other worker.
 
@@ -39,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import talking
+from pyg_sar.distributed.collectives import global_max, talking
 from pyg_sar.graph import Index, length, renumber
 
 Visits = Sequence[Sequence[int]]
@@ -115,6 +116,10 @@ class Local:
     def merge(self) -> Local:
         """Return the exchange with all rows in one piece."""
         return Local([slice(0, num_rows(self.ids))], self.log)
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Return the values."""
+        return list(values)
 
     def tell(self, used: Tensor) -> list[Tensor]:
         """Return nothing: there are no others."""
@@ -202,6 +207,11 @@ class Peers:
     def merge(self) -> OneShot:
         """Return the exchange that fetches everything at once."""
         return OneShot(self)
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Return of every value the largest one on any worker."""
+        device = self.serve[0].device
+        return global_max(torch.tensor(list(values), dtype=torch.int64, device=device), self.group).tolist()
 
     def tell(self, used: Tensor) -> list[Tensor]:
         """Tell every peer which of its rows are used here, one byte each; return the own rows that each peer uses."""
@@ -395,6 +405,10 @@ class OneShot:
     def merge(self) -> OneShot:
         """Return itself."""
         return self
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Return of every value the largest one on any worker."""
+        return self.peers.largest(values)
 
     def tell(self, used: Tensor) -> list[Tensor]:
         """Tell every peer which of its rows are used here."""

@@ -1,7 +1,7 @@
 r"""Layers with PyG's constructors and ``state_dict`` that stream on a sharded graph."""
 
 from pyg_sar.nn.batch_norm import BatchNorm, BatchNorm1d
-from pyg_sar.nn.convert import convert
+from pyg_sar.nn.convert import convert, describe
 from pyg_sar.nn.gat_conv import GATConv
 from pyg_sar.nn.gatv2_conv import GATv2Conv
 from pyg_sar.nn.gcn_conv import GCNConv
@@ -37,6 +37,7 @@ __all__ = classes = [
     "MeanSubtractionNorm",
     "PairNorm",
     "convert",
+    "describe",
     "global_add_pool",
     "global_max_pool",
     "global_mean_pool",

@@ -2,6 +2,7 @@ r"""A model of PyG becomes one whose layers stream."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pyg_sar.nn.message_passing import MessagePassing
 from pyg_sar.nn.pair_norm import PairNorm
 from pyg_sar.nn.rgcn_conv import FastRGCNConv, RGCNConv
 from pyg_sar.nn.sage_conv import SAGEConv
+from pyg_sar.nn.strategy import STRATEGIES
 from pyg_sar.nn.transformer_conv import TransformerConv
 
 OURS = (
@@ -35,19 +37,23 @@ FORMS: dict[type, type] = {
 
 
 def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -> torch.nn.Module:
-    r"""Turn every layer of a model that has a form in :mod:`pyg_sar.nn` into that, in place, and return the model.
+    r"""Turn every layer of a model into one that works on a sharded graph, in place, and return the model.
+
+    Layers that have a form in :mod:`pyg_sar.nn` become that; every other :class:`~torch_geometric.nn.MessagePassing`
+    layer, of PyG or your own, streams by its own code, or runs it in one shot, whichever is found to be exact when it
+    is first called (see :mod:`pyg_sar.nn.strategy` and :func:`describe`).
 
     A layer changes its class and nothing else: parameters, buffers, hooks, names in the ``state_dict`` and whoever
-    refers to it stay, also an optimizer. It goes on to work on an ordinary ``edge_index``. Layers whose message
-    passing has no form here run PyG's own code on a :class:`~pyg_sar.edge_index.ShardedEdgeIndex`, in one shot:
-    exactly, or not at all.
+    refers to it stay, also an optimizer. It goes on to work on an ordinary ``edge_index``, and can be copied and
+    pickled.
 
     .. code-block:: python
 
         model = pyg_sar.nn.convert(torch_geometric.nn.GAT(100, 64, 3, 47, norm="BatchNorm"))
         out = model(data.x, data.edge_index)
 
-    Only layers of exactly PyG's or torch's classes change, because what a subclass adds might not be true of ours.
+    Normalisations change only if they are exactly of PyG's or torch's classes, because what a subclass adds might not
+    be true of ours.
 
     Args:
         module (torch.nn.Module): The model.
@@ -67,32 +73,62 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
                 f"it {why}. Leave it out, or take what 'pyg_sar.nn' has."
             )
     for _, layer, cls, _ in table:
-        if cls in FORMS.values():
+        if cls is not None and cls is not type(layer):
             layer.__class__ = cls
-            if hasattr(cls, "group"):
-                layer.group = group
+            layer.__dict__.pop("propagate", None)  # PyG binds it where a layer is or was explained
+        if cls is not None and hasattr(cls, "group"):
+            layer.group = group
     if verbose:
-        print(describe(table))
+        print(describe(module))
     return module
+
+
+class Converted:
+    """What a layer of another class gets with it: copies and pickles know it by that class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Say how to make it again."""
+        return blank, (type(self).__mro__[2],), self.__dict__
+
+
+@functools.cache
+def streaming(cls: type) -> type:
+    """Return a subclass that streams."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (Converted, cls, MessagePassing), names)
+
+
+def blank(cls: type) -> Any:
+    """Return an empty layer of the subclass that streams."""
+    return object.__new__(streaming(cls))
 
 
 def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
     """Return the class that a layer gets and what becomes of it; without a class, why it is refused, if it is."""
-    cls = FORMS.get(type(layer), type(layer))
+    cls: Any = FORMS.get(type(layer), type(layer))
     if issubclass(cls, MessagePassing):
-        return cls, "streams"
+        found = ", ".join(dict.fromkeys(map(str, STRATEGIES.get(layer, {}).values())))
+        unknown = "streams" if cls in FORMS.values() else "streams by replay or runs in one shot: see when run"
+        return cls, found or unknown
     if cls in FORMS.values():
         return cls, "sees the rows of all workers"
     if issubclass(cls, torch_geometric.nn.MessagePassing):
-        return cls, "runs in one shot"
+        return streaming(cls), ""
     if issubclass(cls, torch_geometric.nn.Aggregation):
         return cls, ""  # whether it may run is a matter of the layer
     why = whole_graph(layer, {}, None)
     return None if why else cls, why
 
 
-def describe(table: list[tuple[str, torch.nn.Module, type | None, str]]) -> str:
-    """Return a line for every layer of which there is something to say."""
-    lines = [(name or "(model)", cls.__name__, what) for name, _, cls, what in table if cls is not None and what]
+def describe(module: torch.nn.Module) -> str:
+    """Return a table of what layers of a converted model do on a sharded graph: a line for each that has to do with it.
+
+    How layers of other classes than those of :mod:`pyg_sar.nn` stream is known when they have been run.
+
+    Args:
+        module (torch.nn.Module): The model.
+    """
+    found = [(name or "(model)", type(layer).__name__, fate(layer)[1]) for name, layer in module.named_modules()]
+    lines = [line for line in found if line[2]]
     widths = [max((len(line[k]) for line in lines), default=0) for k in (0, 1)]
     return "\n".join(f"{name:{widths[0]}}  {cls:{widths[1]}}  {what}" for name, cls, what in lines)

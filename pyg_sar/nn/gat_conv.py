@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.attention import attend, pack, replace_self_loops, travelling
-from pyg_sar.nn.message_passing import SUMS, MessagePassing, affine, misses_loops
+from pyg_sar.nn.message_passing import MessagePassing, affine, misses_loops
+from pyg_sar.nn.rows import SUMS
 from pyg_sar.reference import ADDITIVE
 from pyg_sar.stream import Lin
 

@@ -8,7 +8,8 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.nn.attention import attend, replace_self_loops
-from pyg_sar.nn.message_passing import SUMS, MessagePassing, affine, misses_loops
+from pyg_sar.nn.message_passing import MessagePassing, affine, misses_loops
+from pyg_sar.nn.rows import SUMS
 from pyg_sar.reference import GATV2
 
 

@@ -9,7 +9,8 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.message_passing import SUMS, MessagePassing, reduce_rows
+from pyg_sar.nn.message_passing import MessagePassing
+from pyg_sar.nn.rows import SUMS, reduce_rows
 
 
 class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):

@@ -8,7 +8,8 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.message_passing import SIMPLE, MessagePassing, reduce_rows
+from pyg_sar.nn.message_passing import MessagePassing
+from pyg_sar.nn.rows import SIMPLE, reduce_rows
 
 
 class GINConv(MessagePassing, torch_geometric.nn.GINConv):

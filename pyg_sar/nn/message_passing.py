@@ -3,11 +3,9 @@ r"""The base of all layers: PyG's ``propagate``, which streams when it is given 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -15,26 +13,25 @@ from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
 from pyg_sar import ops
 from pyg_sar.distributed.assemble import shard
-from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.edge_index import EDGES, ShardedEdgeIndex
 from pyg_sar.graph import Seeds, ShardedGraph
-from pyg_sar.reduce import Extremum, Reduce, Rows, Sum
-from pyg_sar.stream import Lin, start
+from pyg_sar.nn.replay import PROPAGATE
+from pyg_sar.nn.rows import SIMPLE
+from pyg_sar.nn.strategy import strategy
 
-PROPAGATE = torch_geometric.nn.MessagePassing.propagate
 EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
-SUMS: tuple[str, ...] = ("sum", "add", "mean")
-SIMPLE: tuple[str, ...] = (*SUMS, "max", "min")
 
 
 class MessagePassing(torch_geometric.nn.MessagePassing):
     r"""Base class for layers that stream source shards through their aggregation.
 
-    A subclass says how it streams by :meth:`stream`. Given a :class:`~pyg_sar.edge_index.ShardedEdgeIndex` that it
-    cannot stream (a subclass with a message of its own, hooks on messages, ``explain``, another flow, an aggregation
-    without a streaming form) it runs PyG's own code in one shot, which is exact too or raises. An ordinary
-    ``edge_index`` on the CPU runs through the same kernels as a graph of a single block, which is made once for each
-    tensor and kept as long as that lives (``pyg_sar.shard(edge_index, num_nodes)`` makes it by hand); without compiled
-    kernels, and under :func:`torch.compile`, it is PyG's layer.
+    A subclass may say how it streams by :meth:`stream`. Any other one, also of your own, streams by its own code, run
+    block by block, if that works out (see :mod:`pyg_sar.nn.strategy`). Otherwise it runs in one shot: PyG's own code on
+    the rows of all blocks at once, which is exact too or raises; so it does with hooks on messages, ``explain`` and
+    another flow. An ordinary ``edge_index`` on the CPU runs through the kernels of layers with a :meth:`stream` as a
+    graph of a single block, which is made once for each tensor and kept as long as that lives
+    (``pyg_sar.shard(edge_index, num_nodes)`` makes it by hand); without compiled kernels, under :func:`torch.compile`,
+    and for other layers, it is PyG's layer.
     """
 
     streamable: tuple[str, ...] = ()  # the aggregations that have a streaming form
@@ -52,10 +49,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         sharded = isinstance(edge_index, ShardedEdgeIndex)
         if (sharded and not edge_index.streams) or (not sharded and not has_kernels(edge_index, x)):
             return None
-        hooked = any(hooks for name, hooks in self.__dict__.items() if name.endswith("_hooks") and is_message(name))
-        watched = hooked or self.explain or self.decomposed_layers > 1
         cls: Any = type(self)
-        if watched or self.flow != "source_to_target" or overridden(cls) or not self.can_stream():
+        if watched(self) or overridden(cls) or not self.can_stream():
             return None
         return edge_index.graph if sharded else one_block(edge_index, sizes(x, size, self.node_dim))
 
@@ -79,6 +74,11 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             graph = self.streamed(edge_index, kwargs.get("x"), size)
             if graph is not None:
                 return self.stream(graph, **kwargs)
+        if isinstance(edge_index, ShardedEdgeIndex) and edge_index.kind == EDGES and not watched(self):
+            graph = edge_index.regroup()
+            plan = strategy(self, graph, kwargs, size)
+            if plan.way != "one shot":
+                return plan.run(self, graph, kwargs, graph.seeds.draw() if plan.program.drops else None)
         try:
             return PROPAGATE(self, edge_index, size=size, **kwargs)
         except IndexError as error:  # PyG's quantiles of nodes without in-edges, for example
@@ -138,6 +138,12 @@ def misses_loops(layer: Any, graph: ShardedGraph, edge_index: Any) -> bool:
     return layer.add_self_loops and graph.bipartite and not isinstance(edge_index, ShardedEdgeIndex)
 
 
+def watched(layer: Any) -> bool:
+    """Whether somebody looks at messages, or they flow in another way than from sources to destinations."""
+    hooked = any(hooks for name, hooks in layer.__dict__.items() if name.endswith("_hooks") and is_message(name))
+    return hooked or layer.explain or layer.decomposed_layers > 1 or layer.flow != "source_to_target"
+
+
 @functools.cache
 def overridden(cls: type) -> bool:
     """Whether a subclass has a message or aggregation of its own, which PyG's code runs in one shot."""
@@ -149,50 +155,6 @@ def overridden(cls: type) -> bool:
 def is_message(name: str) -> bool:
     """Whether a dictionary of hooks belongs to message passing, not to the module as a whole."""
     return name.startswith(("_propagate", "_message", "_aggregate", "_edge_update"))
-
-
-def reduce_rows(
-    graph: ShardedGraph, x: Tensor, aggr: str | None, weight: Tensor | None = None, node_dim: int = 0
-) -> Tensor:
-    """Aggregate (weighted) source rows by one of PyG's simple aggregations.
-
-    Args:
-        graph: This worker's share of the graph.
-        x: Own source rows, counted by dimension ``node_dim``.
-        aggr: One of ``SIMPLE``.
-        weight: Weight of each edge, for sums and means.
-        node_dim: The dimension of the nodes.
-    """
-    return start_rows(graph, x, aggr, weight, node_dim)()
-
-
-def start_rows(
-    graph: ShardedGraph, x: Tensor, aggr: str | None, weight: Tensor | None = None, node_dim: int = 0,
-    lin: Lin | None = None,
-) -> Callable[[], Tensor]:  # fmt: skip
-    """Do as :func:`reduce_rows`, of rows mapped by ``lin`` if given, but return a function that ends it (see
-    :func:`~pyg_sar.stream.start`).
-    """
-    if lin is not None and node_dim % x.dim() != 0:
-        x, lin = F.linear(x, *lin), None
-    if weight is None and lin is None and graph.is_constant(x):  # what is summed up is kept, and not its rows
-        detached = x.detach()  # of which nothing is kept
-        kept = graph.recall(x, graph, (aggr, node_dim), lambda: reduce_rows(graph, detached, aggr, None, node_dim))
-        return lambda: kept
-    if weight is not None:
-        x = x.to(torch.promote_types(x.dtype, weight.dtype))
-    first = node_dim % x.dim() == 0
-    reduce: Reduce
-    if aggr in ("max", "min"):
-        reduce = Extremum(1 if aggr == "max" else -1)
-    else:
-        learn = weight is not None and weight.requires_grad
-        once = len(graph.blocks) == 1 and graph.num_edges > 0
-        reduce = Sum(learn_weight=learn, once=once, count=graph.degree if aggr == "mean" else None)
-    others = Rows(edge=() if weight is None else (weight,))
-    finish = start(graph, reduce, x if first else x.movedim(node_dim, 0), others, lin)
-    # A view that moves nothing is no view: changes of it in place would be copied by autograd.
-    return finish if first else lambda: finish().movedim(0, node_dim)
 
 
 def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph, TypedGraph
-from pyg_sar.nn.message_passing import SIMPLE, SUMS, MessagePassing, reduce_rows
+from pyg_sar.nn.message_passing import MessagePassing
+from pyg_sar.nn.rows import SIMPLE, SUMS, reduce_rows
 from pyg_sar.reduce import Sum
 from pyg_sar.stream import aggregate
 

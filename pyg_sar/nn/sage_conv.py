@@ -9,7 +9,8 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.message_passing import SIMPLE, SUMS, MessagePassing, add, affine, reduce_rows, start_rows
+from pyg_sar.nn.message_passing import MessagePassing, add, affine
+from pyg_sar.nn.rows import SIMPLE, SUMS, reduce_rows, start_rows
 
 
 class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.attention import attend, pack, travelling
-from pyg_sar.nn.message_passing import SUMS, MessagePassing, affine
+from pyg_sar.nn.message_passing import MessagePassing, affine
+from pyg_sar.nn.rows import SUMS
 from pyg_sar.reference import DOT
 from pyg_sar.stream import Lin
 

@@ -14,7 +14,7 @@ from problem import assignment, edges, share
 
 from pyg_sar import record_traffic
 from pyg_sar.distributed.exchange import OneShotSink, Peers, PeerSink
-from pyg_sar.nn.message_passing import reduce_rows
+from pyg_sar.nn.rows import reduce_rows
 from pyg_sar.reduce import Extremum
 from pyg_sar.stream import aggregate
 

@@ -13,7 +13,7 @@ from problem import NUM_NODES, Share, assignment, close, edges, share
 import pyg_sar.nn
 from pyg_sar import message_flow, record_traffic, shard
 from pyg_sar.distributed.exchange import Traffic
-from pyg_sar.nn.message_passing import reduce_rows
+from pyg_sar.nn.rows import reduce_rows
 
 EDGES = edges()
 TARGETS = {

@@ -93,7 +93,7 @@ def test_it_prints_what_becomes_of_layers(capsys):
     assert [line[1:] for line in lines] == [
         ["SAGEConv", "streams"],
         ["BatchNorm1d", "sees the rows of all workers"],
-        ["GraphConv", "runs in one shot"],
+        ["GraphConv", "streams by replay or runs in one shot: see when run"],
         ["GraphSizeNorm", "sees the rows of all workers"],
     ]
 
@@ -103,12 +103,13 @@ class Mine(gnn.SAGEConv):
         return 2 * x_j
 
 
-def test_a_subclass_is_left_as_it_is():
+def test_a_subclass_of_a_layer_that_streams_runs_its_own_code():
     torch.manual_seed(0)
     layer, x = Mine(8, 4), torch.randn(NUM_NODES, 8)
     expected = layer(x, edges())
-    assert type(convert(layer)) is Mine
+    assert isinstance(convert(layer), Mine)
     close(layer(x, pyg_sar.shard(edges(), NUM_NODES, 2)), expected, "output", 1e-5)
+    assert pyg_sar.nn.describe(layer) == "(model)  Mine  streams by replay"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Writes ``unmodified_layers.md``: what becomes of every layer of the installed PyG on a sharded graph.
+"""Writes ``layers.md``: what becomes of every layer of the installed PyG on a sharded graph.
 
-The facts are those of ``test/conv_zoo.py``, which ``test/test_unmodified_layers.py`` proves on several workers.
+The facts are those of ``test/conv_zoo.py``, which ``test/test_unmodified_layers.py`` and ``test/nn/test_replay.py``
+prove on several workers.
 """
 
 import re
@@ -11,10 +12,10 @@ import torch_geometric
 import torch_geometric.nn as gnn
 
 HERE = Path(__file__).resolve().parent
-PATH = HERE / "unmodified_layers.md"
+PATH = HERE / "layers.md"
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "test")]
 
-from conv_zoo import ABSTRACT, AGGREGATIONS, CASES, LAYERS, NOT_RUNNABLE, OPTIONS, refusal  # noqa: E402
+from conv_zoo import ABSTRACT, AGGREGATIONS, CASES, LAYERS, NOT_RUNNABLE, OPTIONS, converted, refusal, strategies  # noqa: E402
 
 from pyg_sar.edge_index import WHOLE_GRAPH  # noqa: E402
 
@@ -24,8 +25,10 @@ INTRODUCTION = """\
 A layer of `pyg_sar.nn` streams over a sharded `edge_index`. Any other layer of PyG can be given the same `edge_index`
 as it is: it then fetches the source rows that it reads in one shot, and computes what it computes on the whole graph
 (outputs, and gradients of inputs, edge inputs and, after `sum_gradients`, parameters), or it raises an error that names
-`pyg_sar.nn`. A `torch_geometric.nn.BatchNorm` between layers is refused in training; `pyg_sar.nn.BatchNorm` takes its
-place.
+`pyg_sar.nn`. `pyg_sar.nn.convert` makes it stream, if it can, and normalisations and readouts see the rows of all
+workers.
+
+*converted*: how it then streams, each of its layers; found out and checked when it is first called.
 
 *exact*: equal to PyG in one process to 1e-10 in float64 on 1, 2 and 3 workers, also where a worker has no nodes or no
 edges. *refused*: the error says why. *not runnable*: PyG needs a package that the tests do not have.
@@ -65,6 +68,15 @@ def fate(name: str) -> str:
     return f"exact; refused where it {known[0]}" if known else "exact"
 
 
+def way(name: str) -> str:
+    """How it streams when it is converted."""
+    if name in ABSTRACT or name in NOT_RUNNABLE:
+        return ""
+    if case_of(name) == "LINKX" or converted(case_of(name)).says:
+        return "refused"
+    return ", ".join(dict.fromkeys(strategies(case_of(name)))) or "exact"
+
+
 def options(name: str) -> str:
     """Other configurations that are tested."""
     found: dict[str, list[str]] = {"exact": [], "refused": []}
@@ -76,8 +88,16 @@ def options(name: str) -> str:
 
 def table(title: str, names: list[str]) -> str:
     """One line for each class."""
-    lines = [f"## {title}", "", "| class | on a sharded graph | other configurations |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {fate(name)} | {options(name)} |" for name in names)]) + "\n\n"
+    lines = [
+        f"## {title}",
+        "",
+        "| class | as it is | converted | other configurations, as they are |",
+        "|---|---|---|---|",
+    ]
+    return (
+        "\n".join([*lines, *(f"| `{name}` | {fate(name)} | {way(name)} | {options(name)} |" for name in names)])
+        + "\n\n"
+    )
 
 
 def counts() -> str:
@@ -96,7 +116,7 @@ def text() -> str:
     models = [name for name in CASES if " " not in name and name not in LAYERS and name not in AGGREGATIONS]
     return "".join(
         [
-            "<!-- Written by docs/make_unmodified_layers.py. -->\n\n",
+            "<!-- Written by docs/make_layers.py. -->\n\n",
             INTRODUCTION,
             counts(),
             table("Layers (torch_geometric.nn.conv)", list(gnn.conv.classes)),

@@ -1,0 +1,281 @@
+r"""Runs code that was written for all edges on some of them, and cuts it at its reductions by destination.
+
+Code that builds messages, normalises and aggregates them touches edges of other blocks in one way only: it adds up, or
+takes extrema of, rows that have the same destination. :class:`Trace` watches every function of torch that such code
+calls. It knows the tensor that holds the destination of each edge, and
+
+* a reduction by it is *cut*: what this block contributes is handed out, and the result stands for something unknown;
+* once the contributions of all blocks are merged the code runs again, where the reduction has that *known* result;
+* whatever reads something unknown is itself unknown; a reduction of that ends the run, because it needs another pass;
+* reading rows of destinations is what it seems; anything else that is done with the destinations raises
+  :class:`NotStreamable`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyg_sar.ops import spmm_
+
+# What may be done with the destinations of edges, by the names of functions and methods of torch alike.
+SAME = {"view", "expand", "expand_as", "view_as", "clone", "to", "long", "contiguous", "reshape", "unsqueeze",
+        "squeeze", "detach", "broadcast_to"}  # fmt: skip
+ABOUT = {"__get__", "size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point",
+         "__len__", "get_device", "new_zeros", "new_ones", "new_empty", "new_full"}  # fmt: skip
+READS = {"index_select", "__getitem__", "gather"}
+SUMS = {"scatter_add", "scatter_add_", "index_add", "index_add_"}
+EXTREMA = {"scatter_reduce", "scatter_reduce_"}
+# What is known although a tensor is not, and what cannot go on without its values.
+KNOWN = ABOUT | {"zeros_like", "ones_like", "empty_like", "full_like"}
+VALUES = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "nonzero"}
+DROPOUT = inspect.signature(F.dropout)
+
+
+class NotStreamable(Exception):
+    """Why a function cannot run on some of its edges at a time."""
+
+
+class Stop(Exception):
+    """The rest of the run needs what is not known yet."""
+
+
+class Reduction(NamedTuple):
+    """A reduction by destination.
+
+    Args:
+        op: ``"sum"``, ``"amax"`` or ``"amin"``.
+        dim: The dimension of the edges.
+        entries: The destination of each entry.
+        src: What is reduced.
+        like: A tensor like the result, whose destinations come first, but without any.
+        whole: Whether all edges take part, in their order.
+    """
+
+    op: str
+    dim: int
+    entries: Tensor
+    src: Tensor
+    like: Tensor
+    whole: bool
+
+    @property
+    def row(self) -> Tensor | None:
+        """The destination of each edge, if all entries of an edge have the same."""
+        strides = [s for d, s in enumerate(self.entries.stride()) if d != self.dim and self.entries.size(d) != 1]
+        if any(strides):
+            return None
+        return self.entries.movedim(self.dim, 0).flatten(1)[:, 0] if self.entries.dim() > 1 else self.entries
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Return for every entry that of its destination; ``rows`` are by destination."""
+        rows, row = rows.movedim(0, self.dim), self.row
+        return rows.gather(self.dim, self.entries) if row is None else rows.index_select(self.dim, row)
+
+    def extremum(self, num_dst: int) -> tuple[Tensor, Tensor]:
+        """Return the extremum of every destination and by how many entries it is attained; none: no entry."""
+        src = self.src if self.op == "amax" else -self.src
+        best = self.like.new_full((num_dst, *self.like.shape[1:]), -torch.inf)
+        best.movedim(0, self.dim).scatter_reduce_(self.dim, self.entries, src, "amax")
+        count = torch.zeros_like(best)
+        count.movedim(0, self.dim).scatter_add_(self.dim, self.entries, (src == self.read(best)).to(src.dtype))
+        return best if self.op == "amax" else -best, count
+
+    def add_to(self, total: Tensor, ptr: Tensor) -> None:
+        """Add the sum to that of other blocks; ``ptr`` points to the edges of every destination."""
+        if not self.whole or self.dim != 0:
+            total.movedim(0, self.dim).scatter_add_(self.dim, self.entries, self.src.to(total.dtype))
+            return
+        edges = torch.arange(self.src.size(0), dtype=ptr.dtype, device=ptr.device)
+        width = math.prod(total.shape[1:])
+        spmm_(total.view(-1, width), ptr, edges, self.src.reshape(-1, width), None, None, False)
+
+    def total(self, num_dst: int) -> Tensor:
+        """Return the sum of every destination."""
+        total = self.like.new_zeros(num_dst, *self.like.shape[1:])
+        total.movedim(0, self.dim).scatter_add_(self.dim, self.entries, self.src)
+        return total
+
+
+Cut = Callable[[int, Reduction], None]
+
+
+class Trace(TorchFunctionMode):
+    """One run over some edges.
+
+    Args:
+        row: The destination of each edge.
+        col: The row of its source in each of ``tables``.
+        num_dst: The number of destinations.
+        known: Results of reductions, by their number.
+        cut: Is given every reduction that is not known, and those of ``expose``.
+        local: Whether reductions that are not known are computed over the given edges alone.
+        expose: Known reductions that are cut besides.
+        mask: ``mask(k, width, p)``: the factors of dropout for each edge, at the ``k``-th call; None: no dropout.
+        ended: Whether reductions are all known and edges stand for none: dropout is for rows of destinations.
+    """
+
+    def __init__(
+        self,
+        row: Tensor,
+        col: Tensor,
+        num_dst: int,
+        known: dict[int, Tensor],
+        cut: Cut,
+        *,
+        local: bool = False,
+        expose: tuple[int, ...] = (),
+        mask: Callable[[int, int, float], Tensor] | None = None,
+        ended: bool = False,
+    ) -> None:
+        super().__init__()
+        self.row, self.col, self.num_dst, self.known, self.cut = row, col, num_dst, known, cut
+        self.local, self.expose, self.mask, self.ended = local, expose, mask, ended
+        self.edges = row.new_empty(()).expand(2, row.numel())  # what stands for 'edge_index'
+        self.tables: list[Tensor] = []
+        self.count = self.dropouts = 0
+        self.kinds = WeakIdKeyDictionary()  # of tensors that are not what they seem
+        self.kinds[self.edges], self.kinds[row], self.kinds[col] = "edges", "row", "col"
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Watch a function of torch."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        kinds = {self.kinds.get(t) for t in _tensors(args, kwargs)}
+        if name == "dropout":
+            return self.drop(func, "unknown" in kinds, args, kwargs)
+        if kinds & {"edges", "row", "col"}:
+            return self.index(func, name, args, kwargs)
+        if "unknown" in kinds and name in VALUES:
+            raise Stop
+        out = func(*args, **kwargs)
+        if "unknown" in kinds and name not in KNOWN:
+            inplace = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            for t in _tensors((out, args[:1] if inplace else ())):
+                self.kinds[t] = "unknown"
+        return out
+
+    def index(self, func: Callable, name: str, args: Any, kwargs: Any) -> Any:
+        """Answer what is asked of, or done with, the numbers of nodes."""
+        first = self.kinds.get(args[0]) if args and isinstance(args[0], Tensor) else None
+        if name in ABOUT and first:
+            return func(*args, **kwargs)
+        if first == "edges":
+            if name == "unbind" and len(args) == 1:
+                return self.col, self.row
+            if name == "__getitem__" and args[1] in (0, 1) and isinstance(args[1], int):
+                return (self.col, self.row)[args[1]]
+        elif first == "row":
+            if name in SAME or (name == "__getitem__" and _chooses(args[1])):
+                out = func(*args, **kwargs)
+                self.kinds[out] = "row"
+                return out
+            if name == "max" and len(args) == 1 and not kwargs:
+                return torch.tensor(self.num_dst - 1)
+        elif name in SUMS | EXTREMA:
+            return self.reduce(name, args, kwargs)
+        elif name in READS and [self.kinds.get(t) for t in _tensors(args[1:], kwargs)] == ["row"]:
+            out = func(*args, **kwargs)
+            if first == "unknown":
+                self.kinds[out] = "unknown"
+            return out
+        elif name == "index_select" and any(args[0] is t for t in self.tables):
+            return func(*args, **kwargs)
+        raise NotStreamable(f"it calls '{name}' on the numbers of nodes")
+
+    def reduce(self, name: str, args: Any, kwargs: Any) -> Tensor:
+        """Cut a reduction, or return its result."""
+        target, dim, index, src, op, include_self = _bind(name, args, kwargs)
+        if not isinstance(index, Tensor) or self.kinds.get(index) != "row" or not isinstance(src, Tensor):
+            raise NotStreamable(f"it calls '{name}' on the numbers of nodes")
+        if name.startswith("index_add"):
+            index = index.view([-1 if d == dim % src.dim() else 1 for d in range(src.dim())]).expand_as(src)
+        if op not in ("sum", "amax", "amin") or not src.is_floating_point():
+            raise NotStreamable(f"it reduces by '{op}' in {src.dtype}")
+        k, self.count, dim = self.count, self.count + 1, dim % target.dim()
+        if target.size(dim) != self.num_dst or self.kinds.get(target) or kwargs.get("alpha", 1) != 1:
+            raise NotStreamable("it reduces into something else than rows of destinations")
+        if (op == "sum" or include_self) and bool(target.detach().any()):
+            raise NotStreamable("it adds to what is there already")
+        if op != "sum" and include_self:
+            raise NotStreamable("its extrema count a row that is no message")
+        found = Reduction(op, dim, index, src, target.detach().movedim(dim, 0)[:0], False)
+        row = found.row
+        if row is not None and row.data_ptr() == self.row.data_ptr() and row.stride() == self.row.stride():
+            found = found._replace(whole=row.shape == self.row.shape)
+        if k in self.known:
+            if k in self.expose:
+                self.cut(k, found)
+            value = self.known[k].movedim(0, dim)
+            return target.copy_(value) if name.endswith("_") else value
+        if self.kinds.get(src) == "unknown":
+            raise Stop
+        self.cut(k, found)
+        if self.local:
+            return self.compute(found, target, name.endswith("_"))
+        self.kinds[target] = "unknown"
+        return target
+
+    def compute(self, found: Reduction, target: Tensor, inplace: bool) -> Tensor:
+        """Return the result of the given edges alone."""
+        if found.op == "sum":
+            out = target.scatter_add(found.dim, found.entries, found.src)
+        else:
+            out = target.scatter_reduce(found.dim, found.entries, found.src, found.op, include_self=False)
+        return target.copy_(out) if inplace else out
+
+    def drop(self, func: Callable, unknown: bool, args: Any, kwargs: Any) -> Tensor:
+        """Drop entries by a mask that is the same whenever this runs."""
+        if func is not F.dropout:
+            raise NotStreamable("it calls 'torch.dropout' instead of 'torch.nn.functional.dropout'")
+        bound = DROPOUT.bind(*args, **kwargs)
+        bound.apply_defaults()
+        x, p, training = bound.arguments["input"], bound.arguments["p"], bound.arguments["training"]
+        if not training or p == 0.0:
+            return x
+        edges = x.dim() > 0 and x.size(0) == self.row.numel()
+        if self.ended and not edges:
+            return func(*args, **kwargs)
+        k, self.dropouts = self.dropouts, self.dropouts + 1
+        if unknown or self.ended or self.mask is None:
+            return x
+        if not edges:
+            raise NotStreamable("it drops something else than rows of edges")
+        return x * self.mask(k, x[:1].numel(), p).view(x.shape).to(x.dtype)
+
+
+def _chooses(key: Any) -> bool:
+    """Whether an index keeps edges apart: a mask, or all of them."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return all(
+        k is None or k is Ellipsis or k == slice(None) if not isinstance(k, Tensor) else k.dtype == torch.bool
+        for k in keys
+    )
+
+
+def _bind(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return target, dimension, index, source, kind and whether the target counts, of any function that reduces."""
+    last = "source" if name.startswith("index_add") else "src"
+    names = ("self", "dim", "index", last, "reduce")
+    target, dim, index, src, op = (args[k] if k < len(args) else kwargs.get(n) for k, n in enumerate(names))
+    op, include_self = ("sum", False) if name in SUMS else (op, kwargs.get("include_self", True))
+    return target, dim, index, src, op, include_self
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the arguments."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(*value)
+        elif isinstance(value, dict):
+            yield from _tensors(*value.values())
