@@ -15,7 +15,18 @@ HERE = Path(__file__).resolve().parent
 PATH = HERE / "layers.md"
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "test")]
 
-from conv_zoo import ABSTRACT, AGGREGATIONS, CASES, LAYERS, NOT_RUNNABLE, OPTIONS, converted, refusal, strategies  # noqa: E402
+from conv_zoo import (  # noqa: E402
+    ABSTRACT,
+    AGGREGATIONS,
+    CASES,
+    LAYERS,
+    NOT_CONVERTED,
+    NOT_RUNNABLE,
+    OPTIONS,
+    converted,
+    refusal,
+    strategies,
+)
 
 from pyg_sar.edge_index import WHOLE_GRAPH  # noqa: E402
 
@@ -74,6 +85,8 @@ def way(name: str) -> str:
         return ""
     if case_of(name) == "LINKX" or converted(case_of(name)).says:
         return "refused"
+    if case_of(name) in NOT_CONVERTED:
+        return "sees the rows of all workers"
     return ", ".join(dict.fromkeys(strategies(case_of(name)))) or "exact"
 
 

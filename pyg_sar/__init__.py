@@ -15,10 +15,12 @@ from pyg_sar.distributed.collectives import (
 )
 from pyg_sar.distributed.exchange import record_traffic
 from pyg_sar.distributed.flow import MessageFlow, message_flow
+from pyg_sar.distributed.links import corrupt, links
 from pyg_sar.distributed.load import load
 from pyg_sar.distributed.process_group import process_group
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Block, ShardedGraph
+from pyg_sar.inference import inference
 
 __version__ = "0.1.0"
 
@@ -48,9 +50,12 @@ __all__ = [
     "accuracy",
     "all_reduce",
     "broadcast_parameters",
+    "corrupt",
     "even_share",
     "global_mean",
     "global_sum",
+    "inference",
+    "links",
     "load",
     "locality_order",
     "message_flow",

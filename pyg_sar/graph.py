@@ -7,7 +7,7 @@ own rows are :math:`0 \ldots n-1`, the rows it reads from others follow, grouped
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -461,6 +461,47 @@ class ShardedGraph:
         size = max(self.num_dst, 1)
         graph = self.replace(blocks=blocks, num_dst=pairs.numel())
         return TypedGraph(graph, num_types, pairs % size, compress(pairs // size, num_types).tolist())
+
+
+def join(graphs: Sequence[ShardedGraph], first: Sequence[int], num_dst: int) -> ShardedGraph:
+    """Return one graph of the edges of several, whose sources, and edges, follow each other.
+
+    Args:
+        graphs: The graphs, of the same workers and in the same mode.
+        first: The destination in the new graph that is the first one of each.
+        num_dst: The number of destinations of the new graph.
+    """
+    exchange, numbers = graphs[0].exchange.join([g.exchange for g in graphs])
+    starts = [0, *torch.tensor([g.num_edges for g in graphs]).cumsum(0).tolist()]
+    blocks = []
+    for pieces in zip(*(g.blocks for g in graphs), strict=True):
+        ids = torch.cat([n[b.ids] for n, b in zip(numbers, pieces, strict=True)])
+        order = torch.argsort(ids)
+        whole = renumber(ids, torch.arange(int(ids.max()) + 1 if ids.numel() else 0, device=ids.device))
+        source = torch.cat([n[b.source] for n, b in zip(numbers, pieces, strict=True)])
+        col = source - whole.start if isinstance(whole, slice) else torch.searchsorted(ids[order], source)
+        row = torch.cat([b.row + start for b, start in zip(pieces, first, strict=True)])
+        edges = torch.cat([positions(b) + start for b, start in zip(pieces, starts, strict=False)])
+        blocks.append(Block.from_coo(row, col, whole, ids.numel(), num_dst, edges))
+    # Ids of edges that are no two of them the same.
+    e_id = torch.cat([edge_ids(g) * len(graphs) + k for k, g in enumerate(graphs)])
+    num_src = sum(g.num_src for g in graphs)
+    n_id = torch.arange(num_src, device=e_id.device)
+    return graphs[0].replace(
+        blocks=tuple(blocks), num_src=num_src, num_dst=num_dst, exchange=exchange, n_id=n_id, e_id=e_id, bipartite=True
+    )
+
+
+def positions(block: Block) -> Tensor:
+    """Return where the edges of a block are among those of the worker."""
+    if isinstance(block.edges, Tensor):
+        return block.edges
+    return torch.arange(block.edges.start, block.edges.stop, device=block.col.device)
+
+
+def edge_ids(graph: ShardedGraph) -> Tensor:
+    """Return the global ids of a graph's edges."""
+    return torch.arange(graph.num_edges, device=graph.device) if graph.e_id is None else graph.e_id
 
 
 def _bytes(values: list[Any], seen: set[int]) -> int:

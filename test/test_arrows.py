@@ -16,9 +16,10 @@ BELOW = {
     "reduce": {"graph", "ops", "reference"},
     "stream": {"graph", "reduce"},
     "edge_index": {"graph"},
+    "trace": {"ops"},
 }
 THIRD_PARTY = {
-    "torch_geometric": {"nn", "distributed/partition.py", "distributed/datasets.py", "distributed/load.py"},
+    "torch_geometric": {"nn", *(f"distributed/{f}.py" for f in ("partition", "partition_hetero", "datasets", "load"))},
     "torch.distributed": {"distributed"},
     "pymetis": {"distributed/metis.py"},
     "safetensors": {"distributed/store.py"},

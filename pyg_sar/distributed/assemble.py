@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyg_sar.distributed.exchange import Local, Peers
+from pyg_sar.distributed.exchange import Local, Log, Peers
 from pyg_sar.distributed.split import Topology
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Block, Index, Seeds, ShardedGraph
@@ -22,6 +22,7 @@ def assemble(
     prefetch: int = 1,
     seed: int = 0,
     wire: torch.dtype | None = None,
+    log: Log | None = None,
 ) -> ShardedGraph:
     """Return the graph of worker ``rank``; a partition with a single part needs no process group."""
     num_src, ids = topology.src_id.numel(), _local_first(topology.num_src, rank)
@@ -31,9 +32,9 @@ def assemble(
         for q, (ptr, col) in enumerate(zip(topology.rowptr, topology.col, strict=True))
     )
     if len(blocks) == 1:
-        exchange: Local | Peers = Local([slice(0, num_src)])
+        exchange: Local | Peers = Local([slice(0, num_src)], log)
     else:
-        exchange = Peers(topology.serve, topology.num_src, group, prefetch, wire=wire)
+        exchange = Peers(topology.serve, topology.num_src, group, prefetch, log, wire)
     return ShardedGraph(
         blocks,
         num_src,

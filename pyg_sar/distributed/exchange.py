@@ -12,6 +12,7 @@ Every exchange has the same few verbs, which is all that the streaming loop know
 * ``tell(used)``: given which of the rows of other workers are used here (local-first), returns the own rows that each
   of them uses; ``restrict(used, served, number)``: the exchange of these rows alone, own rows having new numbers;
 * ``largest(values)``: of every value the largest one on any worker;
+* ``join(others)``: the exchange of the rows of all of them, and what numbers the rows of each (local-first) have there;
 * ``merge()``: the same rows in one shot; ``num_halo``: how many of them live elsewhere; ``alone``: whether there is no
   other worker.
 
@@ -34,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -116,6 +118,14 @@ class Local:
     def merge(self) -> Local:
         """Return the exchange with all rows in one piece."""
         return Local([slice(0, num_rows(self.ids))], self.log)
+
+    def join(self, others: Sequence[Local]) -> tuple[Local, list[Tensor]]:
+        """Return the exchange of the rows of all, one after the other."""
+        ends = list(accumulate((num_rows(other.ids) for other in others), initial=0))
+        numbers = [torch.arange(start, end) for start, end in pairwise(ends)]
+        pieces = zip(*(other.ids for other in others), strict=True)
+        ids = [torch.cat([number[i] for number, i in zip(numbers, piece, strict=True)]) for piece in pieces]
+        return Local([renumber(i, torch.arange(ends[-1])) for i in ids], self.log), numbers
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Return the values."""
@@ -207,6 +217,23 @@ class Peers:
     def merge(self) -> OneShot:
         """Return the exchange that fetches everything at once."""
         return OneShot(self)
+
+    def join(self, others: Sequence[Peers]) -> tuple[Peers, list[Tensor]]:
+        """Return the exchange of the rows of all: own ones one after the other, then those of each worker likewise."""
+        sizes = torch.tensor([other.num_src for other in others])  # by exchange and owner
+        local_first = [self.rank, *(q for q in range(self.size) if q != self.rank)]
+        counts = sizes[:, local_first].t()  # by owner and exchange, as the new numbers go
+        starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+        numbers = [
+            torch.cat([torch.arange(n) + start for n, start in zip(ns.tolist(), begins.tolist(), strict=True)])
+            for ns, begins in zip(counts.t(), starts.t(), strict=True)
+        ]
+        serve = [
+            torch.cat([other.serve[p] + start for other, start in zip(others, starts[0].tolist(), strict=True)])
+            for p in range(self.size)
+        ]
+        joined = Peers(serve, sizes.sum(0).tolist(), self.group, self.prefetch, self.log, self.wire)
+        return joined, [n.to(self.serve[0].device) for n in numbers]
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Return of every value the largest one on any worker."""
@@ -405,6 +432,11 @@ class OneShot:
     def merge(self) -> OneShot:
         """Return itself."""
         return self
+
+    def join(self, others: Sequence[OneShot]) -> tuple[OneShot, list[Tensor]]:
+        """Return the exchange of the rows of all."""
+        joined, numbers = self.peers.join([other.peers for other in others])
+        return OneShot(joined), numbers
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Return of every value the largest one on any worker."""

@@ -6,11 +6,14 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
+from pyg_sar.distributed import hetero
 from pyg_sar.distributed.assemble import assemble
 from pyg_sar.distributed.collectives import gather_objects
-from pyg_sar.distributed.store import Shard, read_part
+from pyg_sar.distributed.exchange import Log
+from pyg_sar.distributed.split import Topology
+from pyg_sar.distributed.store import Shard, read_info, read_part
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 
@@ -21,7 +24,7 @@ def load(
     remat: bool = True,
     prefetch: int = 1,
     wire: torch.dtype | None = None,
-) -> Data:
+) -> Data | HeteroData:
     r"""Load this worker's part of a partitioned graph.
 
     All workers of ``group`` call it together. Seed them alike before (:func:`torch.manual_seed`): rank 0's seed is that
@@ -46,19 +49,21 @@ def load(
     Returns:
         A :class:`torch_geometric.data.Data` with this worker's rows of every node-level and edge-level tensor, with
         ``edge_index`` (a :class:`~pyg_sar.edge_index.ShardedEdgeIndex`), ``n_id`` and ``e_id`` (global ids of rows).
+        Of a heterogeneous graph, a :class:`torch_geometric.data.HeteroData` with these for every node and edge type.
 
     Raises:
         RuntimeError: On every worker, if any worker cannot read its part, or the parts do not belong together.
     """
     together = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank(group) if together else 0
-    shard, error = None, ""
+    shard: Shard | hetero.HeteroShard | None = None
+    error = ""
     try:
         if prefetch < 0:
             raise ValueError(f"Expected 'prefetch' to be 0 or more (got {prefetch})")
         if wire is not None and not wire.is_floating_point:
             raise ValueError(f"Expected 'wire' to be a floating-point type (got {wire})")
-        shard = read_part(path, rank)
+        shard = hetero.read_part(path, rank) if "node_types" in read_info(path, rank) else read_part(path, rank)
     except Exception as e:  # whatever it is, the others must hear of it
         error = f"{type(e).__name__}: {e}"
     settings = torch.initial_seed(), remat, prefetch, str(wire)
@@ -66,8 +71,16 @@ def load(
     said = gather_objects(mine, group)
     _agree(said, rank)
     assert shard is not None
-    graph = assemble(shard.topology, rank, group, remat, prefetch, seed=said[0][3], wire=wire)
-    return _data(shard, ShardedEdgeIndex(graph)).to(str(device))
+    log, seed = Log(), said[0][3]
+
+    def edge_index(topology: Topology, number: int = 0) -> ShardedEdgeIndex:
+        seeds = seed + 0x9E3779B9 * number  # other masks of dropout for every edge type
+        return ShardedEdgeIndex(assemble(topology, rank, group, remat, prefetch, seeds, wire, log))
+
+    if isinstance(shard, Shard):
+        return _data(shard, edge_index(shard.topology)).to(str(device))
+    edges = {it: edge_index(topology, k) for k, (it, topology) in enumerate(shard.topologies.items())}
+    return _hetero_data(shard, edges).to(str(device))
 
 
 def _agree(said: list[tuple[str, str, int, int, bool, int, str]], rank: int) -> None:
@@ -101,4 +114,18 @@ def _data(shard: Shard, edge_index: ShardedEdgeIndex) -> Data:
         data[key] = value
     data.num_nodes = topology.src_id.numel()
     data.total_nodes = shard.num_nodes
+    return data
+
+
+def _hetero_data(shard: hetero.HeteroShard, edges: dict[hetero.EdgeType, ShardedEdgeIndex]) -> HeteroData:
+    data = HeteroData(shard.graph_attrs)
+    for t, attrs in shard.node_attrs.items():
+        for key, value in attrs.items():
+            data[t][key] = value
+        data[t].num_nodes = attrs["n_id"].numel()
+        data[t].total_nodes = shard.num_nodes[t]
+    for it, attrs in shard.edge_attrs.items():
+        data[it].edge_index, data[it].e_id = edges[it], shard.topologies[it].e_id
+        for key, value in attrs.items():
+            data[it][key] = value
     return data

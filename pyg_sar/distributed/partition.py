@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric import transforms
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from tqdm import tqdm
 
 from pyg_sar.distributed import store
@@ -26,11 +26,11 @@ RESERVED = ("n_id", "e_id", "total_nodes")
 
 
 def partition(
-    data: Data,
+    data: Data | HeteroData,
     num_parts: int,
     out: str | os.PathLike[str],
     *,
-    method: str | Tensor = "metis",
+    method: str | Tensor | dict[str, Tensor] = "metis",
     order: str = "locality",
     seed: int = 0,
     overwrite: bool = False,
@@ -60,12 +60,13 @@ def partition(
     unless single.
 
     Args:
-        data (torch_geometric.data.Data): The graph; it is not modified.
+        data (torch_geometric.data.Data or torch_geometric.data.HeteroData): The graph; it is not modified. All node
+            types of a heterogeneous graph are assigned together, and their weights are balanced together.
         num_parts (int): Number of parts; some stay empty if there are more than nodes.
         out (str): The folder to write. Nothing is left there if this function fails.
         method (str or torch.Tensor, optional): :obj:`"metis"`, :obj:`"fennel"` (little memory), :obj:`"random"`,
             :obj:`"contiguous"` (equal ranges of nodes), or an integer tensor :obj:`[num_nodes]` with the part of each
-            node. (default: :obj:`"metis"`)
+            node, by node type for a heterogeneous graph. (default: :obj:`"metis"`)
         order (str, optional): Order of the rows of each part: :obj:`"locality"`, or :obj:`"id"` for that of the graph.
             (default: :obj:`"locality"`)
         seed (int, optional): Seed of METIS, FENNEL and the random assignment. (default: :obj:`0`)
@@ -80,6 +81,12 @@ def partition(
         raise ValueError(f"'num_parts' must be an integer of at least 1, got {num_parts!r}.")
     if order not in ("locality", "id"):
         raise ValueError(f"Unknown order {order!r}, expected locality or id.")
+    if isinstance(data, HeteroData):
+        from pyg_sar.distributed.partition_hetero import write  # which needs what is here
+
+        return write(data, num_parts, out, method, order, seed, overwrite, progress)
+    if isinstance(method, dict):
+        raise TypeError("Expected a tensor with the part of each node, got a dict, which is for a HeteroData.")
     data = _checked(data)
     with (
         store.create(out, overwrite) as folder,
@@ -109,7 +116,7 @@ def partition(
             labels.append(int(labelled[topology.src_id].sum()))
             bar.update()
         name = "given" if isinstance(method, Tensor) else method
-        report = {"method": name, "order": order, "seed": seed} | _report(infos, labels)
+        report = {"method": name, "order": order, "seed": seed} | report_of(infos, labels)
         attributes = [store.describe(level) for level in levels]
         store.write_meta(folder, {"identity": identity, "attributes": attributes} | report)
     return report
@@ -152,7 +159,7 @@ def prepare(
             "add loops yourself with PyG's 'AddSelfLoops(attr=...)'."
         )
     if features is not None:
-        x = _plain(data.x)
+        x = plain(data.x)
         if not isinstance(x, Tensor) or not features.is_floating_point:
             raise ValueError(f"Node features 'x' (got {type(x).__name__}) cannot be stored as {features}.")
         data = copy.copy(data)
@@ -220,10 +227,9 @@ def _checked(data: Data) -> Data:
     """Return a copy of valid data that holds nothing but what can be stored."""
     if not isinstance(data, Data):
         raise TypeError(
-            f"Expected a torch_geometric.data.Data, got {type(data).__name__}, which is not supported. A HeteroData "
-            "can be converted: 'data.to_homogeneous()'."
+            f"Expected a torch_geometric.data.Data or HeteroData, got {type(data).__name__}, which is not supported."
         )
-    data, edge_index = copy.copy(data), _plain(data.edge_index)
+    data, edge_index = copy.copy(data), plain(data.edge_index)
     if not isinstance(edge_index, Tensor):
         raise ValueError(
             f"The graph needs an 'edge_index' [2, num_edges], but holds {data.keys()}. To convert 'adj_t': "
@@ -241,11 +247,11 @@ def _checked(data: Data) -> Data:
             f"{int(edge_index.max())}. Correct it, or set 'data.num_nodes'."
         )
     for key in list(data.keys()):
-        value = _plain(data[key])
+        value = plain(data[key])
         if key in RESERVED:
             warnings.warn(f"'{key}' of the graph is left out: 'load' sets an attribute of this name.", stacklevel=3)
             del data[key]
-        elif _storable(value, (data.num_nodes, data.num_edges)):
+        elif storable(value, (data.num_nodes, data.num_edges)):
             if key != "edge_index" and isinstance(value, Tensor) and ("index" in key or key == "face"):
                 warnings.warn(f"'{key}' keeps the ids of the whole graph ('n_id' tells those of a part).", stacklevel=3)
             data[key] = value  # setting it also makes PyG forget the level of a former value
@@ -255,7 +261,7 @@ def _checked(data: Data) -> Data:
     return data
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return arrays and PyG's index tensors as tensors, and other values as they are."""
     if isinstance(value, np.generic):
         return value.item()
@@ -266,12 +272,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _storable(value: Any, sizes: tuple[int, ...] = ()) -> bool:
+def storable(value: Any, sizes: tuple[int, ...] = ()) -> bool:
     """Tell whether a value is a tensor or JSON, and not a list that should travel with nodes or edges."""
     if isinstance(value, Tensor):
         return value.layout == torch.strided and store.can_hold(value.dtype)
     if isinstance(value, (list, tuple)):
-        return len(value) not in sizes and not any(isinstance(v, Tensor) or not _storable(v) for v in value)
+        return len(value) not in sizes and not any(isinstance(v, Tensor) or not storable(v) for v in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -299,7 +305,8 @@ def _select(data: Data, attrs: dict[str, Tensor], ids: Tensor) -> dict[str, Tens
     return {key: value.index_select(_dim(data, key), ids) for key, value in attrs.items()}
 
 
-def _report(infos: list[dict[str, Any]], labelled: list[int]) -> dict[str, Any]:
+def report_of(infos: list[dict[str, Any]], labelled: list[int]) -> dict[str, Any]:
+    """Return what :func:`partition` does, of the parts' counts."""
     counts = [info["counts"] for info in infos]
     edges = [sum(count["edges"]) for count in counts]
     sizes = {"nodes": [count["nodes"] for count in counts], "edges": edges, "labelled": labelled}

@@ -36,7 +36,12 @@ class Topology:
 
 
 def split(
-    edge_index: Tensor, src_part: Tensor, dst_part: Tensor, num_parts: int, nodes: Tensor | None = None
+    edge_index: Tensor,
+    src_part: Tensor,
+    dst_part: Tensor,
+    num_parts: int,
+    nodes: Tensor | None = None,
+    dst_nodes: Tensor | None = None,
 ) -> Iterator[Topology]:
     """Yield every worker's :class:`Topology`, one at a time.
 
@@ -48,12 +53,13 @@ def split(
         src_part: Owner of each source node.
         dst_part: Owner of each destination node; pass the same tensor unless the graph is bipartite.
         num_parts: Number of workers.
-        nodes: All nodes of a graph that is not bipartite, part by part, those of a part in the order of its rows. By
-            default rows are in the order of global ids.
+        nodes: All source nodes, part by part, those of a part in the order of its rows. By default rows are in the
+            order of global ids.
+        dst_nodes: The same of destination nodes, if the graph is bipartite.
     """
     src_row, src_ptr, src_nodes = _number(src_part, num_parts, nodes)
     same = dst_part is src_part
-    dst_row, dst_ptr, dst_nodes = (src_row, src_ptr, src_nodes) if same else _number(dst_part, num_parts)
+    dst_row, dst_ptr, dst_nodes = (src_row, src_ptr, src_nodes) if same else _number(dst_part, num_parts, dst_nodes)
     parts, owner = range(num_parts), dst_part[edge_index[1]]
     order = [_edge_order(edge_index, (owner == p).nonzero().view(-1), src_part, dst_row) for p in parts]
     del owner

@@ -94,22 +94,43 @@ def create(out: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Pat
 
 def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
     """Write one part into a folder of :func:`create`, and return what its ``part.json`` says."""
-    topology = shard.topology
-    if topology.dst_id is not topology.src_id:
+    if shard.topology.dst_id is not shard.topology.src_id:
         raise ValueError("Only graphs with one set of nodes can be stored, but this one is bipartite.")
     path = folder / f"part_{shard.part}"
     path.mkdir()
-    graph = {"n_id": topology.src_id, "e_id": topology.e_id}
-    for name in ("rowptr", "col", "serve"):
-        graph |= {f"{name}.{q}": array for q, array in enumerate(getattr(topology, name))}
+    graph = {"n_id": shard.topology.src_id, **topology_tensors(shard.topology)}
     tensors = {key: value for key, value in shard.graph_attrs.items() if isinstance(value, Tensor)}
     plain = {key: value for key, value in shard.graph_attrs.items() if key not in tensors}
     groups = zip(GROUPS, (graph, shard.node_attrs, shard.edge_attrs, tensors), strict=True)
-    info = FORMAT | {key: getattr(shard, key) for key in HEAD} | {"counts": _counts(shard), "attrs": plain}
-    info["files"] = {name: _save(path / f"{name}.safetensors", group, shard.identity) for name, group in groups}
+    info = FORMAT | {key: getattr(shard, key) for key in HEAD}
+    info |= {"counts": counts_of(shard.topology, shard.part), "attrs": plain}
+    return write_files(path, info, dict(groups))
+
+
+def write_files(path: Path, info: dict[str, Any], groups: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """Write tensors by file, and ``part.json`` at last; return what that says."""
+    info["files"] = {
+        name: _save(path / f"{name}.safetensors", group, info["identity"]) for name, group in groups.items()
+    }
     _write_json(path / "part.json", info)
     _sync(path)
     return info
+
+
+def topology_tensors(topology: Topology) -> dict[str, Tensor]:
+    """Return what a file holds of a topology, besides the ids of nodes."""
+    tensors = {"e_id": topology.e_id}
+    for name in ("rowptr", "col", "serve"):
+        tensors |= {f"{name}.{q}": array for q, array in enumerate(getattr(topology, name))}
+    return tensors
+
+
+def topology_of(tensors: dict[str, Tensor], counts: dict[str, Any], part: int, src: Tensor, dst: Tensor) -> Topology:
+    """Return the topology that a file holds, between nodes of these ids."""
+    parts = range(len(counts["rows_in"]))
+    rowptr, col, serve = ([tensors[f"{name}.{q}"] for q in parts] for name in ("rowptr", "col", "serve"))
+    num_src = [counts["nodes"] if q == part else counts["rows_in"][q] for q in parts]
+    return Topology(src, dst, tensors["e_id"], rowptr, col, serve, num_src)
 
 
 def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True) -> Shard:
@@ -125,26 +146,28 @@ def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True)
         FileNotFoundError: If the folder, the part, or one of its files is missing.
         ValueError: If they are damaged, or are not this part of one partition.
     """
+    info = read_info(folder, part)
+    path = Path(folder) / f"part_{part}"
+    graph, nodes, edges, tensors = (load_file(path, name, info, verify) for name in GROUPS)
+    topology = topology_of(graph, info["counts"], part, graph["n_id"], graph["n_id"])
+    check_counts(path, counts_of(topology, part), info["counts"])
+    head, attrs = {key: info[key] for key in HEAD}, info["attrs"] | tensors
+    return Shard(**head, topology=topology, node_attrs=nodes, edge_attrs=edges, graph_attrs=attrs)
+
+
+def read_info(folder: str | os.PathLike[str], part: int) -> dict[str, Any]:
+    """Read the ``part.json`` of one part."""
     path = Path(folder) / f"part_{part}"
     info = _read_json(path / "part.json", Path(folder))
     if info["part"] != part:
         raise ValueError(f"'{path}' holds part {info['part']}, expected {part}. Give the folder its own name again.")
-    graph, nodes, edges, tensors = (_load(path, name, info, verify) for name in GROUPS)
-    counts, parts = info["counts"], range(info["num_parts"])
-    topology = Topology(
-        src_id=graph["n_id"],
-        dst_id=graph["n_id"],
-        e_id=graph["e_id"],
-        rowptr=[graph[f"rowptr.{q}"] for q in parts],
-        col=[graph[f"col.{q}"] for q in parts],
-        serve=[graph[f"serve.{q}"] for q in parts],
-        num_src=[counts["nodes"] if q == part else counts["rows_in"][q] for q in parts],
-    )
-    head, attrs = {key: info[key] for key in HEAD}, info["attrs"] | tensors
-    shard = Shard(**head, topology=topology, node_attrs=nodes, edge_attrs=edges, graph_attrs=attrs)
-    if _counts(shard) != counts:
-        raise ValueError(f"'{path}' holds {_counts(shard)}, but its part.json says {counts}. {AGAIN}")
-    return shard
+    return info
+
+
+def check_counts(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raise if a part does not hold what its ``part.json`` says."""
+    if found != expected:
+        raise ValueError(f"'{path}' holds {found}, but its part.json says {expected}. {AGAIN}")
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
@@ -174,13 +197,12 @@ def can_hold(dtype: torch.dtype) -> bool:
     return True
 
 
-def _counts(shard: Shard) -> dict[str, Any]:
+def counts_of(topology: Topology, part: int) -> dict[str, Any]:
     """Count nodes, the edges from each part, and the rows read from and served to each other part."""
-    topology = shard.topology
     return {
         "nodes": topology.src_id.numel(),
         "edges": [col.numel() for col in topology.col],
-        "rows_in": [0 if q == shard.part else rows for q, rows in enumerate(topology.num_src)],
+        "rows_in": [0 if q == part else rows for q, rows in enumerate(topology.num_src)],
         "rows_out": [rows.numel() for rows in topology.serve],
     }
 
@@ -203,7 +225,7 @@ def _save(file: Path, tensors: dict[str, Tensor], identity: str) -> dict[str, An
     return {"bytes": file.stat().st_size, "sha256": _digest(file), "tensors": describe(whole)}
 
 
-def _load(path: Path, name: str, info: dict[str, Any], verify: bool) -> dict[str, Tensor]:
+def load_file(path: Path, name: str, info: dict[str, Any], verify: bool) -> dict[str, Tensor]:
     """Read one file of a part, and compare it with what ``part.json`` says."""
     file, expected = path / f"{name}.safetensors", info["files"][name]
     if not file.is_file():

@@ -9,6 +9,9 @@ from pyg_sar.nn.gin_conv import GINConv
 from pyg_sar.nn.glob import global_add_pool, global_max_pool, global_mean_pool
 from pyg_sar.nn.graph_norm import GraphNorm
 from pyg_sar.nn.graph_size_norm import GraphSizeNorm
+from pyg_sar.nn.han_conv import HANConv
+from pyg_sar.nn.hetero_batch_norm import HeteroBatchNorm
+from pyg_sar.nn.hgt_conv import HGTConv
 from pyg_sar.nn.instance_norm import InstanceNorm
 from pyg_sar.nn.layer_norm import LayerNorm
 from pyg_sar.nn.mean_subtraction_norm import MeanSubtractionNorm
@@ -32,6 +35,9 @@ __all__ = classes = [
     "BatchNorm1d",
     "GraphNorm",
     "GraphSizeNorm",
+    "HANConv",
+    "HGTConv",
+    "HeteroBatchNorm",
     "InstanceNorm",
     "LayerNorm",
     "MeanSubtractionNorm",

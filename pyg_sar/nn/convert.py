@@ -16,6 +16,9 @@ from pyg_sar.nn.gcn_conv import GCNConv
 from pyg_sar.nn.gin_conv import GINConv
 from pyg_sar.nn.graph_norm import GraphNorm
 from pyg_sar.nn.graph_size_norm import GraphSizeNorm
+from pyg_sar.nn.han_conv import HANConv
+from pyg_sar.nn.hetero_batch_norm import HeteroBatchNorm
+from pyg_sar.nn.hgt_conv import HGTConv
 from pyg_sar.nn.instance_norm import InstanceNorm
 from pyg_sar.nn.layer_norm import LayerNorm
 from pyg_sar.nn.mean_subtraction_norm import MeanSubtractionNorm
@@ -27,8 +30,9 @@ from pyg_sar.nn.strategy import STRATEGIES
 from pyg_sar.nn.transformer_conv import TransformerConv
 
 OURS = (
-    BatchNorm, BatchNorm1d, FastRGCNConv, GATConv, GATv2Conv, GCNConv, GINConv, GraphNorm, GraphSizeNorm, InstanceNorm,
-    LayerNorm, MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv, TransformerConv,
+    BatchNorm, BatchNorm1d, FastRGCNConv, GATConv, GATv2Conv, GCNConv, GINConv, GraphNorm, GraphSizeNorm, HANConv,
+    HGTConv, HeteroBatchNorm, InstanceNorm, LayerNorm, MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv,
+    TransformerConv,
 )  # fmt: skip
 # By the class of PyG or torch that each of them takes the place of.
 FORMS: dict[type, type] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cut import GRAPHS, graph, put_together, random_edges
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 from pyg_sar.distributed import store
 from pyg_sar.distributed.partition import assign, partition, prepare
@@ -288,9 +288,11 @@ def test_bad_number_of_parts(tmp_path, num_parts):
         partition(random_data(), num_parts, tmp_path / "graph")
 
 
-def test_hetero_data_is_not_supported(tmp_path):
-    with pytest.raises(TypeError, match=r"got HeteroData, which is not supported.*to_homogeneous"):
-        partition(HeteroData(), 2, tmp_path / "graph")
+def test_other_data_is_not_supported(tmp_path):
+    with pytest.raises(TypeError, match=r"Expected a torch_geometric.data.Data or HeteroData, got dict"):
+        partition({}, 2, tmp_path / "graph")
+    with pytest.raises(TypeError, match="which is for a HeteroData"):
+        partition(Data(edge_index=torch.zeros(2, 1, dtype=torch.long), num_nodes=1), 2, tmp_path / "graph", method={})
 
 
 def test_only_adj_t(tmp_path):

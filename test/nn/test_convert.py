@@ -115,7 +115,6 @@ def test_a_subclass_of_a_layer_that_streams_runs_its_own_code():
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (gnn.HeteroBatchNorm(8, 2), r"'HeteroBatchNorm' \(1\).*statistics over all nodes"),
         (gnn.TopKPooling(8), r"'TopKPooling' \(1\).*compares all nodes"),
         (gnn.GPSConv(8, None), r"'GPSConv' \(1\).*attends over all nodes"),
     ],

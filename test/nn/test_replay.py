@@ -28,8 +28,7 @@ def check(problems):
                       for n, m in [(1, "all"), (2, "edgeless"), (3, "empty"), (3, "edgeless"), (2, "contiguous")])],
 )  # fmt: skip
 def test_exact_or_refused(pool, size, method):
-    # LINKX learns a weight for each node of the whole graph: refused on several workers, see test_edge_index.py.
-    names = [name for name, case in CASES.items() if method in (*case.methods, "all") and name != "LINKX"]
+    names = [n for n, case in CASES.items() if method in (*case.methods, "all") and n not in conv_zoo.NOT_CONVERTED]
     check(pool.run(size, conv_zoo.check, names, method, True, timeout=200))
 
 

@@ -1,0 +1,150 @@
+r"""Pairs of nodes, such as the edges that link prediction is about, held by the workers that own their destinations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max, grouped
+from pyg_sar.distributed.exchange import Local, Peers
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import Block, Index, Seeds, ShardedGraph
+
+Ids = Tensor | tuple[Tensor, Tensor]
+
+
+def links(pairs: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex, Tensor]:
+    r"""Return the pairs whose destinations this worker owns, in the form of a sharded ``edge_index``.
+
+    With it code for one process goes on to work: ``z[index[0]]`` fetches rows of other workers, and its gradient sends
+    theirs home; ``z[index[1]]`` are own rows.
+
+    .. code-block:: python
+
+        index, mine = pyg_sar.links(edge_label_index, data.n_id)
+        score = (z[index[0]] * z[index[1]]).sum(-1)
+        loss = pyg_sar.global_mean(F.binary_cross_entropy_with_logits(score, edge_label[mine], reduction="none"))
+
+    All workers call it together. What travels are the ids of all sources that are not a worker's own, to all workers,
+    and later the rows of each of them once.
+
+    Args:
+        pairs (torch.Tensor): Global ids of sources and destinations :math:`(2, |\mathcal{P}|)`, the same on all workers
+            or at least those whose destinations are this worker's own; others are left out.
+        n_id (torch.Tensor or tuple): Global ids of the own rows, as in the loaded data; of sources and destinations, if
+            these are nodes of two types.
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+
+    Returns:
+        The pairs, and the positions in ``pairs`` of these.
+
+    Raises:
+        ValueError: On all workers, if a source is no node of any of them.
+    """
+    src_id, dst_id = n_id if isinstance(n_id, tuple) else (n_id, n_id)
+    if pairs.dim() != 2 or pairs.size(0) != 2 or pairs.dtype != torch.int64:
+        found = f"{pairs.dtype}, {list(pairs.shape)}"
+        raise ValueError(f"Expected 'pairs' of type torch.int64 and shape [2, *] (got {found})")
+    row = Directory(dst_id).rows(pairs[1])
+    mine = (row >= 0).nonzero().view(-1)
+    source, row = pairs[0, mine], row[mine]
+    directory = Directory(src_id)
+    col = directory.rows(source)
+    asked = source[col < 0].unique()
+    owner, serve = ask(asked, directory, group)
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if serve else (0, 1)
+    blocks, num_src, start = [], [], src_id.numel()
+    part = torch.full_like(col, rank)
+    part[col < 0] = owner[torch.searchsorted(asked, source[col < 0])]
+    for q in range(size):
+        edges = (part == q).nonzero().view(-1)
+        ids: Index = slice(0, src_id.numel())
+        number, count = col[edges], src_id.numel()
+        if q != rank:
+            here = asked[owner == q]
+            number, count = torch.searchsorted(here, source[edges]), here.numel()
+            ids, start = slice(start, start + count), start + count
+        num_src.append(count)
+        blocks.append(Block.from_coo(row[edges], number, ids, count, dst_id.numel(), edges))
+    exchange: Any = Peers(serve, num_src, group) if serve else Local([slice(0, src_id.numel())])
+    two = isinstance(n_id, tuple)
+    graph = ShardedGraph(
+        tuple(blocks), src_id.numel(), dst_id.numel(), exchange, n_id=src_id, e_id=mine, seeds=Seeds(0), bipartite=two
+    )
+    return ShardedEdgeIndex(graph), mine
+
+
+class Directory:
+    """Finds the row of a global id."""
+
+    def __init__(self, n_id: Tensor) -> None:
+        self.ids, self.row = n_id.sort()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the own row of every id, or -1."""
+        if self.ids.numel() == 0:
+            return torch.full_like(ids, -1)
+        place = torch.searchsorted(self.ids, ids).clamp(max=self.ids.numel() - 1)
+        return torch.where(self.ids[place] == ids, self.row[place], -1)
+
+
+def ask(asked: Tensor, directory: Directory, group: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return the worker that owns each of the ids that are asked for, and the own rows that each worker asks for."""
+    most = int(global_max(torch.tensor(asked.numel(), device=asked.device), group))
+    sent = torch.full((most,), -1, dtype=torch.int64, device=asked.device)
+    sent[: asked.numel()] = asked
+    by_worker = all_gather(sent, group)
+    rank = dist.get_rank(group) if grouped(group) else 0
+    rows = directory.rows(by_worker)
+    owners = all_reduce(torch.where(rows >= 0, rank + 1, 0), group) - 1
+    lost = by_worker[(owners < 0) & (by_worker >= 0)]
+    if lost.numel() > 0:
+        raise ValueError(
+            f"[rank {rank}] Sources of 'pairs' are no nodes of any worker, such as {lost.unique()[:5].tolist()}. "
+            f"Expected global ids, which 'n_id' holds."
+        )
+    serve = [r[r >= 0] for r in rows] if grouped(group) else []
+    return owners[rank, : asked.numel()], serve
+
+
+def corrupt(
+    index: ShardedEdgeIndex,
+    n_id: Ids,
+    num_neg: int = 1,
+    scope: str = "global",
+    generator: torch.Generator | None = None,
+    group: Any = None,
+) -> Tensor:
+    r"""Draw negative pairs for :func:`links`: the destinations of given pairs with random sources.
+
+    Sources are uniform over the nodes of all workers, or of this one: then no rows travel, but negatives are those of a
+    part, which are nearer to each other than others are. A pair that is an edge is not drawn again: for a destination
+    with :math:`d` in-edges that happens with probability :math:`d / |\mathcal{V}|`.
+
+    Args:
+        index (ShardedEdgeIndex): The positive pairs of :func:`links`, or the graph's ``edge_index``.
+        n_id (torch.Tensor or tuple): Global ids of the own rows, as for :func:`links`; they are
+            :math:`0 \ldots |\mathcal{V}| - 1` on all workers together.
+        num_neg (int, optional): The number of negative pairs for each positive one. (default: :obj:`1`)
+        scope (str, optional): :obj:`"global"` or :obj:`"local"`. (default: :obj:`"global"`)
+        generator (torch.Generator, optional): Where random numbers come from; seed it differently on every worker.
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+
+    Returns:
+        Global ids :math:`(2, k \cdot |\mathcal{P}|)`, those of one positive pair after another.
+    """
+    src_id, dst_id = n_id if isinstance(n_id, tuple) else (n_id, n_id)
+    if scope not in ("global", "local"):
+        raise ValueError(f"Expected 'scope' to be 'global' or 'local' (got {scope!r})")
+    destination = dst_id[index.graph.row].repeat_interleave(num_neg)
+    if scope == "local":
+        place = torch.randint(max(src_id.numel(), 1), destination.shape, generator=generator, device=src_id.device)
+        if src_id.numel() == 0 < destination.numel():
+            raise ValueError("This worker owns no sources to draw from; use scope='global'")
+        return torch.stack([src_id[place], destination])
+    total = int(all_reduce(torch.tensor(src_id.numel(), device=src_id.device), group))
+    source = torch.randint(max(total, 1), destination.shape, generator=generator, device=src_id.device)
+    return torch.stack([source, destination])

@@ -1,0 +1,52 @@
+r"""Batch normalisation by type of rows, with the statistics of all workers' rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.distributed.collectives import all_reduce, grouped
+
+
+class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
+    r"""PyG's :class:`~torch_geometric.nn.norm.HeteroBatchNorm` over the rows of all workers: every type of rows is
+    normalised by its mean and variance, which as in PyG have no gradient.
+
+    Args:
+        group (ProcessGroup, optional): The workers; an attribute. (default: :obj:`None`, all of them)
+    """
+
+    group: Any = None
+
+    def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
+        """Normalise rows ``[n, channels]`` of types ``[n]``."""
+        if not grouped(self.group) or (not self.training and self.track_running_stats):
+            return super().forward(x, type_vec)
+        count, mean, var = self.statistics(x.detach(), type_vec)
+        if self.training and self.track_running_stats:
+            self.track(count > 0, mean, var)
+        out = (x - mean[type_vec]) / var.clamp(self.eps).sqrt()[type_vec]
+        return out * self.weight[type_vec] + self.bias[type_vec] if self.affine else out
+
+    def statistics(self, x: Tensor, type_vec: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return how many rows all workers have of every type, and their mean and variance."""
+        zeros = torch.zeros(self.num_types, x.size(1), dtype=torch.float64, device=x.device)
+        count = all_reduce(torch.bincount(type_vec, minlength=self.num_types), self.group)
+        n = count.clamp(min=1).unsqueeze(1)
+        mean = all_reduce(zeros.index_add(0, type_vec, x.double()), self.group) / n
+        squares = (x - mean[type_vec]).square()
+        return count, mean.to(x.dtype), (all_reduce(zeros.index_add(0, type_vec, squares), self.group) / n).to(x.dtype)
+
+    @torch.no_grad()
+    def track(self, seen: Tensor, mean: Tensor, var: Tensor) -> None:
+        """Move the running statistics of the types that there are towards the present ones."""
+        if self.momentum is None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked)
+        else:
+            momentum = self.momentum
+        for running, now in ((self.running_mean, mean), (self.running_var, var)):
+            running[seen] = torch.lerp(running[seen], now[seen].to(running.dtype), momentum)

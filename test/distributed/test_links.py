@@ -1,0 +1,140 @@
+"""Link prediction: pairs of nodes on several workers against one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from problem import NUM_NODES, assignment, close, edges, share
+
+import pyg_sar
+from pyg_sar.nn import convert
+
+
+def pairs():
+    g = torch.Generator().manual_seed(5)
+    return torch.cat([edges()[:, :60], torch.randint(NUM_NODES, (2, 70), generator=g)], 1)
+
+
+LABELS = (torch.arange(130) < 60).double()
+
+
+class Net(torch.nn.Module):
+    def __init__(self, decoder):
+        super().__init__()
+        self.encode, self.decoder = gnn.GraphSAGE(8, 6, 2, 5), decoder
+        self.relation = torch.nn.Parameter(torch.randn(5))
+        self.net = torch.nn.Sequential(torch.nn.Linear(10, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+    def forward(self, x, edge_index, index):
+        z = self.encode(x, edge_index)
+        source, target = z[index[0]], z[index[1]]
+        if self.decoder == "dot":
+            return (source * target).sum(-1)
+        if self.decoder == "DistMult":
+            return (source * self.relation * target).sum(-1)
+        return self.net(torch.cat([source, target], -1)).view(-1)
+
+
+def check(group, decoder, method):
+    torch.manual_seed(0)
+    reference, model = Net(decoder).double(), Net(decoder).double()
+    model.load_state_dict(reference.state_dict())
+    convert(model, group)
+    x = torch.randn(NUM_NODES, 8, dtype=torch.float64)
+    mine = share(group, edges(), assignment(method, group.size()))
+    index, kept = pyg_sar.links(pairs(), mine.src, group)
+    score = model(x[mine.src], mine.edge_index, index)
+    loss = F.binary_cross_entropy_with_logits(score, LABELS[kept], reduction="sum") / 130
+    loss.backward()
+    expected = F.binary_cross_entropy_with_logits(reference(x, edges(), pairs()), LABELS)
+    expected.backward()
+    close(pyg_sar.all_reduce(loss, group), expected.detach(), "loss")
+    pyg_sar.sum_gradients(model, group)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        close(p.grad, q.grad, "gradient")
+    # Those whose destinations are own ones would do.
+    again, _ = pyg_sar.links(pairs()[:, kept], mine.src, group)
+    close(model(x[mine.src], mine.edge_index, again), score, "own pairs")
+    return kept.tolist()
+
+
+@pytest.mark.parametrize("decoder", ["dot", "DistMult", "MLP"])
+@pytest.mark.parametrize(("size", "method"), [(1, "random"), (2, "random"), (3, "random"), (3, "empty")])
+def test_decoders(pool, decoder, size, method):
+    found = pool.run(size, check, decoder, method)
+    assert sorted(i for kept in found for i in kept) == list(range(130))
+
+
+def unknown(group):
+    mine = share(group, edges(), assignment("random", group.size()))
+    try:
+        pyg_sar.links(torch.tensor([[NUM_NODES + 3], [int(mine.src[0])]]), mine.src, group)
+    except ValueError as error:
+        return str(error)
+
+
+def test_an_unknown_source_is_an_error_on_all_workers(pool):
+    for rank, error in enumerate(pool.run(3, unknown)):
+        assert f"[rank {rank}] Sources of 'pairs' are no nodes of any worker, such as [64]" in error
+    with pytest.raises(ValueError, match=r"Expected 'pairs' of type torch.int64 and shape \[2, \*\]"):
+        pyg_sar.links(torch.zeros(3, 2), torch.arange(3))
+
+
+def negatives(group, scope):
+    mine = share(group, edges(), assignment("random", group.size()))
+    index, kept = pyg_sar.links(pairs(), mine.src, group)
+    g = torch.Generator().manual_seed(group.rank())
+    found = pyg_sar.corrupt(index, mine.src, 100, scope, g, group)
+    assert torch.equal(found[1], pairs()[1, kept].repeat_interleave(100))
+    again, every = pyg_sar.links(found, mine.src, group)
+    assert len(every) == found.size(1)
+    if scope == "local":
+        assert torch.isin(found[0], mine.src).all()
+        assert all(b.num_edges == 0 for q, b in enumerate(again.graph.blocks) if q != dist.get_rank(group))
+    return found[0]
+
+
+def test_negative_pairs(pool):
+    drawn = torch.cat(pool.run(3, negatives, "global"))
+    counts = torch.bincount(drawn, minlength=NUM_NODES)
+    assert len(drawn) == 13_000 and len(counts) == NUM_NODES
+    assert counts.min() > 140 and counts.max() < 290  # 213 +- 15
+    pool.run(3, negatives, "local")
+    index, _ = pyg_sar.links(pairs(), torch.arange(NUM_NODES))
+    with pytest.raises(ValueError, match="'global' or 'local'"):
+        pyg_sar.corrupt(index, torch.arange(NUM_NODES), scope="near")
+
+
+def two_types(group):
+    src, dst = torch.arange(20), torch.arange(30)
+    mine = [ids[ids % group.size() == group.rank()] for ids in (src, dst)]
+    g = torch.Generator().manual_seed(0)
+    wanted = torch.stack([torch.randint(20, (50,), generator=g), torch.randint(30, (50,), generator=g)])
+    a, b = torch.randn(20, 3, generator=g), torch.randn(30, 3, generator=g)
+    index, kept = pyg_sar.links(wanted, tuple(mine), group)
+    out = (a[mine[0]][index[0]] * b[mine[1]][index[1]]).sum(-1)
+    close(out, (a[wanted[0]] * b[wanted[1]]).sum(-1)[kept], "score", 1e-6)
+
+
+def test_two_types_of_nodes(pool):
+    pool.run(3, two_types)
+
+
+def infer(group):
+    torch.manual_seed(group.rank())  # rank 0's parameters count
+    model = gnn.GraphSAGE(8, 6, 2, 5, norm="BatchNorm", dropout=0.5)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    x = torch.randn(NUM_NODES, 8, generator=torch.Generator().manual_seed(1))
+    mine = share(group, edges(), assignment("random", group.size()))
+    out = pyg_sar.inference(model, x[mine.src], mine.edge_index, group=group)
+    torch.manual_seed(0)
+    expected = gnn.GraphSAGE(8, 6, 2, 5, norm="BatchNorm", dropout=0.5).eval()(x, edges())
+    close(out, expected[mine.dst], "inference", 1e-5)
+    assert type(model) is gnn.GraphSAGE and model.training and not out.requires_grad
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_inference(pool):
+    pool.run(3, infer)
