@@ -29,7 +29,7 @@ KINDS = (
 CHUNK = 1 << 22  # edges or nodes that are generated together, so that steps in between take little memory
 
 
-def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
+def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data | HeteroData:
     r"""Load a graph by name.
 
     * ``Class`` or ``Class/name``: a data set of :mod:`torch_geometric.datasets`, kept in ``root/Class``.
@@ -43,7 +43,7 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
 
     Labels given as lists of nodes (``Entities``) become ``y``, -1 where unlabelled, and masks. A graph with labels but
     no masks gets a random split 60/20/20, the same every time, and a note says so. ``num_classes`` and
-    ``num_relations`` are set where labels and edge types are integers.
+    ``num_relations`` are set where labels and edge types are integers. A ``HeteroData`` is returned as it is.
 
     Args:
         name (str): What to load.
@@ -66,12 +66,7 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data:
             data.edge_type = _relations(data)
     else:
         data = _ogb(name, root) if kind.startswith("ogbn-") else _pyg(name, root)
-    if isinstance(data, HeteroData):
-        raise ValueError(
-            f"'{name}' has several types of nodes or edges (HeteroData), which is not supported. Convert it with "
-            "'data.to_homogeneous()' and save that as a .pt file."
-        )
-    return _complete(data, name)
+    return data if isinstance(data, HeteroData) else _complete(data, name)
 
 
 def community_graph(

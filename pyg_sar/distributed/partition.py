@@ -123,13 +123,13 @@ def partition(
 
 
 def prepare(
-    data: Data,
+    data: Data | HeteroData,
     *,
     to_undirected: bool = False,
     self_loops: bool = False,
     gcn_norm: bool = False,
     features: torch.dtype | None = None,
-) -> Data:
+) -> Data | HeteroData:
     """Apply PyG's transforms that change edges, and choose the type of features, in the order of the arguments.
 
     Args:
@@ -145,8 +145,12 @@ def prepare(
             :obj:`torch.bfloat16` halves their memory and bytes. Train on them in a model of that type or under
             :class:`torch.autocast`. (default: :obj:`None`, the type that they have)
     """
+    if isinstance(data, HeteroData) and (self_loops or gcn_norm or features is not None):
+        raise ValueError("Of the transforms, only 'to_undirected' is for a HeteroData; apply others before.")
     if to_undirected:
         data = transforms.ToUndirected()(copy.copy(data))
+    if isinstance(data, HeteroData):
+        return data
     keys = [key for key in data.edge_attrs() if isinstance(data[key], Tensor)]
     if self_loops:
         data = transforms.AddRemainingSelfLoops()(copy.copy(data))

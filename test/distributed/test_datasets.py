@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData, InMemoryDataset
 from torch_geometric.utils import degree, is_undirected, to_torch_csr_tensor
 
 from pyg_sar.distributed.datasets import community_graph, dataset
-from pyg_sar.distributed.partition import partition
+from pyg_sar.distributed.partition import partition, prepare
 
 
 def same(a, b):
@@ -263,12 +263,13 @@ def test_lists_of_labels_become_masks(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_hetero_data_is_not_supported(monkeypatch):
+def test_hetero_data_is_returned_as_it_is(monkeypatch):
     data = HeteroData()
     data["a"].x = torch.ones(2, 1)
     monkeypatch.setattr(torch_geometric.datasets, "Mock", made_up(data), raising=False)
-    with pytest.raises(ValueError, match=r"'Mock' has several types .*not supported.*to_homogeneous"):
-        dataset("Mock")
+    assert dataset("Mock").to_dict() == data.to_dict()
+    with pytest.raises(ValueError, match="only 'to_undirected' is for a HeteroData"):
+        prepare(data, self_loops=True)
 
 
 def test_many_graphs_are_refused(monkeypatch, data):
@@ -364,8 +365,8 @@ def test_real(root, tmp_path, name, num_nodes, num_edges, num_classes, num_train
 
 @real
 def test_real_hetero(root):
-    with pytest.raises(ValueError, match="HeteroData"):
-        dataset("IMDB", root)
+    data = dataset("IMDB", root)
+    assert len(data.node_types) == 3 and data.num_nodes == 11_616 and data.num_edges == 34_212
 
 
 @real

@@ -2,15 +2,19 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torch_geometric.nn as gnn
+from cut import REAL, real
 from problem import backward, close
 from torch_geometric.data import HeteroData
 
 import pyg_sar
+from pyg_sar.distributed.datasets import dataset
 from pyg_sar.distributed.store import read_meta
 from pyg_sar.nn import convert, describe
 
@@ -227,6 +231,56 @@ def test_errors(tmp_path):
     (tmp_path / "h" / "part_0" / "part.json").write_text(json.dumps(info))
     with pytest.raises(RuntimeError, match=r"but its part\.json says"):
         pyg_sar.load(tmp_path / "h")
+
+
+class Movies(torch.nn.Module):
+    """A model for a real graph."""
+
+    def __init__(self, kind, data):
+        super().__init__()
+        self.embed = gnn.HeteroDictLinear({t: x.size(1) for t, x in data.x_dict.items()}, 8)
+        kinds = data.metadata()
+        self.first = gnn.HGTConv(8, 8, kinds, 2) if kind == "HGT" else gnn.to_hetero(gnn.GraphSAGE(8, 8, 1), kinds)
+        convs = {it: gnn.SAGEConv(8, 3) for it in data.edge_types}
+        self.second = gnn.HGTConv(8, 3, kinds, 1) if kind == "HGT" else gnn.HeteroConv(convs)
+
+    def forward(self, data):
+        x = {t: rows.tanh() for t, rows in self.embed(data.x_dict).items()}
+        return self.second(self.first(x, data.edge_index_dict), data.edge_index_dict)["movie"]
+
+
+def train_on_movies(group, kind, folder):
+    """Return the losses; without a folder, those of PyG."""
+    data = dataset("IMDB", folder) if group is None else pyg_sar.load(folder, group=group)
+    torch.manual_seed(0)
+    for t in data.node_types:
+        data[t].x = data[t].x.double()
+    model, losses, movies = Movies(kind, data).double(), [], data["movie"]
+    if group is not None:
+        model = convert(model, group)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        out = model(data)[movies.train_mask]
+        loss = pyg_sar.global_mean(F.cross_entropy(out, movies.y[movies.train_mask], reduction="none"), group)
+        loss.backward()
+        if group is not None:
+            pyg_sar.sum_gradients(model, group)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["HGT", "SAGE"])
+def test_real_graph(pool, tmp_path, kind):
+    shutil.copytree(REAL / "IMDB" / "raw", tmp_path / "IMDB" / "raw")
+    expected = torch.tensor(train_on_movies(None, kind, tmp_path))
+    for workers in (1, 2, 4):
+        pyg_sar.partition(dataset("IMDB", tmp_path), workers, tmp_path / str(workers), order="id")
+        for losses in pool.run(workers, train_on_movies, kind, tmp_path / str(workers), timeout=120):
+            close(torch.tensor(losses), expected, "losses", 1e-8)
 
 
 def norm(group):
