@@ -192,7 +192,7 @@ class Trace(TorchFunctionMode):
         raise NotStreamable(f"it calls '{name}' on the numbers of nodes")
 
     def reduce(self, name: str, args: Any, kwargs: Any) -> Tensor:
-        """Cut a reduction, or return its result."""
+        """Recognise a reduction and answer it."""
         target, dim, index, src, op, include_self = _bind(name, args, kwargs)
         if not isinstance(index, Tensor) or self.kinds.get(index) != "row" or not isinstance(src, Tensor):
             raise NotStreamable(f"it calls '{name}' on the numbers of nodes")
@@ -211,26 +211,28 @@ class Trace(TorchFunctionMode):
         row = found.row
         if row is not None and row.data_ptr() == self.row.data_ptr() and row.stride() == self.row.stride():
             found = found._replace(whole=row.shape == self.row.shape)
+        value = self.answer(k, found, target)
+        return value if value is target or not name.endswith("_") else target.copy_(value)
+
+    def answer(self, k: int, found: Reduction, target: Tensor) -> Tensor:
+        """Return the result of the ``k``-th reduction, or ``target`` if it is not known."""
         if k in self.known:
             if k in self.expose:
                 self.cut(k, found)
-            value = self.known[k].movedim(0, dim)
-            return target.copy_(value) if name.endswith("_") else value
-        if self.kinds.get(src) == "unknown":
+            return self.known[k].movedim(0, found.dim)
+        if self.kinds.get(found.src) == "unknown":
             raise Stop
         self.cut(k, found)
         if self.local:
-            return self.compute(found, target, name.endswith("_"))
+            return self.compute(found, target)
         self.kinds[target] = "unknown"
         return target
 
-    def compute(self, found: Reduction, target: Tensor, inplace: bool) -> Tensor:
+    def compute(self, found: Reduction, target: Tensor) -> Tensor:
         """Return the result of the given edges alone."""
         if found.op == "sum":
-            out = target.scatter_add(found.dim, found.entries, found.src)
-        else:
-            out = target.scatter_reduce(found.dim, found.entries, found.src, found.op, include_self=False)
-        return target.copy_(out) if inplace else out
+            return target.scatter_add(found.dim, found.entries, found.src)
+        return target.scatter_reduce(found.dim, found.entries, found.src, found.op, include_self=False)
 
     def drop(self, func: Callable, unknown: bool, args: Any, kwargs: Any) -> Tensor:
         """Drop entries by a mask that is the same whenever this runs."""

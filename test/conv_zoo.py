@@ -587,7 +587,8 @@ def check(group: Any, names: list[str], method: str, converts: bool = False) -> 
 # What a converted layer refuses, if that is another thing than it refuses as it is.
 REFUSED_CONVERTED = {
     **dict.fromkeys(
-        ["FastRGCNConv global ids", "HGTConv", "HGTConv two relations", "HANConv", "HANConv two relations"], ""
+        ["FastRGCNConv global ids", "ChebConv", "HGTConv", "HGTConv two relations", "HANConv", "HANConv two relations"],
+        "",
     ),
     "GATConv pair with loops": "Construct the layer with 'add_self_loops=False'",
 }

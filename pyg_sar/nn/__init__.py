@@ -1,6 +1,7 @@
 r"""Layers with PyG's constructors and ``state_dict`` that stream on a sharded graph."""
 
 from pyg_sar.nn.batch_norm import BatchNorm, BatchNorm1d
+from pyg_sar.nn.cheb_conv import ChebConv
 from pyg_sar.nn.convert import convert, describe
 from pyg_sar.nn.gat_conv import GATConv
 from pyg_sar.nn.gatv2_conv import GATv2Conv
@@ -25,6 +26,7 @@ __all__ = classes = [
     "MessagePassing",
     "GCNConv",
     "SAGEConv",
+    "ChebConv",
     "GINConv",
     "GATConv",
     "GATv2Conv",

@@ -3,6 +3,7 @@ r"""A model of PyG becomes one whose layers stream."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch_geometric.nn
 
 from pyg_sar.edge_index import whole_graph
 from pyg_sar.nn.batch_norm import BatchNorm, BatchNorm1d
+from pyg_sar.nn.cheb_conv import ChebConv
 from pyg_sar.nn.gat_conv import GATConv
 from pyg_sar.nn.gatv2_conv import GATv2Conv
 from pyg_sar.nn.gcn_conv import GCNConv
@@ -24,14 +26,15 @@ from pyg_sar.nn.layer_norm import LayerNorm
 from pyg_sar.nn.mean_subtraction_norm import MeanSubtractionNorm
 from pyg_sar.nn.message_passing import MessagePassing
 from pyg_sar.nn.pair_norm import PairNorm
+from pyg_sar.nn.readout import Readout
 from pyg_sar.nn.rgcn_conv import FastRGCNConv, RGCNConv
 from pyg_sar.nn.sage_conv import SAGEConv
 from pyg_sar.nn.strategy import STRATEGIES
 from pyg_sar.nn.transformer_conv import TransformerConv
 
 OURS = (
-    BatchNorm, BatchNorm1d, FastRGCNConv, GATConv, GATv2Conv, GCNConv, GINConv, GraphNorm, GraphSizeNorm, HANConv,
-    HGTConv, HeteroBatchNorm, InstanceNorm, LayerNorm, MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv,
+    BatchNorm, BatchNorm1d, ChebConv, FastRGCNConv, GATConv, GATv2Conv, GCNConv, GINConv, GraphNorm, GraphSizeNorm,
+    HANConv, HGTConv, HeteroBatchNorm, InstanceNorm, LayerNorm, MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv,
     TransformerConv,
 )  # fmt: skip
 # By the class of PyG or torch that each of them takes the place of.
@@ -69,7 +72,7 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
         NotImplementedError: If a layer would look at the rows of one worker where it must see all of them. Nothing is
             changed then.
     """
-    table = [(name, layer, *fate(layer)) for name, layer in module.named_modules()]
+    table = [(name, layer, *fate(layer)) for name, layer in outer_modules(module)]
     for name, layer, cls, why in table:
         if cls is None:
             raise NotImplementedError(
@@ -92,13 +95,16 @@ class Converted:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Say how to make it again."""
-        return blank, (type(self).__mro__[2],), self.__dict__
+        (original,) = (base for base in type(self).__bases__ if base not in (Converted, Readout, MessagePassing))
+        return blank, (original,), self.__dict__
 
 
 @functools.cache
 def streaming(cls: type) -> type:
-    """Return a subclass that streams."""
+    """Return a subclass that streams, or, of an aggregation, that reads out the rows of all workers."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    if issubclass(cls, torch_geometric.nn.Aggregation):
+        return type(cls.__name__, (Converted, Readout, cls), names)
     return type(cls.__name__, (Converted, cls, MessagePassing), names)
 
 
@@ -118,10 +124,22 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
         return cls, "sees the rows of all workers"
     if issubclass(cls, torch_geometric.nn.MessagePassing):
         return streaming(cls), ""
+    if issubclass(cls, Readout):
+        return cls, "reads out the rows of all workers"
     if issubclass(cls, torch_geometric.nn.Aggregation):
-        return cls, ""  # whether it may run is a matter of the layer
+        return streaming(cls), ""
     why = whole_graph(layer, {}, None)
     return None if why else cls, why
+
+
+def outer_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield all modules with their names but the aggregations that are part of a layer or of another one."""
+    yield name, module
+    inner = isinstance(module, (torch_geometric.nn.MessagePassing, torch_geometric.nn.Aggregation))
+    for key, child in module.named_children():
+        for path, found in outer_modules(child, f"{name}.{key}" if name else key):
+            if not (inner and isinstance(found, torch_geometric.nn.Aggregation)):
+                yield path, found
 
 
 def describe(module: torch.nn.Module) -> str:
@@ -132,7 +150,7 @@ def describe(module: torch.nn.Module) -> str:
     Args:
         module (torch.nn.Module): The model.
     """
-    found = [(name or "(model)", type(layer).__name__, fate(layer)[1]) for name, layer in module.named_modules()]
+    found = [(name or "(model)", type(layer).__name__, fate(layer)[1]) for name, layer in outer_modules(module)]
     lines = [line for line in found if line[2]]
     widths = [max((len(line[k]) for line in lines), default=0) for k in (0, 1)]
     return "\n".join(f"{name:{widths[0]}}  {cls:{widths[1]}}  {what}" for name, cls, what in lines)

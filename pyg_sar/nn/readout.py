@@ -1,0 +1,72 @@
+r"""PyG's aggregations as readouts: over the rows of all workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum, grouped
+from pyg_sar.trace import NotStreamable, Reduction, Trace
+
+
+class Readout:
+    """What stands before an aggregation of PyG that reads out nodes: with other workers its reductions are over theirs,
+    too, and every worker gets the results.
+    """
+
+    group: Any = None
+
+    def __call__(
+        self, x: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, dim_size: int | None = None,
+        dim: int = -2, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Aggregate rows by their example, which all workers number alike."""
+        name = type(self).__name__
+        if not grouped(self.group):
+            return super().__call__(x, index, ptr, dim_size, dim, **kwargs)  # type: ignore[misc]
+        if index is None and ptr is not None:
+            raise NotImplementedError(f"'{name}' reads out the rows of all workers: pass 'index' instead of 'ptr'")
+        if index is None:
+            index, dim_size = torch.zeros(x.size(dim), dtype=torch.int64, device=x.device), 1
+        if dim_size is None:
+            dim_size = int(global_max(torch.cat([index, index.new_full((1,), -1)]).max(), self.group)) + 1
+        try:
+            with Everywhere(index, dim_size, self.group):
+                return super().__call__(x, index, None, dim_size, dim, **kwargs)  # type: ignore[misc]
+        except NotStreamable as error:
+            raise NotImplementedError(
+                f"'{name}' cannot read out the rows of all workers, because {error}. Sums, means, extrema, and what is "
+                f"made of them, can: softmax, attention, Set2Set."
+            ) from error
+
+
+class Everywhere(Trace):
+    """Makes reductions by example those of all workers, who run the same code."""
+
+    def __init__(self, index: Tensor, num_examples: int, group: Any) -> None:
+        super().__init__(index, index.new_empty(0), num_examples, {}, lambda k, found: None, ended=True)
+        self.group = group
+
+    def answer(self, k: int, found: Reduction, target: Tensor) -> Tensor:
+        """Return the result of all workers, with its gradient."""
+        sums = found.op == "sum"
+        out = global_sum(found.total(self.num_dst), self.group) if sums else self.extremum(found)
+        return out.movedim(0, found.dim)
+
+    def extremum(self, found: Reduction) -> Tensor:
+        """Return extrema, whose gradient equal entries share as in torch."""
+        sign = 1 if found.op == "amax" else -1
+        best, count = found._replace(src=found.src.detach()).extremum(self.num_dst)
+        top = global_max(best * sign, self.group) * sign
+        top = top.masked_fill(all_reduce(count, self.group) == 0, 0)
+        hits = found.src.detach() == found.read(top)
+        count = all_reduce(found._replace(src=hits.to(top.dtype)).total(self.num_dst), self.group) + (top == 0)
+        # Zeros, with the gradient of what they are made of.
+        zeros = torch.where(hits, (found.src - found.read(top)) / found.read(count), 0)
+        return top + global_sum(found._replace(src=zeros).total(self.num_dst), self.group)
+
+    def drop(self, func: Any, unknown: bool, args: Any, kwargs: Any) -> Tensor:
+        """Drop as ever."""
+        return func(*args, **kwargs)
