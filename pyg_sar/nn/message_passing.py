@@ -74,11 +74,10 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             graph = self.streamed(edge_index, kwargs.get("x"), size)
             if graph is not None:
                 return self.stream(graph, **kwargs)
-        if isinstance(edge_index, ShardedEdgeIndex) and edge_index.kind == EDGES and not watched(self):
-            graph = edge_index.regroup()
-            plan = strategy(self, graph, kwargs, size)
-            if plan.way != "one shot":
-                return plan.run(self, graph, kwargs, graph.seeds.draw() if plan.program.drops else None)
+        if isinstance(edge_index, ShardedEdgeIndex):
+            out = replay(self, edge_index, size, kwargs)
+            if out is not None:
+                return out
         try:
             return PROPAGATE(self, edge_index, size=size, **kwargs)
         except IndexError as error:  # PyG's quantiles of nodes without in-edges, for example
@@ -136,6 +135,18 @@ def one_block(edge_index: Tensor, num_nodes: tuple[int, int]) -> ShardedGraph:
 def misses_loops(layer: Any, graph: ShardedGraph, edge_index: Any) -> bool:
     """Whether PyG must add self-loops between two sets of nodes, by its rule for the smaller one."""
     return layer.add_self_loops and graph.bipartite and not isinstance(edge_index, ShardedEdgeIndex)
+
+
+@torch.compiler.disable
+def replay(layer: Any, edge_index: ShardedEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """Stream a layer by its own code, or by kernels that do the same; None if that is not possible."""
+    if edge_index.kind != EDGES or watched(layer):
+        return None
+    graph = edge_index.regroup()
+    plan = strategy(layer, graph, kwargs, size)
+    if plan.way == "one shot":
+        return None
+    return plan.run(layer, graph, kwargs, graph.seeds.draw() if plan.program.drops else None)
 
 
 def watched(layer: Any) -> bool:

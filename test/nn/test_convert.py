@@ -1,6 +1,7 @@
 """Models of PyG, converted, on several workers against themselves on the whole graph."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -124,3 +125,53 @@ def test_what_needs_all_rows_is_refused_and_nothing_changed(layer, says):
     with pytest.raises(NotImplementedError, match=says):
         convert(model)
     assert type(model[0]) is gnn.GCNConv
+
+
+class Tied(torch.nn.Module):
+    """Both layers have the same weights; a map that torch may compile stands between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = gnn.GraphConv(8, 8), gnn.GENConv(8, 8, norm="layer")
+        self.again, self.between = gnn.GraphConv(8, 8), torch.nn.Linear(8, 8)
+        self.again.lin_rel = self.first.lin_rel
+
+    def forward(self, x, edge_index):
+        return self.again(self.between(self.second(self.first(x, edge_index), edge_index)).tanh(), edge_index)
+
+
+def steps(model, graphs):
+    """Accumulate the gradients of several graphs."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    for edge_index, n in graphs:
+        model(torch.randn(n, 8), edge_index).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_models_live_on(copied):
+    torch.manual_seed(0)
+    reference = Tied()
+    model = convert(copy.deepcopy(reference))
+    assert model.again.lin_rel is model.first.lin_rel
+    sizes = NUM_NODES, 50, NUM_NODES
+    plain = [(edges(n, n, seed), n) for seed, n in enumerate(sizes)]
+    sharded = [(pyg_sar.shard(it, n, 3), n) for it, n in plain]
+    expected = steps(reference, plain)
+    for found in (steps(model, sharded), steps(copied(model), sharded), steps(model, plain)):
+        for one, other in zip(found, expected, strict=True):
+            close(one, other, "gradient", 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at all
+def test_rows_between_layers_are_compiled():
+    torch.manual_seed(0)
+    model = convert(Tied())
+    it, x = pyg_sar.shard(edges(), NUM_NODES, 2), torch.randn(NUM_NODES, 8)
+    expected = model(x, it)
+    compiled = torch.compile(model, backend="eager")  # layers break its graph
+    for _ in range(2):
+        out = compiled(x, it)
+        close(out, expected, "compiled", 1e-6)
+        out.sum().backward()
