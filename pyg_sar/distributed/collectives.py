@@ -72,6 +72,18 @@ def global_max(tensor: Tensor, group: Any = None) -> Tensor:
     return all_gather(tensor, group).amax(0)
 
 
+def degree_histogram(edge_index: Any, group: Any = None) -> Tensor:
+    r"""Return how many nodes of all workers have :math:`0, 1, 2, \ldots` in-edges, such as ``PNAConv`` asks for.
+
+    Args:
+        edge_index (ShardedEdgeIndex): The sharded graph.
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+    """
+    degree = edge_index.graph.degree
+    size = int(global_max(torch.cat([degree, degree.new_zeros(1)]).max(), group)) + 1
+    return all_reduce(torch.bincount(degree, minlength=size), group)
+
+
 def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the tensors of all workers, stacked in the order of ranks, without a gradient."""
     if not grouped(group):

@@ -11,7 +11,7 @@ from cases import CASES, setup, whole
 from problem import NUM_NODES, assignment, close, edges, share
 from torch.nn.parallel import DistributedDataParallel
 
-from pyg_sar import accuracy, all_reduce, broadcast_parameters, global_mean, sum_gradients
+from pyg_sar import accuracy, all_reduce, broadcast_parameters, degree_histogram, global_mean, sum_gradients
 from pyg_sar.distributed import collectives
 from pyg_sar.nn import SAGEConv
 
@@ -325,3 +325,13 @@ def wrapped(group, mode):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_distributed_data_parallel(pool, workers, mode):
     pool.run(workers, wrapped, mode)
+
+
+def histogram(group):
+    mine = share(group, edges(), assignment("empty", group.size()))
+    return degree_histogram(mine.edge_index, group).tolist()
+
+
+def test_degree_histogram(pool):
+    expected = torch.bincount(torch.bincount(edges()[1], minlength=NUM_NODES)).tolist()
+    assert pool.run(3, histogram) == [expected] * 3
