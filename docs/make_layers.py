@@ -53,8 +53,8 @@ An operation on `edge_index` is answered exactly or refused, and a model is sear
 at once. What a layer computes without either is this worker's share:
 
 * means, sums or maxima over nodes or edges in code of your own (`x.mean(dim=0)`; losses: use `global_mean`);
-* statistics of `edge_index[1]` (the histogram of degrees for `PNAConv` is `pyg_sar.degree_histogram(data.edge_index)`), and
-  tables of all nodes that are indexed by it: it numbers this worker's nodes (global ids are in `data.n_id`);
+* statistics of `edge_index[1]` (`pyg_sar.degree_histogram(data.edge_index)` is what `PNAConv` asks for), and tables of
+  all nodes that are indexed by it: it numbers this worker's nodes (global ids are in `data.n_id`);
 * `torch.nn.functional.batch_norm` and other normalisations that are no modules, or modules that are not part of the
   model that calls the layer;
 * random numbers: dropout and sampled edges are drawn on every worker, not as they would be drawn for the whole graph.

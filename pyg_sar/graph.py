@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 Index = slice | Tensor
-KEPT = 4  # graphs with other edges, which layers make in every step
+KEPT = 2  # graphs with other edges, which layers make in every step
 
 # For what is made once and kept: it must serve training even if it was first asked for in inference mode.
 ordinary_mode = torch.inference_mode(False)
@@ -413,15 +413,14 @@ class ShardedGraph:
             ids, src = block.ids, source[edges]
             col = src - ids.start if isinstance(ids, slice) else torch.searchsorted(ids, src)
             blocks.append(Block.from_coo(row[edges], col, ids, block.num_src, self.num_dst, edges))
-        # The ids of other workers' edges are larger or smaller.
+        # Ids of edges are made of those of destinations, whose edges are on one worker.
         n_id = torch.arange(self.num_dst, device=self.device) if self.n_id is None else self.n_id
         order = torch.argsort(row, stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=self.device) - compress(row[order], self.num_dst)[row[order]]
-        return self.replace(
-            blocks=tuple(blocks),
-            e_id=(n_id[row] << 24) + place,
-        )
+        e_id = (n_id[row] << 24) + place
+        # Whether edges are new is a matter of each worker: what is kept of constants must not depend on it.
+        return self.replace(blocks=tuple(blocks), e_id=e_id, constants=WeakIdKeyDictionary())
 
     def by_type(self, edge_type: Tensor, num_types: int) -> TypedGraph:
         """Return the graph whose destinations are the pairs (edge type, destination) that have an edge.

@@ -37,6 +37,10 @@ EXTREMA = {"scatter_reduce", "scatter_reduce_"}
 # What is known although a tensor is not, and what cannot go on without its values.
 KNOWN = ABOUT | {"zeros_like", "ones_like", "empty_like", "full_like"}
 VALUES = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "nonzero"}
+# What gives other results for some edges than for all of them, unless it is along another dimension.
+MIXES = {"max", "min", "amax", "amin", "sum", "mean", "std", "var", "norm", "median", "sort", "argsort", "topk",
+         "cumsum", "cumprod", "softmax", "log_softmax", "logsumexp", "any", "all", "unique",
+         "count_nonzero", "flip"}  # fmt: skip
 DROPOUT = inspect.signature(F.dropout)
 
 
@@ -86,7 +90,8 @@ class Reduction(NamedTuple):
         best = self.like.new_full((num_dst, *self.like.shape[1:]), -torch.inf)
         best.movedim(0, self.dim).scatter_reduce_(self.dim, self.entries, src, "amax")
         count = torch.zeros_like(best)
-        count.movedim(0, self.dim).scatter_add_(self.dim, self.entries, (src == self.read(best)).to(src.dtype))
+        hits = (src == self.read(best)) | src.isnan()
+        count.movedim(0, self.dim).scatter_add_(self.dim, self.entries, hits.to(src.dtype))
         return best if self.op == "amax" else -best, count
 
     def add_to(self, total: Tensor, ptr: Tensor) -> None:
@@ -154,14 +159,37 @@ class Trace(TorchFunctionMode):
             return self.drop(func, "unknown" in kinds, args, kwargs)
         if kinds & {"edges", "row", "col"}:
             return self.index(func, name, args, kwargs)
-        if "unknown" in kinds and name in VALUES:
-            raise Stop
+        if name in VALUES:
+            if "unknown" in kinds:
+                raise Stop
+            raise NotStreamable("it decides by the values of tensors")
+        if "unknown" not in kinds and self.mixes(name, args, kwargs):
+            raise NotStreamable(f"it calls '{name}' across edges")
         out = func(*args, **kwargs)
         if "unknown" in kinds and name not in KNOWN:
             inplace = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
             for t in _tensors((out, args[:1] if inplace else ())):
                 self.kinds[t] = "unknown"
         return out
+
+    def mixes(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether a function reduces edges, or puts them in order, in another way than by destination."""
+        x = args[0] if args else None
+        if (
+            name not in MIXES
+            or not isinstance(x, Tensor)
+            or x.dim() == 0
+            or x.size(0) != self.row.numel()
+            or self.ended
+        ):
+            return False
+        dims = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None)
+        if name == "norm":
+            dims = kwargs.get("dim", args[2] if len(args) > 2 else None)
+        elif isinstance(dims, float) or name in ("unique", "count_nonzero"):
+            dims = None
+        every = dims if isinstance(dims, (list, tuple)) else [dims]
+        return any(d is None or (isinstance(d, int) and d % x.dim() == 0) for d in every)
 
     def index(self, func: Callable, name: str, args: Any, kwargs: Any) -> Any:
         """Answer what is asked of, or done with, the numbers of nodes."""
@@ -240,7 +268,7 @@ class Trace(TorchFunctionMode):
             raise NotStreamable("it calls 'torch.dropout' instead of 'torch.nn.functional.dropout'")
         bound = DROPOUT.bind(*args, **kwargs)
         bound.apply_defaults()
-        x, p, training = bound.arguments["input"], bound.arguments["p"], bound.arguments["training"]
+        x, p, training, inplace = (bound.arguments[name] for name in ("input", "p", "training", "inplace"))
         if not training or p == 0.0:
             return x
         edges = x.dim() > 0 and x.size(0) == self.row.numel()
@@ -251,7 +279,8 @@ class Trace(TorchFunctionMode):
             return x
         if not edges:
             raise NotStreamable("it drops something else than rows of edges")
-        return x * self.mask(k, x[:1].numel(), p).view(x.shape).to(x.dtype)
+        mask = self.mask(k, x[:1].numel(), p).view(x.shape).to(x.dtype)
+        return x.mul_(mask) if inplace else x * mask
 
 
 def _chooses(key: Any) -> bool:

@@ -42,7 +42,7 @@ def links(pairs: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex
         The pairs, and the positions in ``pairs`` of these.
 
     Raises:
-        ValueError: On all workers, if a source is no node of any of them.
+        ValueError: On all workers, if a source is no node of any of them, or pairs are nobody's.
     """
     src_id, dst_id = n_id if isinstance(n_id, tuple) else (n_id, n_id)
     if pairs.dim() != 2 or pairs.size(0) != 2 or pairs.dtype != torch.int64:
@@ -50,6 +50,7 @@ def links(pairs: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex
         raise ValueError(f"Expected 'pairs' of type torch.int64 and shape [2, *] (got {found})")
     row = Directory(dst_id).rows(pairs[1])
     mine = (row >= 0).nonzero().view(-1)
+    check_owned(mine.numel(), pairs, group)
     source, row = pairs[0, mine], row[mine]
     directory = Directory(src_id)
     col = directory.rows(source)
@@ -75,6 +76,16 @@ def links(pairs: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex
         tuple(blocks), src_id.numel(), dst_id.numel(), exchange, n_id=src_id, e_id=mine, seeds=Seeds(0), bipartite=two
     )
     return ShardedEdgeIndex(graph), mine
+
+
+def check_owned(count: int, pairs: Tensor, group: Any) -> None:
+    """Raise if destinations are nobody's: all workers together own as many as the one that was given most."""
+    owned = int(all_reduce(torch.tensor(count, device=pairs.device), group))
+    most = int(global_max(torch.tensor(pairs.size(1), device=pairs.device), group))
+    if owned < most:
+        raise ValueError(
+            f"All workers together own {owned} destinations of {most} pairs. Expected global ids, which 'n_id' holds."
+        )
 
 
 class Directory:

@@ -123,13 +123,24 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
     if cls in FORMS.values():
         return cls, "sees the rows of all workers"
     if issubclass(cls, torch_geometric.nn.MessagePassing):
-        return streaming(cls), ""
+        name = own_method(cls)
+        return (cls, f"runs in one shot (it has a '{name}' of its own)") if name else (streaming(cls), "")
     if issubclass(cls, Readout):
         return cls, "reads out the rows of all workers"
     if issubclass(cls, torch_geometric.nn.Aggregation):
         return streaming(cls), ""
     why = whole_graph(layer, {}, None)
     return None if why else cls, why
+
+
+def own_method(cls: type) -> str:
+    """Return which of PyG's entry points a class has its own version of, if it does; PyG generates some."""
+    for base in cls.__mro__[: cls.__mro__.index(torch_geometric.nn.MessagePassing)]:
+        for name in ("propagate", "edge_updater"):
+            method = base.__dict__.get(name)
+            if method is not None and method.__module__ != f"{base.__module__}_{base.__name__}_{name}":
+                return name
+    return ""
 
 
 def outer_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:

@@ -40,7 +40,7 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
         q, first = self._cat({t: kqv[1] for t, kqv in packed.items()})
         keys, queries, values = ({t: kqv[i] for t, kqv in packed.items()} for i in range(3))
         k, v, _ = self._construct_src_node_feat(keys, values, edge_index_dict)
-        graphs = {edge_type: it.graph for edge_type, it in edge_index_dict.items()}
+        graphs = {edge_type: it.regroup() for edge_type, it in edge_index_dict.items()}
         graph = joined(list(graphs.values()), first, [t for *_, t in graphs], q.size(0))
         scale = [self.p_rel["__".join(it)].expand(g.num_edges, -1) for it, g in graphs.items()]
         out = self.propagate(ShardedEdgeIndex(graph), k=k, q=q, v=v, edge_attr=torch.cat(scale))

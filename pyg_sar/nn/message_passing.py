@@ -19,6 +19,7 @@ from pyg_sar.nn.replay import PROPAGATE
 from pyg_sar.nn.rows import SIMPLE
 from pyg_sar.nn.strategy import strategy
 
+OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
 
 
@@ -50,7 +51,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         if (sharded and not edge_index.streams) or (not sharded and not has_kernels(edge_index, x)):
             return None
         cls: Any = type(self)
-        if watched(self) or overridden(cls) or not self.can_stream():
+        patched = any(name in self.__dict__ for name in OWN)
+        if watched(self) or patched or overridden(cls) or not self.can_stream():
             return None
         return edge_index.graph if sharded else one_block(edge_index, sizes(x, size, self.node_dim))
 
@@ -146,7 +148,7 @@ def replay(layer: Any, edge_index: ShardedEdgeIndex, size: Any, kwargs: dict[str
     plan = strategy(layer, graph, kwargs, size)
     if plan.way == "one shot":
         return None
-    return plan.run(layer, graph, kwargs, graph.seeds.draw() if plan.program.drops else None)
+    return plan.run(layer, graph, kwargs)
 
 
 def watched(layer: Any) -> bool:
@@ -159,8 +161,7 @@ def watched(layer: Any) -> bool:
 def overridden(cls: type) -> bool:
     """Whether a subclass has a message or aggregation of its own, which PyG's code runs in one shot."""
     base = next(c for c in cls.__mro__ if c.__module__.startswith("torch_geometric."))
-    names = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
-    return any(getattr(cls, name) is not getattr(base, name) for name in names)
+    return any(getattr(cls, name) is not getattr(base, name) for name in OWN)
 
 
 def is_message(name: str) -> bool:

@@ -165,6 +165,7 @@ class Body:
     ) -> None:
         self.layer, self.inputs, self.graph, self.seed = layer, inputs, graph, seed
         self.parameters = [p for p in (*layer.parameters(), *hidden) if p.requires_grad]
+        self.drops = True  # whether dropout drops
         self.tables = [Halo.apply(t, graph) for t in inputs.table]
         self.dropped = False
         self.device = graph.device.type
@@ -173,13 +174,14 @@ class Body:
     def block(self, block: Block, x: Tensor, rows: Rows, cut: Any, **how: Any) -> None:
         """Run on the edges of a block, to the end of the aggregation at most."""
         tables = [t[block.ids] for t in self.tables]
-        mask = None if self.seed is None else functools.partial(self.mask, block)
+        mask = functools.partial(self.mask, block) if self.drops else None
         trace = Trace(block.row, block.col.long(), block.num_dst, cut=cut, mask=mask, **how)
         self.run(trace, self.inputs.unpacked(x), tables, rows, (block.num_src, block.num_dst))
 
     def mask(self, block: Block, k: int, width: int, p: float) -> Tensor:
         """Return the factors of the ``k``-th dropout."""
-        assert self.seed is not None
+        if self.seed is None:
+            self.seed = self.graph.seeds.draw()
         seed = (self.seed + k * 0x9E3779B97F4A7C15) % (1 << 62)
         return dropout_factors(self.graph.ids_of(block), width, p, seed, torch.float32)
 
@@ -187,7 +189,8 @@ class Body:
         """Return what the layer makes of the results of all reductions, from a made-up edge."""
         graph, inputs = self.graph, self.inputs
         num_dst = max(graph.num_dst, 1)
-        count = 1 if num_dst != 1 else 2  # edges, which are not as many as destinations
+        others = {num_dst, *(t.size(0) for t in (*self.parameters, *inputs.const) if t.dim() > 0)}
+        count = next(n for n in range(97, 99 + len(others)) if n not in others)  # of edges, like nothing else
         zeros = torch.zeros(count, dtype=torch.int64, device=graph.device)
         src, table, edge = (
             [t.new_zeros(1, *t.shape[1:]).expand(n, *t.shape[1:]) for t in ts]
@@ -207,22 +210,9 @@ class Body:
         self, trace: Trace, src: Sequence[Tensor], table: Sequence[Tensor], rows: Rows, size: tuple[int, int]
     ) -> Any:
         """Run on some edges; None if it stopped."""
-        node_dim = self.layer.node_dim
         held = {"src": src, "table": table, "dst": rows.dst, "edge": rows.edge, "const": rows.const}
-
-        def value(name: str, ref: Any) -> Any:
-            if isinstance(ref, Ref):
-                t = held[ref.kind][ref.number]
-                if ref.kind in ("src", "table", "dst") and node_dim % t.dim():
-                    t = t.movedim(0, node_dim)
-                if ref.kind in ("src", "table") or trace.ended:
-                    trace.tables.append(t)
-                return t
-            if isinstance(ref, tuple) and trace.ended and name in self.layer._user_args:
-                return value(name, ref[1])
-            return tuple(value(name, r) for r in ref) if isinstance(ref, tuple) else ref
-
-        kwargs = {name: value(name, ref) for name, ref in self.inputs.spec.items()}
+        whole = self.layer._user_args if trace.ended else ()
+        kwargs = {name: self.value(ref, held, trace, name in whole) for name, ref in self.inputs.spec.items()}
         with torch.autocast(self.device, self.dtype, self.casts), unchanged(self.layer, trace.ended), trace:
             if not trace.ended:
                 self.layer.__dict__["update"] = _stop
@@ -232,6 +222,25 @@ class Body:
                 return None
             finally:
                 self.dropped |= trace.dropouts > 0
+
+    def value(self, ref: Any, held: dict[str, Any], trace: Trace, whole: bool) -> Any:
+        """Return an argument; of a pair that the layer reads as a whole, the destinations."""
+        if isinstance(ref, Ref):
+            t = held[ref.kind][ref.number]
+            if ref.kind in ("src", "table", "dst"):
+                t = nodes_at(t, self.layer.node_dim)
+            if ref.kind in ("src", "table") or trace.ended:
+                trace.tables.append(t)
+            return t
+        if isinstance(ref, tuple):
+            pair = [self.value(r, held, trace, False) for r in (ref[1:] if whole else ref)]
+            return pair[0] if whole else tuple(pair)
+        return ref
+
+
+def nodes_at(t: Tensor, node_dim: int) -> Tensor:
+    """Return rows of nodes with these in the dimension where the layer has them."""
+    return t.movedim(0, node_dim) if node_dim % t.dim() else t
 
 
 class Pass(Reduce):
@@ -245,10 +254,31 @@ class Pass(Reduce):
         self.found = program.found
         self.extrema = [k for k in self.keys if self.found[k].op != "sum"]
         self.saves_output = bool(self.extrema)
+        self.checked = False  # whether backward has looked for tensors that it does not know
 
     def shape(self, k: int, num_dst: int) -> tuple[int, ...]:
         """Return the shape of the result of a reduction."""
         return (num_dst, *self.found[k].like.shape[1:])
+
+    def check(self, k: int) -> None:
+        """Raise for a reduction that was not there when the layer was tried out."""
+        if k not in self.found:
+            raise RuntimeError(
+                f"'{type(self.body.layer).__name__}' reduces more than when it was first called. Make a new layer "
+                f"where its code is to take another way, or use one that is not converted."
+            )
+
+    def check_sources(self, messages: list[Tensor], begin: int, known: list[Tensor]) -> None:
+        """Raise if messages are made of something with a gradient that was not there when the layer was tried."""
+        try:
+            new = len(hidden(messages, begin, {id(t) for t in known}))
+        except NotStreamable:
+            new = 1
+        if new:
+            raise RuntimeError(
+                f"Messages of '{type(self.body.layer).__name__}' read a tensor with a gradient that they did not read "
+                f"when it was first called. Pass it to 'propagate', or use a layer that is not converted."
+            )
 
     def known(self, rows: Rows) -> tuple[Rows, dict[int, Tensor]]:
         """Take results of other reductions apart from the rows."""
@@ -273,6 +303,7 @@ class Pass(Reduce):
         own, known = self.known(rows)
 
         def cut(k: int, found: Reduction) -> None:
+            self.check(k)
             if k not in state:
                 return
             if k in self.extrema:
@@ -326,7 +357,10 @@ class Pass(Reduce):
 
         return self.rebuild(block, x, rows, needs, cut)
 
-    def rebuild(self, block: Block, x: Tensor | None, rows: Rows, needs: Needs, cut: Any, **how: Any) -> Grads:
+    def rebuild(
+        self, block: Block, x: Tensor | None, rows: Rows, needs: Needs, cut: Any,
+        results: dict[int, Tensor] | None = None, expose: tuple[int, ...] = (),
+    ) -> Grads:  # fmt: skip
         """Run under autograd and return gradients, given what is reduced and its gradient."""
         assert x is not None
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -338,13 +372,16 @@ class Pass(Reduce):
         leaf = x.detach().requires_grad_(needs.source)
         fields = [[t.detach().requires_grad_(n) for t, n in zip(ts, ns, strict=True)]
                   for ts, ns in zip(rows, needs.rows, strict=True)]  # fmt: skip
-        leaves = Rows(*fields)
-        parameters = self.body.parameters
-        if parameters:  # themselves, because the layer's code reads them
-            leaves = leaves._replace(const=[*leaves.const[: -len(parameters)], *parameters])
-        with torch.enable_grad():
+        leaves, parameters = Rows(*fields), self.body.parameters
+        copies = leaves.const[len(leaves.const) - len(parameters) :]
+        with torch.enable_grad(), substituted(self.body.layer, parameters, copies) as used:
+            leaves = leaves._replace(const=[*leaves.const[: len(leaves.const) - len(parameters)], *used])
             own, known = self.known(leaves)
-            self.body.block(block, leaf, own, collect, known=how.pop("known", known), **how)
+            begin = begun()
+            self.body.block(block, leaf, own, collect, known=known if results is None else results, expose=expose)
+        if not self.checked:
+            self.checked = bool(pairs)
+            self.check_sources([s for s, _ in pairs], begin, [leaf, *leaves.dst, *leaves.edge, *leaves.const])
         wanted = [t for t in (leaf, *leaves.dst, *leaves.edge, *leaves.const) if t.requires_grad]
         if pairs and wanted:
             got = torch.autograd.grad([s for s, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
@@ -387,6 +424,10 @@ class SoftmaxPass(Pass):
 
         own, _ = self.known(rows)
         self.body.block(block, x, own, cut, known={}, local=True)
+        masked = new[self.peak] == -torch.inf  # all scores, if there are some
+        new[self.total].masked_fill_(masked, 0)
+        for k in self.keys:
+            new[k].masked_fill_(heads(masked, new[k]), 0)
         peak = torch.maximum(state[self.peak], new[self.peak])
         finite = peak.masked_fill(peak == -torch.inf, 0)
         old = (state[self.peak] - finite).exp_()
@@ -426,7 +467,7 @@ class SoftmaxPass(Pass):
 
         like = {k: self.found[k].like.dtype for k in (self.peak, self.total)}
         known = {self.peak: peak.to(like[self.peak]), self.total: total.to(like[self.total])}
-        return self.rebuild(block, x, rows, needs, cut, known=known, expose=(self.total,))
+        return self.rebuild(block, x, rows, needs, cut, known, (self.total,))
 
 
 def heads(weight: Tensor, like: Tensor) -> Tensor:
@@ -491,19 +532,78 @@ class Lost:
         """Refuse to be read."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(
+        raise self.error()
+
+    def error(self) -> NotImplementedError:
+        """Say why."""
+        return NotImplementedError(
             f"'{self.__dict__['name']}' was made of messages, which do not stay on a sharded graph. Compute it from "
             f"the layer's inputs and outputs, or on the whole graph."
         )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be computed with."""
+        raise next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Lost)).error()
+
+    def __add__(self, other: Any = None) -> Any:
+        """Refuse to be computed with."""
+        raise self.error()
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __getitem__ = __add__
 
 
 Extremum = tuple[Tensor, Tensor]  # and by how many entries it is attained
 
 
+def begun() -> int:
+    """Return a number that is less than those of all operations that autograd will see from now on."""
+    node = (torch.ones(1, requires_grad=True) * 1).grad_fn
+    assert node is not None
+    return node._sequence_nr()
+
+
+def hidden(outs: list[Tensor], begin: int, known: set[int]) -> list[Tensor]:
+    """Return parameters that a message reads besides those known; raise for what is made of some."""
+    stack, seen, found = [out.grad_fn for out in outs], set(), []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            if id(node.variable) not in known:
+                found.append(node.variable)
+                known.add(id(node.variable))
+        elif node._sequence_nr() < begin:
+            raise NotStreamable("its messages read a tensor with a gradient that is no argument")
+        stack += [following for following, _ in node.next_functions]
+    return found
+
+
+@contextmanager
+def substituted(
+    layer: torch.nn.Module, parameters: Sequence[Tensor], copies: Sequence[Tensor]
+) -> Iterator[list[Tensor]]:
+    """Have a layer read copies of its parameters, whose hooks shall not see the gradient of a block; yield these, and
+    parameters of others as they are.
+    """
+    by_id = {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
+    slots = [(m, name, p) for m in layer.modules() for name, p in m._parameters.items() if id(p) in by_id]
+    own = {id(p) for *_, p in slots}
+    try:
+        for module, name, p in slots:
+            module._parameters[name] = by_id[id(p)]  # type: ignore[assignment]
+        yield [by_id[id(p)] if id(p) in own else p for p in parameters]
+    finally:
+        for module, name, p in slots:
+            module._parameters[name] = p
+
+
 def _merge(op: str, one: Extremum, other: Extremum) -> Extremum:
     """Merge extrema of different entries."""
     (best, count), (new, more) = one, other
-    better = (more > 0) & ((count == 0) | ((new > best) if op == "amax" else (new < best)))
+    better = (more > 0) & ((count == 0) | new.isnan() | ((new > best) if op == "amax" else (new < best)))
     count = torch.where(better, more, torch.where(new == best, count + more, count))
     return torch.where(better, new, best), count
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch_geometric.nn
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -28,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay import PROPAGATE, Body, Inputs, Program, bind, heads, run, unchanged
+from pyg_sar.nn.replay import PROPAGATE, Body, Program, begun, bind, heads, hidden, nodes_at, run, unchanged
 from pyg_sar.nn.rows import start_rows
 from pyg_sar.reduce import Rows
 from pyg_sar.trace import NotStreamable, Reduction
@@ -43,6 +44,7 @@ KERNELS: dict[type, str] = {
 # What a block cannot tell of the whole graph.
 WHOLE = {"size", "size_j", "adj_t"}
 SRC, DST, EDGES, PARTS = 7, 5, 23, 3  # of the tiny graph
+VIEWS = ("View", "UnsafeView", "Reshape", "Split", "Transpose", "Permute", "Unsqueeze", "Squeeze", "Alias", "Expand")
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
@@ -57,6 +59,7 @@ class Strategy:
         program: The reductions of a layer whose own code is run.
         aggr: The aggregation that a kernel does.
         weighted: Whether it weights the rows by an argument.
+        const: The shapes of arguments that all edges share.
     """
 
     way: str
@@ -65,6 +68,7 @@ class Strategy:
     program: Program = dataclasses.field(default_factory=Program)
     aggr: str = ""
     weighted: bool = False
+    const: dict[str, torch.Size] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         """Say it in a few words."""
@@ -76,14 +80,26 @@ class Strategy:
             "one shot": f"runs in one shot ({self.why})",
         }[self.way]
 
-    def run(self, layer: Any, graph: ShardedGraph, kwargs: dict[str, Any], seed: int | None) -> Tensor:
-        """Stream a call."""
+    def run(self, layer: Any, graph: ShardedGraph, kwargs: dict[str, Any], drops: bool = True) -> Tensor:
+        """Stream a call, with or without dropout."""
         inputs = bind(layer, kwargs, graph, self.edge)
         if self.way != "kernel":
-            return run(self.program, Body(layer, inputs, graph, self.program.hidden, seed))
+            seed = graph.seeds.draw() if drops and self.program.drops else None
+            body = Body(layer, inputs, graph, self.program.hidden, seed)
+            body.drops = drops
+            return run(self.program, body)
         weight = inputs.edge[0].view(-1) if self.weighted else None
-        out = start_rows(graph, inputs.src[0], self.aggr, weight)()
-        return out.movedim(0, layer.node_dim) if layer.node_dim % out.dim() else out
+        return nodes_at(start_rows(graph, inputs.src[0], self.aggr, weight)(), layer.node_dim)
+
+    def fits(self, graph: ShardedGraph, kwargs: dict[str, Any]) -> bool:
+        """Whether arguments have as many rows as they had."""
+        return all(
+            t.dim() > 0 and t.size(0) == graph.num_edges
+            if name in self.edge
+            else t.shape == self.const.get(name, t.shape)
+            for name, t in kwargs.items()
+            if isinstance(t, Tensor)
+        )
 
 
 STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -91,22 +107,52 @@ STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def strategy(layer: Any, graph: ShardedGraph, kwargs: dict[str, Any], size: Any = None) -> Strategy:
     """Return how a layer streams; it is found out once for arguments of a kind, by all workers together."""
-    known = STRATEGIES.setdefault(layer, {})
+    plans = STRATEGIES.setdefault(layer, {})
     counts = graph.bipartite and size is not None  # perhaps as many destinations as have edges here
-    key = (layer.training, graph.bipartite, graph.origin is None, counts, *kinds(layer, kwargs))
+    key = (graph.bipartite, graph.origin is None, counts, *state(layer, graph), *kinds(layer, kwargs))
     if counts:
-        known.setdefault(key, Strategy("one shot", "it counts the nodes of two sets"))
-    if key not in known:
-        exchange = graph.exchange
-        rows = {
-            name: t for name, t in kwargs.items() if isinstance(t, Tensor) and not isinstance(t, torch.nn.Parameter)
-        }
-        other = exchange.largest([t.dim() == 0 or t.size(0) != graph.num_edges for t in rows.values()])
-        edge = frozenset(name for name, no in zip(rows, other, strict=True) if not no)
-        found = candidates(layer, graph, kwargs, edge)
-        (worst,) = exchange.largest([WAYS.index(found[0].way)])
-        known[key] = next((s for s in found if WAYS.index(s.way) >= worst), found[-1])
-    return known[key]
+        plans.setdefault(key, Strategy("one shot", "it counts the nodes of two sets"))
+    plan = plans.get(key)
+    if plan is None or not plan.fits(graph, kwargs) or not still(plan, layer, graph, kwargs):
+        plan = plans[key] = find(layer, graph, kwargs)
+    return plan
+
+
+def find(layer: Any, graph: ShardedGraph, kwargs: dict[str, Any]) -> Strategy:
+    """Find out how a layer streams."""
+    largest = graph.exchange.largest
+    rows = {name: t for name, t in kwargs.items() if isinstance(t, Tensor) and name not in lifted(layer)}
+    no = largest(
+        [isinstance(t, torch.nn.Parameter) or t.dim() == 0 or t.size(0) != graph.num_edges for t in rows.values()]
+    )
+    edge = frozenset(name for name, other in zip(rows, no, strict=True) if not other)
+    found = candidates(layer, graph, kwargs, edge)
+    (worst,) = largest([WAYS.index(found[0].way)])
+    plan = next((s for s in found if WAYS.index(s.way) >= worst), found[-1])
+    plan.const = {name: t.shape for name, t in rows.items() if name not in edge}
+    return plan
+
+
+def still(plan: Strategy, layer: Any, graph: ShardedGraph, kwargs: dict[str, Any]) -> bool:
+    """Whether a layer would do what a kernel does in its place: its code may depend on what it has become meanwhile."""
+    if plan.way != "kernel":
+        return True
+    try:
+        with apart(layer):
+            tiny = Tiny(layer, graph, kwargs, plan.edge)
+            probe = tiny.probe()
+            probe.explore()
+            return tiny.by_kernel(probe) is plan.weighted
+    except Exception:  # whatever it is, the layer's code will raise it again
+        return False
+
+
+def state(layer: torch.nn.Module, graph: ShardedGraph) -> Iterator[Any]:
+    """Yield what the code of a layer depends on besides its arguments."""
+    device = graph.device.type
+    yield torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    yield tuple((type(module), module.training) for module in layer.modules())
+    yield tuple(p.dtype for p in layer.parameters())
 
 
 def kinds(layer: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -117,7 +163,7 @@ def kinds(layer: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
                 rows = layer.node_dim % v.dim() if name in lifted(layer) else 0
                 yield name, v.dtype, tuple(n for dim, n in enumerate(v.shape) if dim != rows)
             else:
-                yield name, type(v)
+                yield name, type(v), v if isinstance(v, (bool, int, float, str)) else None
 
 
 def lifted(layer: Any) -> set[str]:
@@ -140,7 +186,7 @@ def candidates(layer: Any, graph: ShardedGraph, kwargs: dict[str, Any], edge: fr
     except NotStreamable as error:
         last.why = str(error)
     except Exception as error:  # the layer's own: with few edges, or of made-up values
-        last.why = f"on a tiny graph it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        last.why = f"on a tiny graph it raises {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
     return [*found, last]
 
 
@@ -154,10 +200,28 @@ def apart(layer: torch.nn.Module) -> Iterator[None]:
 
     handle = register_module_forward_pre_hook(refuse)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]), unchanged(layer):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            saved_tensors_hooks(lambda t: t, lambda t: t),  # not those of a checkpoint
+            torch.random.fork_rng(devices=[]),
+            unchanged(layer),
+        ):
             yield
     finally:
         handle.remove()
+
+
+def footprint(layer: torch.nn.Module) -> list[Any]:
+    """Return what messages may leave behind where nobody notices: in buffers, submodules, lists and dictionaries."""
+    found: list[Any] = [(id(b), b._version) for b in layer.buffers()]
+    for module in layer.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, (list, dict, set)):
+                found.append((name, len(value), *map(id, value.values() if isinstance(value, dict) else value)))
+            elif module is not layer:
+                found.append((name, id(value)))
+    return found
 
 
 class NoDropout(TorchFunctionMode):
@@ -165,7 +229,10 @@ class NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the input of dropout."""
-        return args[0] if getattr(func, "__name__", "") == "dropout" else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "dropout":
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
 
 
 class Tiny:
@@ -207,7 +274,8 @@ class Tiny:
             return make(shape, generator=self.random, dtype=torch.float64).to(value.device, value.dtype) + 0.1
         if value.size(dim) == 0:
             return value.new_zeros(shape)
-        return value.index_select(dim, torch.arange(count, device=value.device) % value.size(dim))
+        some = torch.randint(value.size(dim), (count,), generator=self.random)
+        return value.index_select(dim, some.to(value.device))
 
     def graph(self, parts: int) -> ShardedGraph:
         """Return the graph in some blocks."""
@@ -218,17 +286,28 @@ class Tiny:
         """Return the arguments with gradients."""
         return {name: leaf(value) for name, value in self.kwargs.items()}
 
+    def probe(self) -> Probe:
+        """Return what runs the layer's code."""
+        graph = self.graph(1)
+        return Probe(Body(self.layer, bind(self.layer, self.leaves(), graph, self.edge), graph, (), 0))
+
     def ways(self) -> Iterator[Strategy]:
         """Yield what seems possible, the best one first."""
-        graph = self.graph(1)
-        inputs = bind(self.layer, self.leaves(), graph, self.edge)
-        probe = Probe(Body(self.layer, inputs, graph, (), 0))
-        state = torch.get_rng_state()
-        messages = probe.explore()
-        if not torch.equal(state, torch.get_rng_state()):
+        probe, drawn = self.probe(), torch.get_rng_state()
+        buffers = {name: b.clone() for name, b in self.layer.named_buffers()}
+        before = footprint(self.layer)
+        try:
+            probe.explore()
+        finally:
+            left = footprint(self.layer) != before
+            for name, b in self.layer.named_buffers():
+                b.data.copy_(buffers.get(name, b))
+        if left:
+            raise NotStreamable("its messages leave something behind")
+        if not torch.equal(drawn, torch.get_rng_state()):
             raise NotStreamable("it draws random numbers")
         program = probe.program
-        weighted = self.by_kernel(inputs, messages)
+        weighted = self.by_kernel(probe)
         if weighted is not None:
             aggr = KERNELS[type(self.layer.aggr_module)]
             yield Strategy("kernel", edge=self.edge, aggr=aggr, weighted=weighted)
@@ -237,27 +316,37 @@ class Tiny:
             yield Strategy("softmax", "", self.edge, dataclasses.replace(program, groups=groups, softmax=True))
         yield Strategy("passes", "", self.edge, program)
 
-    def by_kernel(self, inputs: Inputs, messages: list[Tensor]) -> bool | None:
-        """Return whether messages are weighted rows, or plain ones; None if they are neither."""
-        if type(self.layer.aggr_module) not in KERNELS or len(inputs.src) != 1 or inputs.table:
+    def by_kernel(self, probe: Probe) -> bool | None:
+        """Return whether messages are weighted rows, or plain ones; None if they are neither, or more is done to them.
+
+        How they were made counts: other operations might happen to change nothing here.
+        """
+        layer, inputs, base = self.layer, probe.body.inputs, torch_geometric.nn.MessagePassing
+        own = any(
+            getattr(type(layer), f) is not getattr(base, f) or f in layer.__dict__ for f in ("aggregate", "update")
+        )
+        aggr = KERNELS.get(type(layer.aggr_module))
+        if own or aggr is None or len(inputs.src) != 1 or inputs.table or probe.program.drops:
             return None
-        block = self.graph(1).blocks[0]
-        x_j = inputs.src[0].detach()[block.col.long()]
-        x_j = x_j.movedim(0, self.layer.node_dim) if self.layer.node_dim % x_j.dim() else x_j
-        if any(torch.equal(m, x_j) for m in messages):
-            return False
-        if len(inputs.edge) != 1 or inputs.edge[0].numel() != EDGES or self.layer.node_dim % x_j.dim():
-            return None
-        weight = inputs.edge[0].detach()[block.edges].view(-1, *[1] * (x_j.dim() - 1))
-        sums = KERNELS[type(self.layer.aggr_module)] in ("sum", "mean")
-        return True if sums and any(torch.equal(m, weight * x_j) for m in messages) else None
+        x, weights = probe.x, [e for e in probe.rows.edge if e.numel() == EDGES]
+        nodes_first = layer.node_dim % inputs.src[0].dim() == 0
+        for node in (m.grad_fn for m in probe.messages):
+            if is_rows(node, x):
+                return False
+            if node is None or node.name() != "MulBackward0" or not nodes_first or aggr not in ("sum", "mean"):
+                continue
+            one, other = (function for function, _ in node.next_functions)
+            for rows, weight in ((one, other), (other, one)):
+                if len(inputs.edge) == 1 and weights and is_rows(rows, x) and is_view(weight, weights[0]):
+                    return True
+        return None
 
     def check(self, plan: Strategy) -> str:
         """Compare with the layer's own code; return what differs."""
         one, other = self.leaves(), self.leaves()
         with NoDropout():
             expected = PROPAGATE(self.layer, self.edge_index, size=self.size, **one)
-            found = plan.run(self.layer, self.graph(PARTS), other, None)
+            found = plan.run(self.layer, self.graph(PARTS), other, False)
         if expected.shape != found.shape or not close(found, expected):
             return "output"
         parameters = [p for p in (*self.layer.parameters(), *plan.program.hidden) if p.requires_grad]
@@ -285,6 +374,7 @@ class Probe:
         edge = [e[self.block.edges] for e in inputs.edge]
         self.rows = Rows(*([leaf(t) for t in ts] for ts in (inputs.dst, edge, inputs.const)))
         self.values: dict[int, Tensor] = {}
+        self.messages: list[Tensor] = []
 
     def cut(self, known: dict[int, Tensor], **how: Any) -> dict[int, Reduction]:
         """Return the reductions that come next."""
@@ -292,9 +382,9 @@ class Probe:
         self.body.block(self.block, self.x, self.rows, found.__setitem__, known=known, **how)
         return found
 
-    def explore(self) -> list[Tensor]:
-        """Find all reductions, and return what they reduce."""
-        program, messages = self.program, []
+    def explore(self) -> None:
+        """Find all reductions, and what they reduce."""
+        program = self.program
         begin = begun()
         while True:
             found = self.cut(dict(self.values))
@@ -304,14 +394,13 @@ class Probe:
             program.hidden += hidden([f.src for f in found.values()], begin, known | {id(t) for t in program.hidden})
             program.groups.append(tuple(found))
             for k, f in found.items():
-                messages.append(f.src.detach())
+                self.messages.append(f.src)
                 grads = f.src.requires_grad
                 program.found[k] = f._replace(entries=f.entries[:0], src=f.src.detach()[:0].requires_grad_(grads))
                 self.values[k] = self.value(f)
         if not program.groups:
             raise NotStreamable("it has no reduction by destination")
         program.drops = self.body.dropped
-        return messages
 
     def value(self, found: Reduction) -> Tensor:
         """Return a result."""
@@ -345,12 +434,30 @@ class Probe:
         b = b.masked_fill(b == 0, 1)
         if b.shape != more.shape:
             return False
-        one, other = self.cut({**values, total: b}), self.cut({**values, total: b * more})
+        one = self.cut({**values, total: b})
         try:
-            pairs = [(self.value(one[k]), self.value(other[k])) for k in sums]
-            return all(close(y * heads(more, y), x) for x, y in pairs)
+            for factor in (more, more * 1e5, more * 1e-5):  # small and large shares alike
+                other = self.cut({**values, total: b * factor})
+                pairs = [(self.value(one[k]), self.value(other[k])) for k in sums]
+                if not all(close(y * heads(factor, y), x) for x, y in pairs):
+                    return False
         except NotStreamable:
             return False
+        return True
+
+
+def is_rows(node: Any, x: Tensor) -> bool:
+    """Whether a node of autograd's graph stands for rows chosen from ``x`` and for nothing else."""
+    while node is not None and node.name().startswith(VIEWS):
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "IndexSelectBackward0" and is_view(node.next_functions[0][0], x)
+
+
+def is_view(node: Any, x: Tensor) -> bool:
+    """Whether a node of autograd's graph stands for the entries of ``x`` in another shape."""
+    while node is not None and node.name().startswith(VIEWS):
+        node = node.next_functions[0][0]
+    return node is not None and getattr(node, "variable", None) is x
 
 
 def leaf(value: Any) -> Any:
@@ -358,31 +465,6 @@ def leaf(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(leaf, value))
     return value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def begun() -> int:
-    """Return a number that is less than those of all operations that autograd will see from now on."""
-    node = (torch.ones(1, requires_grad=True) * 1).grad_fn
-    assert node is not None
-    return node._sequence_nr()
-
-
-def hidden(outs: list[Tensor], begin: int, known: set[int]) -> list[Tensor]:
-    """Return parameters that a message reads besides those known; raise for what is made of some."""
-    stack, seen, found = [out.grad_fn for out in outs], set(), []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            if id(node.variable) not in known:
-                found.append(node.variable)
-                known.add(id(node.variable))
-        elif node._sequence_nr() < begin:
-            raise NotStreamable("its messages read a tensor with a gradient that is no argument")
-        stack += [following for following, _ in node.next_functions]
-    return found
 
 
 def close(found: Tensor, expected: Tensor) -> bool:

@@ -77,6 +77,8 @@ def unknown(group):
 def test_an_unknown_source_is_an_error_on_all_workers(pool):
     for rank, error in enumerate(pool.run(3, unknown)):
         assert f"[rank {rank}] Sources of 'pairs' are no nodes of any worker, such as [64]" in error
+    with pytest.raises(ValueError, match="All workers together own 1 destinations of 2 pairs"):
+        pyg_sar.links(torch.tensor([[0, 1], [1, 7]]), torch.arange(3))
     with pytest.raises(ValueError, match=r"Expected 'pairs' of type torch.int64 and shape \[2, \*\]"):
         pyg_sar.links(torch.zeros(3, 2), torch.arange(3))
 

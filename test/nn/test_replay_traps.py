@@ -1,0 +1,279 @@
+"""Layers that look as if they could be streamed in some way, on a tiny graph or at their first call, and cannot."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from problem import NUM_NODES, close, edges, share
+from torch_geometric.utils import softmax
+
+import pyg_sar
+from pyg_sar.nn import convert
+from pyg_sar.nn.strategy import STRATEGIES
+
+E = edges().size(1)
+
+
+class Layer(gnn.MessagePassing):
+    """Sums up what a function makes of messages."""
+
+    def __init__(self, function, update=None, aggr="sum"):
+        super().__init__(aggr=aggr)
+        self.function, self.after = function, update
+        self.lin, self.drop = torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)
+
+    def forward(self, x, edge_index, w=None, c=None):
+        return self.propagate(edge_index, x=x, w=w, c=c)
+
+    def message(self, x_j, w, c):
+        return self.function(self, x_j, w, c)
+
+    def update(self, out):
+        return out if self.after is None else self.after(self, out)
+
+
+def rows(seed=0, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(NUM_NODES, 4, generator=g, dtype=torch.float64)).requires_grad_()
+
+
+def weights(kind="normal"):
+    g = torch.Generator().manual_seed(1)
+    w = torch.randn(E, generator=g, dtype=torch.float64)
+    return {"normal": w, "mask": torch.arange(E) < 30, "types": torch.arange(E) // 100}[kind]
+
+
+def same(layer, *args, x=None, parts=3):
+    """Compare with the layer's own code on an ordinary ``edge_index``."""
+    x = rows() if x is None else x
+    found = layer(x, pyg_sar.shard(edges(), NUM_NODES, parts), *args)
+    expected = layer(x, edges(), *args)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    one, other = (torch.autograd.grad(out.sum(), wanted, allow_unused=True) for out in (found, expected))
+    for a, b in zip(one, other, strict=True):
+        assert (a is None) == (b is None)
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def layer(function, update=None, **kwargs):
+    torch.manual_seed(0)
+    return convert(Layer(function, update, **kwargs).double())
+
+
+UNNOTICED = {
+    "weights made positive": (lambda self, x, w, c: x * w.relu().view(-1, 1), "normal", 1),
+    "a mask": (lambda self, x, w, c: x * w.view(-1, 1), "mask", 1),
+    "one of many types": (lambda self, x, w, c: x * (w == 0).view(-1, 1), "types", 1),
+    "values clamped": (lambda self, x, w, c: x.clamp(-10, 10), "normal", 20),
+    "a sum of all edges": (lambda self, x, w, c: x * (w / w.abs().sum()).view(-1, 1), "normal", 1),
+    "a decision": (lambda self, x, w, c: x * (w - w.min() if w.min() < 0 else w).view(-1, 1), "normal", 1),
+}
+
+
+@pytest.mark.parametrize("name", UNNOTICED)
+def test_what_changes_nothing_on_a_tiny_graph(name):
+    function, kind, scale = UNNOTICED[name]
+    it = layer(function)
+    if name in ("a sum of all edges", "a decision"):  # of a worker's own edges, as PyG's code sees them in one shot
+        same(it, weights(kind), parts=1)
+        assert "one shot" in str(*STRATEGIES[it].values())
+    else:
+        same(it, weights(kind), x=rows(scale=scale))
+
+
+def test_updates():
+    same(layer(lambda self, x, w, c: x, lambda self, out: out.clamp(-5, 5)), x=rows(scale=20))
+    for update in (lambda self, out: self.drop(out), lambda self, out: out @ F.dropout(self.lin.weight[:1], 0.5).t()):
+        it = layer(lambda self, x, w, c: x, update)
+        outs = torch.cat([it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3)) for _ in range(4)], 1)
+        assert len({tuple(col) for col in outs.t().tolist()}) == outs.size(1)  # drops, and every time others
+
+
+def test_dropout_in_place():
+    it = layer(lambda self, x, w, c: F.dropout(x, 0.5, self.training, inplace=True))
+    out = it(torch.ones(NUM_NODES, 50, dtype=torch.float64), pyg_sar.shard(edges(), NUM_NODES, 3))
+    degree = torch.bincount(edges()[1], minlength=NUM_NODES)
+    assert (out != degree.unsqueeze(1)).double().mean() > 0.5
+
+
+def test_arguments_that_change():
+    it = layer(lambda self, x, w, c: x * c)
+    same(it, None, 1.0), same(it, None, 2.0), same(it, None, True)
+    it = layer(lambda self, x, w, c: (x @ c.t()).tanh())
+    for n in (1, 4, 3):
+        same(it, None, torch.randn(n, 4, dtype=torch.float64))
+    for parts in (1, 3):
+        it = layer(lambda self, x, w, c: (x * w.view(-1, 1)).tanh())
+        for n in (1, E, 1):
+            same(it, torch.rand(n, dtype=torch.float64), parts=parts)
+
+
+def test_layers_that_change():
+    it = layer(lambda self, x, w, c: x if self.first else x.sigmoid())
+    for it.first in (True, False):
+        same(it)
+    it = layer(lambda self, x, w, c: x * self.scale)
+    it.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+    same(it)
+    it.scale.fill_(3)
+    same(it)
+    it.aggr_module = gnn.MaxAggregation()
+    same(it)
+    it = layer(lambda self, x, w, c: self.drop(x)).eval()
+    same(it)
+    it.drop.train()  # as for Monte Carlo dropout
+    graph = pyg_sar.shard(edges(), NUM_NODES, 3)
+    assert not torch.equal(it(rows(), graph), it(rows(), graph))
+    it = layer(lambda self, x, w, c: F.dropout(x, self.p))
+    it.p = 0.0
+    same(it)
+    it.p = 0.5
+    assert not torch.equal(it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3)), it(rows(), edges()))
+
+
+def test_autocast_and_then_not():
+    it, graph = layer(lambda self, x, w, c: self.lin(x).tanh()).float(), pyg_sar.shard(edges(), NUM_NODES, 3)
+    x = rows().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        it(x, graph)
+    close(it(x, graph), it(x, edges()), "without autocast", 1e-5)
+
+
+def test_what_messages_leave_behind():
+    def count(self, x, w, c):
+        self.n += x.size(0)
+        return x
+
+    it = layer(count)
+    it.register_buffer("n", torch.zeros(1))
+    it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+    assert it.n == E
+    it = layer(lambda self, x, w, c: (self.kept.append(x.sum()), x)[1])
+    it.kept = []
+    it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+    close(it.kept[-1], rows()[edges()[0]].sum(), "kept")
+
+
+def test_hooks_of_parameters_see_one_gradient():
+    it = layer(lambda self, x, w, c: self.lin(x).tanh())
+    same(it)
+    seen = []
+    it.lin.weight.register_hook(lambda g: (seen.append(g), g * 2)[1])
+    same(it)
+    assert len(seen) == 2
+
+
+def test_tensors_that_were_not_there_before():
+    it = layer(lambda self, x, w, c: (x * self.gain).tanh())
+    outer = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        it.gain = outer * 2
+        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+    it.gain = outer * 2
+    with pytest.raises(RuntimeError, match=r"read a tensor with a gradient that they did not .*Pass it to 'propagate'"):
+        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3)).sum().backward()
+
+
+def test_masked_scores():
+    class Masked(gnn.MessagePassing):
+        def forward(self, x, edge_index, mask):
+            return self.propagate(edge_index, x=x, mask=mask)
+
+        def message(self, x_j, mask, index, size_i):
+            return x_j * softmax(x_j.sum(-1) + mask, index, num_nodes=size_i).unsqueeze(-1)
+
+    first = torch.zeros(NUM_NODES, dtype=torch.long)
+    first[edges()[1]] = torch.arange(E)  # one edge of every destination counts
+    mask = torch.where((torch.arange(E) % 3 == 0) | torch.isin(torch.arange(E), first), 0.0, -torch.inf).double()
+    it = convert(Masked())
+    same(it, mask)
+    assert "softmax" in str(*STRATEGIES[it].values())
+
+
+def test_not_quite_a_softmax():
+    class Sparse(gnn.MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j, index, size_i):
+            alpha = softmax(x_j.sum(-1), index, num_nodes=size_i)
+            return x_j * alpha.masked_fill(alpha < 1e-4, 0).unsqueeze(-1)
+
+    it = convert(Sparse())
+    same(it, x=rows(scale=5))
+    assert str(*STRATEGIES[it].values()) == "streams by replay (in 3 passes)"
+
+
+def test_not_a_number():
+    x = rows().detach()
+    x[3, 1] = torch.nan
+    it = layer(lambda self, x, w, c: x * 2, aggr="max")
+    torch.testing.assert_close(it(x, pyg_sar.shard(edges(), NUM_NODES, 3)), it(x, edges()), equal_nan=True)
+
+
+class Half(gnn.MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def propagate(self, edge_index, x):
+        return super().propagate(edge_index, x=x) / 2
+
+
+def test_a_propagate_of_ones_own_is_kept():
+    it = convert(Half())
+    assert type(it) is Half and "a 'propagate' of its own" in pyg_sar.nn.describe(it)
+    close(it(rows(), edges()), Half()(rows(), edges()), "ordinary")
+    close(it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3)), Half()(rows(), edges()), "sharded")
+
+
+def test_a_patched_message():
+    it = convert(gnn.SAGEConv(4, 4).double())
+    it.message = lambda x_j: 2 * x_j
+    same(it)
+
+
+def test_a_first_call_under_checkpoint():
+    it = layer(lambda self, x, w, c: self.lin(x).tanh())
+    x, graph = rows(), pyg_sar.shard(edges(), NUM_NODES, 3)
+    torch.utils.checkpoint.checkpoint(it, x, graph, use_reentrant=False).sum().backward()
+    (expected,) = torch.autograd.grad(it(x, edges()).sum(), [x])
+    close(x.grad, expected, "gradient")
+
+
+def test_nothing_lives_on():
+    it, graph = layer(lambda self, x, w, c: self.lin(x).tanh()), pyg_sar.shard(edges(), NUM_NODES, 3)
+    it(rows(), graph)
+    gc.collect()
+    gc.disable()
+    try:
+        x = rows()
+        out = it(x, graph)
+        out.sum().backward()
+        seen = [weakref.ref(x), weakref.ref(out), weakref.ref(it)]
+        del x, out
+        assert [r() is None for r in seen] == [True, True, False]
+    finally:
+        gc.enable()
+    assert it in STRATEGIES
+    del it
+    gc.collect()
+    assert seen[2]() is None
+
+
+def drop_edges(group):
+    """One worker has no in-edges, so that its edges are the same in every step."""
+    mine = share(group, edges(), (edges()[1].bincount(minlength=NUM_NODES) == 0).long())
+    x = torch.randn(len(mine.src), 4)
+    mine.edge_index.cache(x)
+    it = convert(gnn.SimpleConv("sum"))
+    g = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        it(x, mine.edge_index[:, torch.rand(mine.edge_index.size(1), generator=g) > 0.3])
+
+
+def test_kept_aggregates_are_no_matter_of_one_worker(pool):
+    pool.run(2, drop_edges)
