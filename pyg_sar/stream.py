@@ -176,18 +176,15 @@ class _Call:
 
     def backward(
         self, k: int, q: int, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs,
-        sums: Rows, found: set[int],
+        sums: Rows,
     ) -> Tensor | None:  # fmt: skip
-        """Return the gradient of the source rows of a block, given that of the output, add up those of others, and note
-        which constants have one.
-        """
+        """Return the gradient of the source rows of a block, given that of the output, and add up those of others."""
         block = self.graph.blocks[q]
         if block.num_edges == 0:  # peers wait for a push all the same
             return out.new_zeros(block.num_src, *self.shapes[k])
         here = rows._replace(edge=[e[block.edges] for e in rows.edge])
         grad, others = self.parts[k].reduce.grad(block, x, here, saved, out, needs)
         _add(sums, others, block.edges)
-        found |= {i for i, g in enumerate(others.const) if g is not None}
         return grad
 
     def collect(self, home: Sequence[Tensor], wants: Sequence[bool], like: Tensor) -> Callable[[int, Tensor], None]:
@@ -300,7 +297,6 @@ class _Aggregate(torch.autograd.Function):
         total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
                        for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
         each = (len(saved) - call.reduce.saves_output) // len(parts)  # the output comes last
-        found: set[int] = set()  # constants that have a gradient
         for k, part in enumerate(parts):
             out, grad_part = saved[-1] if call.reduce.saves_output else grad_out, _columns(grad_out, part.out)
             if call.reduce.needs_source:  # read for every block, where rows far apart take many pages of memory
@@ -308,14 +304,13 @@ class _Aggregate(torch.autograd.Function):
             prepared = part.reduce.prepare(saved[k * each : (k + 1) * each], out[..., part.out], grad_part)
             mine, sums = part.narrow(rows), part.narrow(total)
             for q, x_q in islice(source, len(visits[k])):
-                grad_q = call.backward(k, q, x_q, mine, prepared, grad_part, needs, sums, found)
+                grad_q = call.backward(k, q, x_q, mine, prepared, grad_part, needs, sums)
                 del x_q
                 if sink is not None:
                     sink.push(q, grad_q)
                 del grad_q
             del prepared, grad_part
-        const = [t if k in found else None for k, t in enumerate(total.const)]
-        return None, *call.leave(sink), *total.dst, *total.edge, *const
+        return None, *call.leave(sink), *total.dst, *total.edge, *total.const
 
 
 def _add(total: Rows, grads: Rows, edges: slice | Tensor) -> None:

@@ -29,13 +29,13 @@ from pyg_sar.ops import spmm_
 # What may be done with the destinations of edges, by the names of functions and methods of torch alike.
 SAME = {"view", "expand", "expand_as", "view_as", "clone", "to", "long", "contiguous", "reshape", "unsqueeze",
         "squeeze", "detach", "broadcast_to"}  # fmt: skip
-ABOUT = {"__get__", "size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point",
-         "__len__", "get_device", "new_zeros", "new_ones", "new_empty", "new_full"}  # fmt: skip
 READS = {"index_select", "__getitem__", "gather"}
 SUMS = {"scatter_add", "scatter_add_", "index_add", "index_add_"}
 EXTREMA = {"scatter_reduce", "scatter_reduce_"}
 # What is known although a tensor is not, and what cannot go on without its values.
-KNOWN = ABOUT | {"zeros_like", "ones_like", "empty_like", "full_like"}
+KNOWN = {"__get__", "size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point",
+         "__len__", "get_device", "new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like",
+         "empty_like", "full_like"}  # fmt: skip
 VALUES = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "nonzero"}
 # What gives other results for some edges than for all of them, unless it is along another dimension.
 MIXES = {"max", "min", "amax", "amin", "sum", "mean", "std", "var", "norm", "median", "sort", "argsort", "topk",
@@ -194,8 +194,11 @@ class Trace(TorchFunctionMode):
     def index(self, func: Callable, name: str, args: Any, kwargs: Any) -> Any:
         """Answer what is asked of, or done with, the numbers of nodes."""
         first = self.kinds.get(args[0]) if args and isinstance(args[0], Tensor) else None
-        if name in ABOUT and first:
-            return func(*args, **kwargs)
+        if name in KNOWN and first:
+            out = func(*args, **kwargs)
+            if name == "__get__" and isinstance(out, Tensor):  # such as 'index.data'
+                self.kinds[out] = first
+            return out
         if first == "edges":
             if name == "unbind" and len(args) == 1:
                 return self.col, self.row

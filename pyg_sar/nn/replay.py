@@ -138,6 +138,7 @@ class Program:
         groups: Their numbers. Those of a group are merged in one pass, and need the results of the groups before.
         found: The reductions, without entries.
         hidden: Parameters that messages read, although they are none of the layer's.
+        unused: Parameters of the layer that its ``propagate`` does not read, which get no gradient.
         drops: Whether messages are dropped out.
         softmax: Whether the first two groups are a softmax, in which the third one is linear: one pass merges them all.
     """
@@ -145,6 +146,7 @@ class Program:
     groups: list[tuple[int, ...]] = field(default_factory=list)
     found: dict[int, Reduction] = field(default_factory=dict)
     hidden: list[Tensor] = field(default_factory=list)
+    unused: list[Tensor] = field(default_factory=list)
     drops: bool = False
     softmax: bool = False
 
@@ -156,15 +158,17 @@ class Body:
         layer: The layer.
         inputs: Its arguments on this worker.
         graph: The edges.
-        hidden: Parameters that are none of the layer's.
-        seed: Seed of dropout, or None for none.
+        program: What is known of it.
+        seed: Seed of dropout; by default one is drawn when it is needed.
     """
 
     def __init__(
-        self, layer: Any, inputs: Inputs, graph: ShardedGraph, hidden: Sequence[Tensor], seed: int | None
+        self, layer: Any, inputs: Inputs, graph: ShardedGraph, program: Program, seed: int | None = None
     ) -> None:
         self.layer, self.inputs, self.graph, self.seed = layer, inputs, graph, seed
-        self.parameters = [p for p in (*layer.parameters(), *hidden) if p.requires_grad]
+        unused = {id(p) for p in program.unused}
+        parameters = (*layer.parameters(), *program.hidden)
+        self.parameters = [p for p in parameters if p.requires_grad and id(p) not in unused]
         self.drops = True  # whether dropout drops
         self.tables = [Halo.apply(t, graph) for t in inputs.table]
         self.dropped = False

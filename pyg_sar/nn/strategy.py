@@ -85,7 +85,7 @@ class Strategy:
         inputs = bind(layer, kwargs, graph, self.edge)
         if self.way != "kernel":
             seed = graph.seeds.draw() if drops and self.program.drops else None
-            body = Body(layer, inputs, graph, self.program.hidden, seed)
+            body = Body(layer, inputs, graph, self.program, seed)
             body.drops = drops
             return run(self.program, body)
         weight = inputs.edge[0].view(-1) if self.weighted else None
@@ -289,7 +289,7 @@ class Tiny:
     def probe(self) -> Probe:
         """Return what runs the layer's code."""
         graph = self.graph(1)
-        return Probe(Body(self.layer, bind(self.layer, self.leaves(), graph, self.edge), graph, (), 0))
+        return Probe(Body(self.layer, bind(self.layer, self.leaves(), graph, self.edge), graph, Program(), 0))
 
     def ways(self) -> Iterator[Strategy]:
         """Yield what seems possible, the best one first."""
@@ -357,6 +357,8 @@ class Tiny:
             pairs.append(torch.autograd.grad(out, wanted, grad, allow_unused=True) if out.requires_grad else [])
         if len(pairs[0]) != len(pairs[1]):
             return "gradients"
+        there = pairs[1][-len(parameters) :] if parameters else ()
+        plan.program.unused = [p for p, g in zip(parameters, there, strict=False) if g is None]
         for a, b in zip(*pairs, strict=True):
             like = a if a is not None else b
             if like is not None and not close(*(torch.zeros_like(like) if g is None else g for g in (a, b))):
