@@ -159,7 +159,7 @@ class Trace(TorchFunctionMode):
             return self.drop(func, "unknown" in kinds, args, kwargs)
         if kinds & {"edges", "row", "col"}:
             return self.index(func, name, args, kwargs)
-        if name in VALUES:
+        if name in VALUES and kinds != {"count"}:
             if "unknown" in kinds:
                 raise Stop
             raise NotStreamable("it decides by the values of tensors")
@@ -210,7 +210,9 @@ class Trace(TorchFunctionMode):
                 self.kinds[out] = "row"
                 return out
             if name == "max" and len(args) == 1 and not kwargs:
-                return torch.tensor(self.num_dst - 1)
+                count = torch.tensor(self.num_dst - 1)
+                self.kinds[count] = "count"
+                return count
         elif name in SUMS | EXTREMA:
             return self.reduce(name, args, kwargs)
         elif name in READS and [self.kinds.get(t) for t in _tensors(args[1:], kwargs)] == ["row"]:

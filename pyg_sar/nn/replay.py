@@ -264,12 +264,13 @@ class Pass(Reduce):
         """Return the shape of the result of a reduction."""
         return (num_dst, *self.found[k].like.shape[1:])
 
-    def check(self, k: int) -> None:
-        """Raise for a reduction that was not there when the layer was tried out."""
-        if k not in self.found:
+    def check(self, k: int, found: Reduction) -> None:
+        """Raise for a reduction that was not there, or was another one, when the layer was tried out."""
+        known = self.found.get(k)
+        if known is None or (known.op, known.like.shape[1:]) != (found.op, found.like.shape[1:]):
             raise RuntimeError(
-                f"'{type(self.body.layer).__name__}' reduces more than when it was first called. Make a new layer "
-                f"where its code is to take another way, or use one that is not converted."
+                f"'{type(self.body.layer).__name__}' reduces something else than when it was first called. Make a new "
+                f"layer where its code is to take another way, or use one that is not converted."
             )
 
     def check_sources(self, messages: list[Tensor], begin: int, known: list[Tensor]) -> None:
@@ -307,7 +308,7 @@ class Pass(Reduce):
         own, known = self.known(rows)
 
         def cut(k: int, found: Reduction) -> None:
-            self.check(k)
+            self.check(k, found)
             if k not in state:
                 return
             if k in self.extrema:
@@ -420,6 +421,7 @@ class SoftmaxPass(Pass):
         new: dict[int, Tensor] = {}
 
         def cut(k: int, found: Reduction) -> None:
+            self.check(k, found)
             if k == self.peak:
                 new[k], _ = found.extremum(block.num_dst)
             else:

@@ -59,7 +59,7 @@ class Strategy:
         program: The reductions of a layer whose own code is run.
         aggr: The aggregation that a kernel does.
         weighted: Whether it weights the rows by an argument.
-        const: The shapes of arguments that all edges share.
+        const: The shapes of arguments that all edges share, and all workers.
     """
 
     way: str
@@ -92,14 +92,13 @@ class Strategy:
         return nodes_at(start_rows(graph, inputs.src[0], self.aggr, weight)(), layer.node_dim)
 
     def fits(self, graph: ShardedGraph, kwargs: dict[str, Any]) -> bool:
-        """Whether arguments have as many rows as they had."""
-        return all(
-            t.dim() > 0 and t.size(0) == graph.num_edges
-            if name in self.edge
-            else t.shape == self.const.get(name, t.shape)
-            for name, t in kwargs.items()
-            if isinstance(t, Tensor)
-        )
+        """Whether arguments are still rows of edges, or shared by them; all workers must find the same."""
+        for name, t in kwargs.items():
+            if name in self.edge and t.size(0) != graph.num_edges and t.shape[:1] == (1,):
+                return False  # any other number of rows is an error, which says so
+            if name in self.const and t.shape != self.const[name]:
+                return False
+        return True
 
 
 STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -122,14 +121,17 @@ def find(layer: Any, graph: ShardedGraph, kwargs: dict[str, Any]) -> Strategy:
     """Find out how a layer streams."""
     largest = graph.exchange.largest
     rows = {name: t for name, t in kwargs.items() if isinstance(t, Tensor) and name not in lifted(layer)}
-    no = largest(
-        [isinstance(t, torch.nn.Parameter) or t.dim() == 0 or t.size(0) != graph.num_edges for t in rows.values()]
-    )
-    edge = frozenset(name for name, other in zip(rows, no, strict=True) if not other)
+    sizes = [0 if t.dim() == 0 else t.size(0) for t in rows.values()]
+    other = [
+        isinstance(t, torch.nn.Parameter) or n != graph.num_edges for t, n in zip(rows.values(), sizes, strict=True)
+    ]
+    no, most, least = torch.tensor(largest([*other, *sizes, *(-n for n in sizes)])).view(3, -1).tolist()
+    edge = frozenset(name for name, n in zip(rows, no, strict=True) if not n)
     found = candidates(layer, graph, kwargs, edge)
     (worst,) = largest([WAYS.index(found[0].way)])
     plan = next((s for s in found if WAYS.index(s.way) >= worst), found[-1])
-    plan.const = {name: t.shape for name, t in rows.items() if name not in edge}
+    alike = [name for name, n, m in zip(rows, most, least, strict=True) if n == -m and name not in edge]
+    plan.const = {name: rows[name].shape for name in alike}
     return plan
 
 

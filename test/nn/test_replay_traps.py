@@ -277,3 +277,12 @@ def drop_edges(group):
 
 def test_kept_aggregates_are_no_matter_of_one_worker(pool):
     pool.run(2, drop_edges)
+
+
+def test_a_layer_whose_reductions_change():
+    it = layer(lambda self, x, w, c: (x @ self.map).tanh())
+    it.map = torch.ones(4, 2, dtype=torch.float64)
+    same(it)
+    it.map = torch.ones(4, 3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="'Layer' reduces something else than when it was first called"):
+        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
