@@ -131,6 +131,17 @@ def renumber(ids: Index, number: Tensor) -> Index:
     return slice(first, last + 1) if last - first + 1 == new.numel() else new
 
 
+def cut(edge_index: Tensor, part: Tensor, ids: Sequence[Index], num_dst: int) -> tuple[Block, ...]:
+    """Cut edges into blocks by the shard of their sources, of which ``ids`` holds the rows."""
+    blocks = []
+    for q, i in enumerate(ids):
+        edges = (part == q).nonzero().view(-1)
+        src, dst = edge_index[:, edges]
+        col = src - i.start if isinstance(i, slice) else torch.searchsorted(i, src)
+        blocks.append(Block.from_coo(dst, col, i, length(i), num_dst, edges))
+    return tuple(blocks)
+
+
 def length(ids: Index) -> int:
     """Return how many rows there are."""
     return ids.numel() if isinstance(ids, Tensor) else ids.stop - ids.start
@@ -248,11 +259,7 @@ class ShardedGraph:
 
     def ids_of(self, block: Block) -> Tensor:
         """Return the global ids of the edges of a block."""
-        if self.e_id is not None:
-            return self.e_id[block.edges]
-        if isinstance(block.edges, slice):
-            return torch.arange(block.edges.start, block.edges.stop, device=self.device)
-        return block.edges
+        return positions(block) if self.e_id is None else self.e_id[block.edges]
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether ``x`` was declared constant and has no gradient."""
@@ -365,7 +372,7 @@ class ShardedGraph:
         blocks = tuple(self._loop_block(block, keep, position, num_kept) for block in self.blocks)
         nodes = torch.arange(n, device=device)
         n_id = nodes if self.n_id is None else self.n_id
-        e_id = torch.arange(self.num_edges, device=device) if self.e_id is None else self.e_id
+        e_id = edge_ids(self)
         # Negative ids cannot collide with those of edges.
         e_id = torch.cat([e_id[keep], -1 - n_id[:n]])
         origin = None if self.origin is None else self.origin._replace(looped=True)
@@ -403,16 +410,11 @@ class ShardedGraph:
 
     @ordinary_mode
     def _regroup(self, coo: Tensor) -> ShardedGraph:
-        (source, row), blocks = coo, []
+        source, row = coo
         owner = torch.empty(self.num_src + self.exchange.merge().num_halo, dtype=torch.int64, device=self.device)
         for q, block in enumerate(self.blocks):
             owner[block.ids] = q
-        part = owner[source]
-        for q, block in enumerate(self.blocks):
-            edges = (part == q).nonzero().view(-1)
-            ids, src = block.ids, source[edges]
-            col = src - ids.start if isinstance(ids, slice) else torch.searchsorted(ids, src)
-            blocks.append(Block.from_coo(row[edges], col, ids, block.num_src, self.num_dst, edges))
+        blocks = cut(coo, owner[source], [block.ids for block in self.blocks], self.num_dst)
         # Ids of edges are made of those of destinations, whose edges are on one worker.
         n_id = torch.arange(self.num_dst, device=self.device) if self.n_id is None else self.n_id
         order = torch.argsort(row, stable=True)
@@ -420,7 +422,7 @@ class ShardedGraph:
         place[order] = torch.arange(order.numel(), device=self.device) - compress(row[order], self.num_dst)[row[order]]
         e_id = (n_id[row] << 24) + place
         # Whether edges are new is a matter of each worker: what is kept of constants must not depend on it.
-        return self.replace(blocks=tuple(blocks), e_id=e_id, constants=WeakIdKeyDictionary())
+        return self.replace(blocks=blocks, e_id=e_id, constants=WeakIdKeyDictionary())
 
     def by_type(self, edge_type: Tensor, num_types: int) -> TypedGraph:
         """Return the graph whose destinations are the pairs (edge type, destination) that have an edge.

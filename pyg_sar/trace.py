@@ -110,7 +110,7 @@ class Reduction(NamedTuple):
         return total
 
 
-Cut = Callable[[int, Reduction], None]
+Cut = Callable[[int, Reduction], Tensor | None]
 
 
 class Trace(TorchFunctionMode):
@@ -121,8 +121,8 @@ class Trace(TorchFunctionMode):
         col: The row of its source in each of ``tables``.
         num_dst: The number of destinations.
         known: Results of reductions, by their number.
-        cut: Is given every reduction that is not known, and those of ``expose``.
-        local: Whether reductions that are not known are computed over the given edges alone.
+        cut: Is given every reduction that is not known, and may return a result to go on with, destinations first; and
+            those of ``expose``.
         expose: Known reductions that are cut besides.
         mask: ``mask(k, width, p)``: the factors of dropout for each edge, at the ``k``-th call; None: no dropout.
         ended: Whether reductions are all known and edges stand for none: dropout is for rows of destinations.
@@ -136,14 +136,13 @@ class Trace(TorchFunctionMode):
         known: dict[int, Tensor],
         cut: Cut,
         *,
-        local: bool = False,
         expose: tuple[int, ...] = (),
         mask: Callable[[int, int, float], Tensor] | None = None,
         ended: bool = False,
     ) -> None:
         super().__init__()
         self.row, self.col, self.num_dst, self.known, self.cut = row, col, num_dst, known, cut
-        self.local, self.expose, self.mask, self.ended = local, expose, mask, ended
+        self.expose, self.mask, self.ended = expose, mask, ended
         self.edges = row.new_empty(()).expand(2, row.numel())  # what stands for 'edge_index'
         self.tables: list[Tensor] = []
         self.count = self.dropouts = 0
@@ -255,17 +254,11 @@ class Trace(TorchFunctionMode):
             return self.known[k].movedim(0, found.dim)
         if self.kinds.get(found.src) == "unknown":
             raise Stop
-        self.cut(k, found)
-        if self.local:
-            return self.compute(found, target)
+        value = self.cut(k, found)
+        if value is not None:
+            return value.movedim(0, found.dim)
         self.kinds[target] = "unknown"
         return target
-
-    def compute(self, found: Reduction, target: Tensor) -> Tensor:
-        """Return the result of the given edges alone."""
-        if found.op == "sum":
-            return target.scatter_add(found.dim, found.entries, found.src)
-        return target.scatter_reduce(found.dim, found.entries, found.src, found.op, include_self=False)
 
     def drop(self, func: Callable, unknown: bool, args: Any, kwargs: Any) -> Tensor:
         """Drop entries by a mask that is the same whenever this runs."""

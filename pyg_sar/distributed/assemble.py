@@ -11,7 +11,7 @@ from torch import Tensor
 from pyg_sar.distributed.exchange import Local, Log, Peers
 from pyg_sar.distributed.split import Topology
 from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.graph import Block, Index, Seeds, ShardedGraph
+from pyg_sar.graph import Block, Index, Seeds, ShardedGraph, cut
 
 
 def assemble(
@@ -85,15 +85,8 @@ def shard(
         check_assignment(assignment, num_src, num_parts)
         ids = [(assignment == q).nonzero().view(-1) for q in range(num_parts)]
         part = assignment[edge_index[0]]
-    blocks = []
-    for q, i in enumerate(ids):
-        edges = (part == q).nonzero().view(-1)
-        src, dst = edge_index[:, edges]
-        col = src - i.start if isinstance(i, slice) else torch.searchsorted(i, src)
-        size = i.stop - i.start if isinstance(i, slice) else i.numel()
-        blocks.append(Block.from_coo(dst, col, i, size, num_dst, edges))
     graph = ShardedGraph(
-        tuple(blocks),
+        cut(edge_index, part, ids, num_dst),
         num_src,
         num_dst,
         Local(ids),

@@ -46,14 +46,12 @@ class Everywhere(Trace):
     """Makes reductions by example those of all workers, who run the same code."""
 
     def __init__(self, index: Tensor, num_examples: int, group: Any) -> None:
-        super().__init__(index, index.new_empty(0), num_examples, {}, lambda k, found: None, ended=True)
+        super().__init__(index, index.new_empty(0), num_examples, {}, self.of_all, ended=True)
         self.group = group
 
-    def answer(self, k: int, found: Reduction, target: Tensor) -> Tensor:
+    def of_all(self, k: int, found: Reduction) -> Tensor:
         """Return the result of all workers, with its gradient."""
-        sums = found.op == "sum"
-        out = global_sum(found.total(self.num_dst), self.group) if sums else self.extremum(found)
-        return out.movedim(0, found.dim)
+        return global_sum(found.total(self.num_dst), self.group) if found.op == "sum" else self.extremum(found)
 
     def extremum(self, found: Reduction) -> Tensor:
         """Return extrema, whose gradient equal entries share as in torch."""

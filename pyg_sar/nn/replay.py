@@ -420,16 +420,17 @@ class SoftmaxPass(Pass):
         """Merge the block."""
         new: dict[int, Tensor] = {}
 
-        def cut(k: int, found: Reduction) -> None:
+        def cut(k: int, found: Reduction) -> Tensor:
             self.check(k, found)
             if k == self.peak:
                 new[k], _ = found.extremum(block.num_dst)
             else:
                 new[k] = torch.zeros_like(state[k])
                 found.add_to(new[k], block.rowptr)
+            return new[k].to(found.like.dtype)  # this block's own result
 
         own, _ = self.known(rows)
-        self.body.block(block, x, own, cut, known={}, local=True)
+        self.body.block(block, x, own, cut, known={})
         masked = new[self.peak] == -torch.inf  # all scores, if there are some
         new[self.total].masked_fill_(masked, 0)
         for k in self.keys:
