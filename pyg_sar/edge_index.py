@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -73,9 +73,12 @@ class ShardedEdgeIndex(Tensor):
         """What the numbers are: ``EDGES``, ``FLIPPED`` or ``SOURCES``."""
         return self._kind
 
-    def regroup(self) -> ShardedGraph:
-        """Return the graph of these edges, which may have been derived by adding or leaving out some."""
-        refuse_whole_graph(self)
+    def regroup(self, aggr: torch.nn.Module | None = None) -> ShardedGraph:
+        """Return the graph of these edges, which may have been derived by adding or leaving out some.
+
+        Whoever asks may know more than ``WHOLE_GRAPH`` says of an aggregation ``aggr``.
+        """
+        refuse_whole_graph(self, () if aggr is None else aggr.modules())
         return self._graph if self._data is None else self._graph.regroup(self._data)
 
     @property
@@ -469,16 +472,22 @@ def decides_alike(pyg: Any) -> bool:
     return not pyg.typing.WITH_SEGMM or pyg.backend.use_segment_matmul is not None
 
 
-def refuse_whole_graph(it: ShardedEdgeIndex) -> None:
-    """Look at the layers that are running and at all that is in them, and refuse what would be silently local."""
+def refuse_whole_graph(it: ShardedEdgeIndex, known: Iterable[torch.nn.Module] = ()) -> None:
+    """Look at the layers that are running and at all that is in them but is ``known``, and refuse what would be
+    silently local.
+    """
     frame: Any = sys._getframe(2)
-    seen: set[torch.nn.Module] = set()
+    seen = set(known)
     while frame is not None:
         # Only methods: to ask a frame for its variables keeps them alive until it is asked again.
         call = frame.f_locals if "self" in frame.f_code.co_varnames else {}
         layer = call.get("self")
         if isinstance(layer, torch.nn.Module):
             for module in layer.modules():
+                aggr = getattr(module, "aggr_module", None)
+                cls: Any = type(module)
+                if aggr is not None and module is not layer and "pyg_sar" in packages(cls):
+                    seen.update(aggr.modules())  # which it looks at itself when it runs
                 new = module is layer or module not in seen
                 why = whole_graph(module, call if module is layer else {}, it._graph) if new else ""
                 if why:
@@ -493,6 +502,12 @@ def whole_graph(module: torch.nn.Module, call: dict[str, Any], graph: Any) -> st
     cls: Any = type(module)
     found = (WHOLE_GRAPH[n] for n in entries(cls) if not (n in UNLESS and UNLESS[n](module, call, graph)))
     return next(found, "")
+
+
+@functools.cache
+def packages(cls: type) -> set[str]:
+    """Return where a class and its base classes are from."""
+    return {base.__module__.partition(".")[0] for base in cls.__mro__}
 
 
 @functools.cache

@@ -157,7 +157,7 @@ class _Call:
             if state is None:
                 state, dtype = part.reduce.init(x_q, graph.num_dst), x_q.dtype
             block = graph.blocks[q]
-            if block.num_edges > 0:
+            if block.num_edges > 0 or not part.reduce.skips_empty:
                 state = part.reduce.step(state, block, x_q, mine._replace(edge=[e[block.edges] for e in mine.edge]))
             if self.keep:
                 kept[k, q] = x_q
@@ -180,7 +180,7 @@ class _Call:
     ) -> Tensor | None:  # fmt: skip
         """Return the gradient of the source rows of a block, given that of the output, and add up those of others."""
         block = self.graph.blocks[q]
-        if block.num_edges == 0:  # peers wait for a push all the same
+        if block.num_edges == 0 and self.reduce.skips_empty:  # peers wait for a push all the same
             return out.new_zeros(block.num_src, *self.shapes[k])
         here = rows._replace(edge=[e[block.edges] for e in rows.edge])
         grad, others = self.parts[k].reduce.grad(block, x, here, saved, out, needs)

@@ -111,9 +111,47 @@ class Reduction(NamedTuple):
 
 
 Cut = Callable[[int, Reduction], Tensor | None]
+Mask = Callable[[int, int, float], Tensor]
 
 
-class Trace(TorchFunctionMode):
+class Dropout(TorchFunctionMode):
+    """Drops edges by masks that are the same whenever this runs.
+
+    Args:
+        num_edges: The number of edges.
+        mask: ``mask(k, width, p)``: the factors of dropout for each edge, at the ``k``-th call; None: no dropout.
+    """
+
+    def __init__(self, num_edges: int, mask: Mask | None) -> None:
+        super().__init__()
+        self.num_edges, self.mask, self.dropouts = num_edges, mask, 0
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Watch a function of torch."""
+        kwargs = kwargs or {}
+        return self.drop(func, args, kwargs) if getattr(func, "__name__", "") == "dropout" else func(*args, **kwargs)
+
+    def drop(self, func: Callable, args: Any, kwargs: Any) -> Tensor:
+        """Answer a call of dropout."""
+        if func is not F.dropout:
+            raise NotStreamable("it calls 'torch.dropout' instead of 'torch.nn.functional.dropout'")
+        bound = DROPOUT.bind(*args, **kwargs)
+        bound.apply_defaults()
+        x, p, training, inplace = (bound.arguments[name] for name in ("input", "p", "training", "inplace"))
+        return self.apply(x, p, inplace) if training and p != 0.0 else x
+
+    def apply(self, x: Tensor, p: float, inplace: bool) -> Tensor:
+        """Drop entries."""
+        k, self.dropouts = self.dropouts, self.dropouts + 1
+        if self.mask is None:
+            return x
+        if x.dim() == 0 or x.size(0) != self.num_edges:
+            raise NotStreamable("it drops something else than rows of edges")
+        mask = self.mask(k, x[:1].numel(), p).view(x.shape).to(x.dtype)
+        return x.mul_(mask) if inplace else x * mask
+
+
+class Trace(Dropout):
     """One run over some edges.
 
     Args:
@@ -124,7 +162,7 @@ class Trace(TorchFunctionMode):
         cut: Is given every reduction that is not known, and may return a result to go on with, destinations first; and
             those of ``expose``.
         expose: Known reductions that are cut besides.
-        mask: ``mask(k, width, p)``: the factors of dropout for each edge, at the ``k``-th call; None: no dropout.
+        mask: See :class:`Dropout`.
         ended: Whether reductions are all known and edges stand for none: dropout is for rows of destinations.
     """
 
@@ -137,15 +175,15 @@ class Trace(TorchFunctionMode):
         cut: Cut,
         *,
         expose: tuple[int, ...] = (),
-        mask: Callable[[int, int, float], Tensor] | None = None,
+        mask: Mask | None = None,
         ended: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(row.numel(), mask)
         self.row, self.col, self.num_dst, self.known, self.cut = row, col, num_dst, known, cut
-        self.expose, self.mask, self.ended = expose, mask, ended
+        self.expose, self.ended = expose, ended
         self.edges = row.new_empty(()).expand(2, row.numel())  # what stands for 'edge_index'
         self.tables: list[Tensor] = []
-        self.count = self.dropouts = 0
+        self.count = 0
         self.kinds = WeakIdKeyDictionary()  # of tensors that are not what they seem
         self.kinds[self.edges], self.kinds[row], self.kinds[col] = "edges", "row", "col"
 
@@ -155,7 +193,7 @@ class Trace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         kinds = {self.kinds.get(t) for t in _tensors(args, kwargs)}
         if name == "dropout":
-            return self.drop(func, "unknown" in kinds, args, kwargs)
+            return self.drop(func, args, kwargs)
         if kinds & {"edges", "row", "col"}:
             return self.index(func, name, args, kwargs)
         if name in VALUES and kinds != {"count"}:
@@ -174,13 +212,7 @@ class Trace(TorchFunctionMode):
     def mixes(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether a function reduces edges, or puts them in order, in another way than by destination."""
         x = args[0] if args else None
-        if (
-            name not in MIXES
-            or not isinstance(x, Tensor)
-            or x.dim() == 0
-            or x.size(0) != self.row.numel()
-            or self.ended
-        ):
+        if name not in MIXES or not isinstance(x, Tensor) or x.dim() == 0 or x.size(0) != self.num_edges or self.ended:
             return False
         dims = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None)
         if name == "norm":
@@ -260,25 +292,14 @@ class Trace(TorchFunctionMode):
         self.kinds[target] = "unknown"
         return target
 
-    def drop(self, func: Callable, unknown: bool, args: Any, kwargs: Any) -> Tensor:
-        """Drop entries by a mask that is the same whenever this runs."""
-        if func is not F.dropout:
-            raise NotStreamable("it calls 'torch.dropout' instead of 'torch.nn.functional.dropout'")
-        bound = DROPOUT.bind(*args, **kwargs)
-        bound.apply_defaults()
-        x, p, training, inplace = (bound.arguments[name] for name in ("input", "p", "training", "inplace"))
-        if not training or p == 0.0:
+    def apply(self, x: Tensor, p: float, inplace: bool) -> Tensor:
+        """Drop entries, unless they are unknown or, at the end, those of made-up edges."""
+        if self.ended and (x.dim() == 0 or x.size(0) != self.num_edges):
+            return F.dropout(x, p, True, inplace)
+        if self.ended or self.kinds.get(x) == "unknown":
+            self.dropouts += 1
             return x
-        edges = x.dim() > 0 and x.size(0) == self.row.numel()
-        if self.ended and not edges:
-            return func(*args, **kwargs)
-        k, self.dropouts = self.dropouts, self.dropouts + 1
-        if unknown or self.ended or self.mask is None:
-            return x
-        if not edges:
-            raise NotStreamable("it drops something else than rows of edges")
-        mask = self.mask(k, x[:1].numel(), p).view(x.shape).to(x.dtype)
-        return x.mul_(mask) if inplace else x * mask
+        return super().apply(x, p, inplace)
 
 
 def _chooses(key: Any) -> bool:

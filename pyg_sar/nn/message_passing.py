@@ -13,14 +13,13 @@ from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
 from pyg_sar import ops
 from pyg_sar.distributed.assemble import shard
-from pyg_sar.edge_index import EDGES, ShardedEdgeIndex
+from pyg_sar.edge_index import EDGES, ShardedEdgeIndex, fail
 from pyg_sar.graph import Seeds, ShardedGraph
-from pyg_sar.nn.replay import PROPAGATE
+from pyg_sar.nn.arguments import EDGE_UPDATER, PROPAGATE, Call
 from pyg_sar.nn.rows import SIMPLE
 from pyg_sar.nn.strategy import strategy
 
 OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
-EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
 
 
 class MessagePassing(torch_geometric.nn.MessagePassing):
@@ -77,7 +76,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             if graph is not None:
                 return self.stream(graph, **kwargs)
         if isinstance(edge_index, ShardedEdgeIndex):
-            out = replay(self, edge_index, size, kwargs)
+            out = replay(Call(self, kwargs), edge_index, size)
             if out is not None:
                 return out
         try:
@@ -91,7 +90,13 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             ) from error
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
-        """Run PyG's own code; the generated one does not know the arguments of an overridden ``forward``."""
+        """Stream if possible, else run PyG's own code; the generated one does not know the arguments of an overridden
+        ``forward``.
+        """
+        if isinstance(edge_index, ShardedEdgeIndex):
+            out = replay(Call(self, kwargs, updates=True), edge_index, size)
+            if out is not None:
+                return out
         return EDGE_UPDATER(self, edge_index, size=size, **kwargs)
 
 
@@ -140,15 +145,22 @@ def misses_loops(layer: Any, graph: ShardedGraph, edge_index: Any) -> bool:
 
 
 @torch.compiler.disable
-def replay(layer: Any, edge_index: ShardedEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Tensor | None:
+def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None:
     """Stream a layer by its own code, or by kernels that do the same; None if that is not possible."""
+    layer = call.layer
     if edge_index.kind != EDGES or watched(layer):
         return None
-    graph = edge_index.regroup()
-    plan = strategy(layer, graph, kwargs, size)
+    graph = edge_index.regroup(layer.aggr_module)
+    plan = strategy(call, graph, size)
     if plan.way == "one shot":
         return None
-    return plan.run(layer, graph, kwargs)
+    name = type(layer).__name__
+    if plan.way == "refused":
+        fail(edge_index, f"'{name}' cannot run on a share of the graph: {plan.why}")
+    if not edge_index.streams and (plan.ordered or plan.way == "padded"):
+        fail(edge_index, f"'{name}' needs all edges in their order, but some were added or left out since they were "
+             f"loaded: do so before 'partition'")  # fmt: skip
+    return plan.run(call, graph)
 
 
 def watched(layer: Any) -> bool:

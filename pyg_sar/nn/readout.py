@@ -65,6 +65,6 @@ class Everywhere(Trace):
         zeros = torch.where(hits, (found.src - found.read(top)) / found.read(count), 0)
         return top + global_sum(found._replace(src=zeros).total(self.num_dst), self.group)
 
-    def drop(self, func: Any, unknown: bool, args: Any, kwargs: Any) -> Tensor:
+    def drop(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """Drop as ever."""
         return func(*args, **kwargs)

@@ -7,13 +7,16 @@ effect that passes on all workers:
 1. ``kernel``: messages are source rows, perhaps weighted, and are summed up or alike: compiled kernels do that;
 2. ``softmax``: its reductions are a softmax and sums that are linear in it: one pass, with a running maximum;
 3. ``passes``: its code runs block by block, as often as its reductions need each other;
-4. ``one shot``: rows of all blocks are fetched together and its code runs as it is.
+4. ``chunks``: rows of all blocks are fetched together, and its code runs on some destinations at a time;
+5. ``padded``: the same, as if some destination of every chunk had as many edges as any in the graph;
+6. ``one shot``: rows of all blocks are fetched together and its code runs as it is;
+7. ``refused``: what it computes for a node depends on the edges of others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,21 +32,26 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay import PROPAGATE, Body, Program, begun, bind, heads, hidden, nodes_at, run, unchanged
+from pyg_sar.nn.arguments import Call, bind, nodes_at
+from pyg_sar.nn.body import Body, Lost, Program, begun, hidden, unchanged
+from pyg_sar.nn.chunks import FEWEST, Chunks, in_chunks, largest_degree
+from pyg_sar.nn.passes import heads, in_passes
 from pyg_sar.nn.rows import start_rows
 from pyg_sar.reduce import Rows
 from pyg_sar.trace import NotStreamable, Reduction
 
-WAYS = ("kernel", "softmax", "passes", "one shot")
+WAYS = ("kernel", "softmax", "passes", "chunks", "padded", "one shot", "refused")
 KERNELS: dict[type, str] = {
     torch_geometric.nn.SumAggregation: "sum",
     torch_geometric.nn.MeanAggregation: "mean",
     torch_geometric.nn.MaxAggregation: "max",
     torch_geometric.nn.MinAggregation: "min",
 }
-# What a block cannot tell of the whole graph.
+# What a block cannot tell of the whole graph, and what a chunk cannot.
 WHOLE = {"size", "size_j", "adj_t"}
+NUMBERS = {"edge_index", "edge_index_i", "edge_index_j"}
 SRC, DST, EDGES, PARTS = 7, 5, 23, 3  # of the tiny graph
+FEW = 8  # messages of a chunk there
 VIEWS = ("View", "UnsafeView", "Reshape", "Split", "Transpose", "Permute", "Unsqueeze", "Squeeze", "Alias", "Expand")
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
@@ -60,6 +68,7 @@ class Strategy:
         aggr: The aggregation that a kernel does.
         weighted: Whether it weights the rows by an argument.
         const: The shapes of arguments that all edges share, and all workers.
+        ordered: Whether results depend on the order of the edges of a destination.
     """
 
     way: str
@@ -69,6 +78,7 @@ class Strategy:
     aggr: str = ""
     weighted: bool = False
     const: dict[str, torch.Size] = dataclasses.field(default_factory=dict)
+    ordered: bool = False
 
     def __str__(self) -> str:
         """Say it in a few words."""
@@ -77,23 +87,30 @@ class Strategy:
             "kernel": f"streams ({'weighted ' * self.weighted}{self.aggr} of source rows, by a kernel)",
             "softmax": "streams by replay (softmax, in one pass)",
             "passes": f"streams by replay (in {count} passes)" if count > 1 else "streams by replay",
+            "chunks": f"runs in chunks of destinations ({self.why})",
+            "padded": f"runs in chunks of destinations, padded to the largest degree ({self.why})",
             "one shot": f"runs in one shot ({self.why})",
+            "refused": f"refused ({self.why})",
         }[self.way]
 
-    def run(self, layer: Any, graph: ShardedGraph, kwargs: dict[str, Any], drops: bool = True) -> Tensor:
-        """Stream a call, with or without dropout."""
-        inputs = bind(layer, kwargs, graph, self.edge)
+    def run(self, call: Call, graph: ShardedGraph, drops: bool = True, cells: int | None = None) -> Tensor:
+        """Stream a call, with or without dropout; ``cells`` makes smaller chunks."""
+        inputs = bind(call, graph, self.edge)
         if self.way != "kernel":
+            chunked = self.way in ("chunks", "padded")
             seed = graph.seeds.draw() if drops and self.program.drops else None
-            body = Body(layer, inputs, graph, self.program, seed)
+            whole = graph.merge().replace(remat=graph.remat) if chunked else graph
+            body = Body(call, inputs, whole, self.program, seed)
             body.drops = drops
-            return run(self.program, body)
+            if not chunked:
+                return in_passes(body)
+            return in_chunks(body, max(largest_degree(graph), FEWEST) if self.way == "padded" else FEWEST, cells)
         weight = inputs.edge[0].view(-1) if self.weighted else None
-        return nodes_at(start_rows(graph, inputs.src[0], self.aggr, weight)(), layer.node_dim)
+        return nodes_at(start_rows(graph, inputs.src[0], self.aggr, weight)(), call.layer.node_dim)
 
-    def fits(self, graph: ShardedGraph, kwargs: dict[str, Any]) -> bool:
+    def fits(self, call: Call, graph: ShardedGraph) -> bool:
         """Whether arguments are still rows of edges, or shared by them; all workers must find the same."""
-        for name, t in kwargs.items():
+        for name, t in call.kwargs.items():
             if name in self.edge and t.size(0) != graph.num_edges and t.shape[:1] == (1,):
                 return False  # any other number of rows is an error, which says so
             if name in self.const and t.shape != self.const[name]:
@@ -104,44 +121,54 @@ class Strategy:
 STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def strategy(layer: Any, graph: ShardedGraph, kwargs: dict[str, Any], size: Any = None) -> Strategy:
-    """Return how a layer streams; it is found out once for arguments of a kind, by all workers together."""
-    plans = STRATEGIES.setdefault(layer, {})
+def strategy(call: Call, graph: ShardedGraph, size: Any = None) -> Strategy:
+    """Return how a call streams; it is found out once for arguments of a kind, by all workers together."""
+    plans = STRATEGIES.setdefault(call.layer, {})
     counts = graph.bipartite and size is not None  # perhaps as many destinations as have edges here
-    key = (graph.bipartite, graph.origin is None, counts, *state(layer, graph), *kinds(layer, kwargs))
+    key = (call.updates, graph.bipartite, graph.origin is None, counts, *state(call.layer, graph), *kinds(call))
     if counts:
         plans.setdefault(key, Strategy("one shot", "it counts the nodes of two sets"))
     plan = plans.get(key)
-    if plan is None or not plan.fits(graph, kwargs) or not still(plan, layer, graph, kwargs):
-        plan = plans[key] = find(layer, graph, kwargs)
+    if plan is None or not plan.fits(call, graph) or not still(plan, call, graph):
+        plan = plans[key] = find(call, graph)
     return plan
 
 
-def find(layer: Any, graph: ShardedGraph, kwargs: dict[str, Any]) -> Strategy:
-    """Find out how a layer streams."""
+def find(call: Call, graph: ShardedGraph) -> Strategy:
+    """Find out how a call streams."""
     largest = graph.exchange.largest
-    rows = {name: t for name, t in kwargs.items() if isinstance(t, Tensor) and name not in lifted(layer)}
+    rows = {name: t for name, t in call.kwargs.items() if isinstance(t, Tensor) and name not in call.lifted}
     sizes = [0 if t.dim() == 0 else t.size(0) for t in rows.values()]
     other = [
         isinstance(t, torch.nn.Parameter) or n != graph.num_edges for t, n in zip(rows.values(), sizes, strict=True)
     ]
     no, most, least = torch.tensor(largest([*other, *sizes, *(-n for n in sizes)])).view(3, -1).tolist()
     edge = frozenset(name for name, n in zip(rows, no, strict=True) if not n)
-    found = candidates(layer, graph, kwargs, edge)
-    (worst,) = largest([WAYS.index(found[0].way)])
-    plan = next((s for s in found if WAYS.index(s.way) >= worst), found[-1])
+    plan = agree(candidates(call, graph, edge), largest)
     alike = [name for name, n, m in zip(rows, most, least, strict=True) if n == -m and name not in edge]
     plan.const = {name: rows[name].shape for name in alike}
     return plan
 
 
-def still(plan: Strategy, layer: Any, graph: ShardedGraph, kwargs: dict[str, Any]) -> bool:
+def agree(found: list[Strategy], largest: Callable[[list[int]], list[int]]) -> Strategy:
+    """Return the best way that all workers have found; everybody has found the last one."""
+    least = 0
+    while True:
+        plan = next(s for s in found if WAYS.index(s.way) >= least)
+        mine = WAYS.index(plan.way)
+        worst, best = largest([mine, -mine])
+        if worst == -best:
+            return plan
+        least = worst
+
+
+def still(plan: Strategy, call: Call, graph: ShardedGraph) -> bool:
     """Whether a layer would do what a kernel does in its place: its code may depend on what it has become meanwhile."""
     if plan.way != "kernel":
         return True
     try:
-        with apart(layer):
-            tiny = Tiny(layer, graph, kwargs, plan.edge)
+        with apart(call.layer):
+            tiny = Tiny(call, graph, plan.edge)
             probe = tiny.probe()
             probe.explore()
             return tiny.by_kernel(probe) is plan.weighted
@@ -157,39 +184,41 @@ def state(layer: torch.nn.Module, graph: ShardedGraph) -> Iterator[Any]:
     yield tuple(p.dtype for p in layer.parameters())
 
 
-def kinds(layer: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
+def kinds(call: Call) -> Iterator[Any]:
     """Yield what all workers know alike of arguments: not how many rows they have."""
-    for name, value in kwargs.items():
+    for name, value in call.kwargs.items():
         for v in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(v, Tensor) and v.dim() > 0:
-                rows = layer.node_dim % v.dim() if name in lifted(layer) else 0
+                rows = call.layer.node_dim % v.dim() if name in call.lifted else 0
                 yield name, v.dtype, tuple(n for dim, n in enumerate(v.shape) if dim != rows)
             else:
                 yield name, type(v), v if isinstance(v, (bool, int, float, str)) else None
 
 
-def lifted(layer: Any) -> set[str]:
-    """Return the names of arguments that have rows of nodes."""
-    return {name[:-2] for name in layer._user_args if name.endswith(("_i", "_j"))}
-
-
-def candidates(layer: Any, graph: ShardedGraph, kwargs: dict[str, Any], edge: frozenset[str]) -> list[Strategy]:
-    """Return the ways that pass on a tiny graph, the best one first; the last one always does."""
-    last = Strategy("one shot", "another worker found that it does not stream", edge)
-    found = []
+def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> list[Strategy]:
+    """Return the ways that pass on a tiny graph, the best one first, and what always is one."""
+    others = "another worker found that it does not stream"
+    last = [Strategy("one shot", others, edge), Strategy("refused", others)]
     try:
-        with apart(layer):
-            tiny = Tiny(layer, graph, kwargs, edge)
-            for plan in tiny.ways():
-                if not (wrong := tiny.check(plan)):
-                    found.append(plan)
-                elif not found:
-                    last.why = f"replayed, its {wrong} would differ"
+        with apart(call.layer):
+            tiny = Tiny(call, graph, edge)
+            found: list[Strategy] = []
+            try:
+                why = tiny.sift(tiny.ways(), found)
+            except NotStreamable as error:
+                if tiny.spoilt:
+                    raise
+                why = str(error)
+            if not found:
+                differs = tiny.sift(tiny.chunks(why), found, Tiny(call, graph, edge, signed=True))
+                if not found:
+                    return [Strategy("refused", f"{why}, and on some destinations alone {differs}")]
+            return [*found, *last]
     except NotStreamable as error:
-        last.why = str(error)
+        last[0].why = str(error)
     except Exception as error:  # the layer's own: with few edges, or of made-up values
-        last.why = f"on a tiny graph it raises {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
-    return [*found, last]
+        last[0].why = f"on a tiny graph it raises {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+    return last
 
 
 @contextmanager
@@ -238,41 +267,47 @@ class NoDropout(TorchFunctionMode):
 
 
 class Tiny:
-    """A random problem whose arguments are of the same kind, on which ways are looked for and checked."""
+    """A random problem whose arguments are of the same kind, on which ways are looked for and checked.
 
-    def __init__(self, layer: Any, graph: ShardedGraph, kwargs: dict[str, Any], edge: frozenset[str]) -> None:
-        asked = {name for f in ("message", "aggregate") for name in layer.inspector.get_param_names(f)}
-        for name in asked & (WHOLE | lifted(layer)):
+    Args:
+        call: The call.
+        graph: The graph of it.
+        edge: The arguments that have a row for each edge.
+        signed: Whether rows of edges are of both signs; if not they are positive, because they may be weights.
+    """
+
+    def __init__(self, call: Call, graph: ShardedGraph, edge: frozenset[str], signed: bool = False) -> None:
+        for name in call.asked_by_messages & (WHOLE | call.lifted):
             raise NotStreamable(f"its messages ask for '{name}' as a whole")
-        bind(layer, kwargs, graph, edge)  # raises if these do not stream
-        self.layer, self.edge, self.device = layer, edge, graph.device
-        self.random = torch.Generator().manual_seed(1)
+        bind(call, graph, edge)  # raises if these do not stream
+        self.call, self.layer, self.edge, self.device, self.spoilt = call, call.layer, edge, graph.device, False
+        self.random, self.signed = torch.Generator().manual_seed(1), signed
         self.size = (SRC, DST) if graph.bipartite or graph.origin is not None else (SRC, SRC)
         edge_index = torch.stack([torch.randint(n, (EDGES,), generator=self.random) for n in self.size])
-        edge_index[1].clamp_(min=1)  # one destination has no edges
+        edge_index[1][edge_index[1] == 2] = 3  # one destination has no edges
         edge_index[:, :2] = 1  # two self-loops, which are one edge twice
         self.edge_index = edge_index.to(self.device)
-        self.kwargs = {name: self.like(name, value) for name, value in kwargs.items()}
+        self.kwargs = {name: self.like(name, value) for name, value in call.kwargs.items()}
 
     def like(self, name: str, value: Any) -> Any:
         """Return made-up values of the same kind."""
-        node_dim, sources = self.layer.node_dim, f"{name}_j" in self.layer._user_args
-        if name in lifted(self.layer) and isinstance(value, (tuple, list)):
+        node_dim, sources = self.layer.node_dim, f"{name}_j" in self.call.asked
+        if name in self.call.lifted and isinstance(value, (tuple, list)):
             return tuple(self.rows(v, n, node_dim) for v, n in zip(value, self.size, strict=True))
-        if name in lifted(self.layer):
+        if name in self.call.lifted:
             return self.rows(value, self.size[0 if sources else 1], node_dim)
         if name in self.edge:
             return self.rows(value, EDGES, 0)
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     def rows(self, value: Any, count: int, dim: int) -> Any:
-        """Return random rows; for those of integers, some that are there. Rows of edges may be weights: positive."""
+        """Return random rows; for those of integers, some that are there."""
         if not isinstance(value, Tensor):
             return value
         dim = dim % value.dim()
         shape = [count if d == dim else n for d, n in enumerate(value.shape)]
         if value.is_floating_point():
-            make = torch.rand if count == EDGES else torch.randn
+            make = torch.rand if count == EDGES and not self.signed else torch.randn
             return make(shape, generator=self.random, dtype=torch.float64).to(value.device, value.dtype) + 0.1
         if value.size(dim) == 0:
             return value.new_zeros(shape)
@@ -282,41 +317,77 @@ class Tiny:
     def graph(self, parts: int) -> ShardedGraph:
         """Return the graph in some blocks."""
         size = self.size[0] if self.size[0] == self.size[1] else self.size
-        return shard(self.edge_index, size, parts).graph
+        return shard(self.edge_index, size, parts)._graph
 
-    def leaves(self) -> dict[str, Any]:
-        """Return the arguments with gradients."""
-        return {name: leaf(value) for name, value in self.kwargs.items()}
+    def leaves(self) -> Call:
+        """Return a call with gradients of its own."""
+        return dataclasses.replace(self.call, kwargs={name: leaf(value) for name, value in self.kwargs.items()})
 
     def probe(self) -> Probe:
         """Return what runs the layer's code."""
         graph = self.graph(1)
-        return Probe(Body(self.layer, bind(self.layer, self.leaves(), graph, self.edge), graph, Program(), 0))
+        call = self.leaves()
+        return Probe(Body(call, bind(call, graph, self.edge), graph, Program(), 0))
 
-    def ways(self) -> Iterator[Strategy]:
-        """Yield what seems possible, the best one first."""
-        probe, drawn = self.probe(), torch.get_rng_state()
+    def sift(self, ways: Iterator[Strategy], found: list[Strategy], other: Tiny | None = None) -> str:
+        """Add those that pass, on another problem as well if there is one, and return why others do not."""
+        why = ""
+        for plan in ways:
+            if wrong := self.check(plan) or (other.check(plan) if other else ""):
+                why = f"its {wrong} would differ"
+            else:
+                found.append(plan)
+        return why
+
+    @contextmanager
+    def unspoilt(self) -> Iterator[None]:
+        """Raise for code that leaves something behind, or draws random numbers, which no run may do."""
+        drawn, before, kept = torch.get_rng_state(), footprint(self.layer), dict(self.layer.__dict__)
         buffers = {name: b.clone() for name, b in self.layer.named_buffers()}
-        before = footprint(self.layer)
         try:
-            probe.explore()
+            yield
         finally:
-            left = footprint(self.layer) != before
+            # Of messages it is known what a layer keeps. Somebody may read what it keeps of edges.
+            new = [v for name, v in self.layer.__dict__.items() if isinstance(v, Lost) and kept.get(name) is not v]
+            left = footprint(self.layer) != before or (self.call.updates and len(new) > 0)
             for name, b in self.layer.named_buffers():
                 b.data.copy_(buffers.get(name, b))
-        if left:
-            raise NotStreamable("its messages leave something behind")
-        if not torch.equal(drawn, torch.get_rng_state()):
-            raise NotStreamable("it draws random numbers")
+            self.spoilt = left or not torch.equal(drawn, torch.get_rng_state())
+        if self.spoilt:
+            raise NotStreamable("its messages leave something behind" if left else "it draws random numbers")
+
+    def ways(self) -> Iterator[Strategy]:
+        """Yield what seems possible block by block, the best one first."""
+        probe = self.probe()
+        with self.unspoilt():
+            probe.explore()
         program = probe.program
-        weighted = self.by_kernel(probe)
+        weighted = None if self.call.updates else self.by_kernel(probe)
         if weighted is not None:
             aggr = KERNELS[type(self.layer.aggr_module)]
             yield Strategy("kernel", edge=self.edge, aggr=aggr, weighted=weighted)
-        if probe.is_softmax():
+        if not self.call.updates and probe.is_softmax():
             groups = [*program.groups[:2], sum(program.groups[2:], ())]
             yield Strategy("softmax", "", self.edge, dataclasses.replace(program, groups=groups, softmax=True))
         yield Strategy("passes", "", self.edge, program)
+
+    def chunks(self, why: str) -> Iterator[Strategy]:
+        """Yield what seems possible with all edges of a destination at once, given why it does not stream."""
+        if NUMBERS & set(self.call.asked):
+            self.spoilt = True
+            raise NotStreamable(why)
+        probe, begin = self.probe(), begun()
+        with self.unspoilt():
+            out = Chunks(probe.body, FEW, FEWEST).step(None, probe.block, probe.x, probe.rows)
+        program = Program(hidden=probe.hidden([out], begin), drops=probe.body.dropped)
+        numbers = torch.arange(EDGES, device=self.device)
+        for way in ("chunks", "padded"):
+            plan = Strategy(way, why, self.edge, program)
+            one, other = (
+                plan.run(self.leaves(), self.graph(PARTS).replace(e_id=ids), False, FEW) for ids in (numbers, -numbers)
+            )
+            plan.ordered = not close(one, other)
+            yield plan
 
     def by_kernel(self, probe: Probe) -> bool | None:
         """Return whether messages are weighted rows, or plain ones; None if they are neither, or more is done to them.
@@ -343,19 +414,28 @@ class Tiny:
                     return True
         return None
 
+    def whole(self, call: Call) -> Tensor:
+        """Run the layer's own code on all edges; some of it asks for them in the order of destinations."""
+        try:
+            return call.run(self.edge_index, self.size, call.kwargs)
+        except ValueError:
+            order = self.edge_index[1].argsort(stable=True)
+            kwargs = {name: t[order] if name in self.edge else t for name, t in call.kwargs.items()}
+            return call.run(self.edge_index[:, order], self.size, kwargs)
+
     def check(self, plan: Strategy) -> str:
         """Compare with the layer's own code; return what differs."""
         one, other = self.leaves(), self.leaves()
         with NoDropout():
-            expected = PROPAGATE(self.layer, self.edge_index, size=self.size, **one)
-            found = plan.run(self.layer, self.graph(PARTS), other, False)
+            expected = self.whole(one)
+            found = plan.run(other, self.graph(PARTS), False, FEW)
         if expected.shape != found.shape or not close(found, expected):
             return "output"
         parameters = [p for p in (*self.layer.parameters(), *plan.program.hidden) if p.requires_grad]
         grad = torch.randn(expected.shape, generator=self.random, dtype=torch.float64).to(expected)
         pairs = []
-        for out, leaves in ((found, other), (expected, one)):
-            wanted = [t for t in tensors(leaves) if t.requires_grad] + parameters
+        for out, call in ((found, other), (expected, one)):
+            wanted = [t for t in tensors(call.kwargs) if t.requires_grad] + parameters
             pairs.append(torch.autograd.grad(out, wanted, grad, allow_unused=True) if out.requires_grad else [])
         if len(pairs[0]) != len(pairs[1]):
             return "gradients"
@@ -380,6 +460,11 @@ class Probe:
         self.values: dict[int, Tensor] = {}
         self.messages: list[Tensor] = []
 
+    def hidden(self, outs: list[Tensor], begin: int) -> list[Tensor]:
+        """Return parameters of others that results were made of since the beginning."""
+        rows = (self.x, *self.rows.dst, *self.rows.edge, *self.rows.const)
+        return hidden(outs, begin, {id(t) for t in (*rows, *self.body.parameters, *self.program.hidden)})
+
     def cut(self, known: dict[int, Tensor], **how: Any) -> dict[int, Reduction]:
         """Return the reductions that come next."""
         found: dict[int, Reduction] = {}
@@ -394,15 +479,20 @@ class Probe:
             found = self.cut(dict(self.values))
             if not found:
                 break
-            known = {id(t) for t in (self.x, *self.rows.dst, *self.rows.edge, *self.rows.const, *self.body.parameters)}
-            program.hidden += hidden([f.src for f in found.values()], begin, known | {id(t) for t in program.hidden})
+            program.hidden += self.hidden([f.src for f in found.values()], begin)
             program.groups.append(tuple(found))
             for k, f in found.items():
                 self.messages.append(f.src)
                 grads = f.src.requires_grad
                 program.found[k] = f._replace(entries=f.entries[:0], src=f.src.detach()[:0].requires_grad_(grads))
                 self.values[k] = self.value(f)
-        if not program.groups:
+        if self.body.call.updates:
+            out = self.body.block(self.block, self.x, self.rows, found.__setitem__, known=self.values)
+            if not isinstance(out, Tensor) or out.shape[:1] != (EDGES,):
+                raise NotStreamable(f"it makes a {type(out).__name__} of edges")
+            program.updated = out.detach()[:0]
+            program.hidden += self.hidden([out], begin)
+        elif not program.groups:
             raise NotStreamable("it has no reduction by destination")
         program.drops = self.body.dropped
 

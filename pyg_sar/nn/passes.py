@@ -1,0 +1,310 @@
+r"""Streams a layer that knows nothing of it: its own code runs block by block.
+
+Each block is run within a :class:`~pyg_sar.trace.Trace` that cuts its reductions by destination. What the blocks
+contribute is merged, as often as reductions need the results of others. Backward runs on block after block again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.graph import Block
+from pyg_sar.nn.arguments import flat
+from pyg_sar.nn.body import Body, begun, gradients
+from pyg_sar.reduce import Grads, Needs, Reduce, Rows
+from pyg_sar.reference import accumulator
+from pyg_sar.stream import aggregate
+from pyg_sar.trace import NotStreamable, Reduction
+
+
+class Pass(Reduce):
+    """Merges some reductions of a body, of which none needs another one.
+
+    ``rows.dst`` ends with the results of the reductions ``given``, ``rows.const`` with the body's parameters.
+    """
+
+    def __init__(self, body: Body, keys: Sequence[int], given: Sequence[int]) -> None:
+        self.body, self.keys, self.given = body, list(keys), list(given)
+        self.found = body.program.found
+        self.extrema = [k for k in self.keys if self.found[k].op != "sum"]
+        self.saves_output = bool(self.extrema)
+        self.checked = False  # whether backward has looked for tensors that it does not know
+
+    def shape(self, k: int, num_dst: int) -> tuple[int, ...]:
+        """Return the shape of the result of a reduction."""
+        return (num_dst, *self.found[k].like.shape[1:])
+
+    def check(self, k: int, found: Reduction) -> None:
+        """Raise for a reduction that was not there, or was another one, when the layer was tried out."""
+        known = self.found.get(k)
+        if known is None or (known.op, known.like.shape[1:]) != (found.op, found.like.shape[1:]):
+            raise RuntimeError(
+                f"'{type(self.body.layer).__name__}' reduces something else than when it was first called. Make a new "
+                f"layer where its code is to take another way, or use one that is not converted."
+            )
+
+    def known(self, rows: Rows) -> tuple[Rows, dict[int, Tensor]]:
+        """Take results of other reductions apart from the rows."""
+        count = len(rows.dst) - len(self.given)
+        own = rows._replace(dst=rows.dst[:count], const=rows.const[: len(self.body.inputs.const)])
+        return own, dict(zip(self.given, rows.dst[count:], strict=True))
+
+    def init(self, x: Tensor, num_dst: int) -> dict[int, Any]:
+        """Return nothing, of every reduction."""
+        state: dict[int, Any] = {}
+        for k in self.keys:
+            like, shape = self.found[k].like, self.shape(k, num_dst)
+            if k in self.extrema:
+                lowest = -torch.inf if self.found[k].op == "amax" else torch.inf
+                state[k] = x.new_full(shape, lowest, dtype=like.dtype), x.new_zeros(shape, dtype=like.dtype)
+            else:
+                state[k] = x.new_zeros(shape, dtype=accumulator(like.dtype))
+        return state
+
+    def step(self, state: dict[int, Any], block: Block, x: Tensor, rows: Rows) -> dict[int, Any]:
+        """Merge the block."""
+        own, known = self.known(rows)
+
+        def cut(k: int, found: Reduction) -> None:
+            self.check(k, found)
+            if k not in state:
+                return
+            if k in self.extrema:
+                state[k] = _merge(found.op, state[k], found.extremum(block.num_dst))
+            else:
+                found.add_to(state[k], block.rowptr)
+
+        self.body.block(block, x, own, cut, known=known)
+        return state
+
+    def finish(self, state: dict[int, Any], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return results side by side, and how many entries attain extrema; without any these are 0."""
+        for k in self.extrema:
+            value, count = state[k]
+            value = value.masked_fill(count == 0, 0)
+            state[k] = value, count + (value == 0)
+        results = [flat(state[k][0] if k in self.extrema else state[k]) for k in self.keys]
+        counts = tuple(state[k][1] for k in self.extrema)
+        dtype = functools.reduce(torch.promote_types, (self.found[k].like.dtype for k in self.keys))
+        return (torch.cat(results, 1) if len(results) > 1 else results[0]).to(dtype), counts
+
+    def split_results(self, out: Tensor) -> dict[int, Tensor]:
+        """Take results apart."""
+        n = out.size(0)
+        ends = accumulate((math.prod(self.shape(k, 1)) for k in self.keys), initial=0)
+        return {
+            k: out[:, a:b].reshape(self.shape(k, n)).to(self.found[k].like.dtype)
+            for k, (a, b) in zip(self.keys, pairwise(ends), strict=True)
+        }
+
+    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        """Share the gradients of extrema; return results, if they are needed, and gradients."""
+        grads = self.split_results(out)
+        for k, count in zip(self.extrema, saved, strict=True):
+            grads[k] = grads[k] / count
+        results = self.split_results(result) if self.extrema else {}
+        return (*(results[k] for k in self.extrema), *grads.values())
+
+    def grad(
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+    ) -> Grads:
+        """Run once more under autograd."""
+        best = dict(zip(self.extrema, saved, strict=False))
+        grads = dict(zip(self.keys, saved[len(best) :], strict=True))
+
+        def cut(k: int, found: Reduction) -> tuple[Tensor, Tensor] | None:
+            if k not in grads or not found.src.requires_grad:
+                return None
+            grad = found.read(grads[k]).to(found.src.dtype)
+            return found.src, grad if k not in best else grad.masked_fill(found.src != found.read(best[k]), 0)
+
+        return self.rebuild(block, x, rows, needs, cut)
+
+    def rebuild(
+        self, block: Block, x: Tensor | None, rows: Rows, needs: Needs, cut: Any,
+        results: dict[int, Tensor] | None = None, expose: tuple[int, ...] = (), updated: Tensor | None = None,
+    ) -> Grads:  # fmt: skip
+        """Run under autograd and return gradients, given what is reduced and its gradient, or that of updated edges."""
+        assert x is not None
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def collect(k: int, found: Reduction) -> None:
+            pair = cut(k, found)
+            pairs.extend([] if pair is None else [pair])
+
+        with self.body.leaves(x, rows, needs) as (leaf, leaves):
+            own, known = self.known(leaves)
+            begin = begun()
+            known = known if results is None else results
+            result = self.body.block(block, leaf, own, collect, known=known, expose=expose)
+        if updated is not None and result.requires_grad:
+            pairs.append((result, updated))
+        messages = [message for message, _ in pairs]
+        if not self.checked:
+            self.checked = bool(messages)
+            self.body.check_sources(messages, begin, leaf, leaves)
+        source, others = gradients(messages, [grad for _, grad in pairs], leaf, leaves)
+        return torch.zeros_like(x) if source is None and needs.source else source, others
+
+
+class SoftmaxPass(Pass):
+    r"""Merges the maximum of scores, the sum of their exponentials and sums linear in the quotients, all at once.
+
+    A block's results by its own maximum :math:`a` and normaliser :math:`b` count :math:`b e^{a - m}` in the whole.
+    """
+
+    def __init__(self, body: Body) -> None:
+        (self.peak,), (self.total,), keys = body.program.groups
+        super().__init__(body, keys, ())
+        self.saves_output = True
+
+    def init(self, x: Tensor, num_dst: int) -> dict[int, Any]:
+        """Return the state of destinations that have seen nothing."""
+        state = super().init(x, num_dst)
+        total = x.new_zeros(self.shape(self.total, num_dst), dtype=accumulator(self.found[self.total].like.dtype))
+        return {**state, self.peak: torch.full_like(total, -torch.inf), self.total: total}
+
+    def step(self, state: dict[int, Any], block: Block, x: Tensor, rows: Rows) -> dict[int, Any]:
+        """Merge the block."""
+        new: dict[int, Tensor] = {}
+
+        def cut(k: int, found: Reduction) -> Tensor:
+            self.check(k, found)
+            if k == self.peak:
+                new[k], _ = found.extremum(block.num_dst)
+            else:
+                new[k] = torch.zeros_like(state[k])
+                found.add_to(new[k], block.rowptr)
+            return new[k].to(found.like.dtype)  # this block's own result
+
+        own, _ = self.known(rows)
+        self.body.block(block, x, own, cut, known={})
+        masked = new[self.peak] == -torch.inf  # all scores, if there are some
+        new[self.total].masked_fill_(masked, 0)
+        for k in self.keys:
+            new[k].masked_fill_(heads(masked, new[k]), 0)
+        peak = torch.maximum(state[self.peak], new[self.peak])
+        finite = peak.masked_fill(peak == -torch.inf, 0)
+        old = (state[self.peak] - finite).exp_()
+        weight = new[self.total] * (new[self.peak] - finite).exp_()
+        for k in self.keys:
+            state[k].mul_(heads(old, state[k])).add_(new[k].mul_(heads(weight, new[k])))
+        state[self.peak], state[self.total] = peak, state[self.total] * old + weight
+        return state
+
+    def finish(self, state: dict[int, Any], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Normalise; a destination without edges gets 0."""
+        peak, total = state.pop(self.peak), state.pop(self.total)
+        total = total.masked_fill(total == 0, 1)
+        for k in self.keys:
+            state[k].div_(heads(total, state[k]))
+        out, _ = super().finish(state, dtype)
+        return out, (peak.masked_fill(peak == -torch.inf, 0), total)
+
+    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        """Return maximum, normaliser and its gradient, and those of the sums."""
+        peak, total = saved
+        results, grads = self.split_results(result), self.split_results(out)
+        inner = sum((fold(grads[k] * results[k], total) for k in self.keys), torch.zeros_like(total))
+        return (peak, total, -inner / total, *grads.values())
+
+    def grad(
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+    ) -> Grads:
+        """Run once more under autograd."""
+        peak, total, *rest = saved
+        grads = dict(zip((self.total, *self.keys), rest, strict=True))
+
+        def cut(k: int, found: Reduction) -> tuple[Tensor, Tensor] | None:
+            if k not in grads or not found.src.requires_grad:
+                return None
+            return found.src, found.read(grads[k]).to(found.src.dtype)
+
+        like = {k: self.found[k].like.dtype for k in (self.peak, self.total)}
+        known = {self.peak: peak.to(like[self.peak]), self.total: total.to(like[self.total])}
+        return self.rebuild(block, x, rows, needs, cut, known, (self.total,))
+
+
+class Update(Pass):
+    """Updates edges, when all reductions are known."""
+
+    prepare = Reduce.prepare
+
+    def __init__(self, body: Body, given: Sequence[int]) -> None:
+        super().__init__(body, (), given)
+
+    def init(self, x: Tensor, num_dst: int) -> Any:
+        """Return place for all edges."""
+        like = self.body.program.updated
+        assert like is not None
+        return like.new_empty(self.body.graph.num_edges, *like.shape[1:])
+
+    def step(self, state: Any, block: Block, x: Tensor, rows: Rows) -> Any:
+        """Update those of the block."""
+        own, known = self.known(rows)
+        state[block.edges] = self.body.block(block, x, own, self.check, known=known)
+        return state
+
+    def finish(self, state: Any, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return them."""
+        return state, ()
+
+    def grad(
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+    ) -> Grads:
+        """Run once more under autograd."""
+        return self.rebuild(block, x, rows, needs, self.check, updated=out[block.edges])
+
+
+def heads(weight: Tensor, like: Tensor) -> Tensor:
+    """Return a factor for each destination and head in the shape of results, whose heads may lie side by side."""
+    if like.shape[: weight.dim()] == weight.shape:
+        return weight.reshape(*weight.shape, *[1] * (like.dim() - weight.dim()))
+    n, h = weight.size(0), math.prod(weight.shape[1:])
+    width = math.prod(like.shape[1:])
+    if h == 0 or width % h:
+        raise NotStreamable("sums have no column for each score")
+    return weight.reshape(n, h, 1).expand(n, h, width // h).reshape(like.shape)
+
+
+def fold(values: Tensor, like: Tensor) -> Tensor:
+    """Add up what belongs to the same destination and head."""
+    return values.reshape(*like.shape, math.prod(values.shape[1:]) // max(math.prod(like.shape[1:]), 1)).sum(-1)
+
+
+def in_passes(body: Body) -> Tensor:
+    """Stream a call."""
+    graph, inputs, program = body.graph, body.inputs, body.program
+    x, const = inputs.packed(graph.num_src), [*inputs.const, *body.parameters]
+    if program.softmax:
+        softmax = SoftmaxPass(body)
+        known = softmax.split_results(aggregate(graph, softmax, x, inputs.dst, inputs.edge, const))
+        for k in (softmax.peak, softmax.total):  # whatever they are: what is made of them is known
+            known[k] = x.new_ones(softmax.shape(k, graph.num_dst), dtype=program.found[k].like.dtype)
+        return body.end(known)
+    known = {}
+    for group in program.groups:
+        merge = Pass(body, group, tuple(known))
+        out = aggregate(graph, merge, x, [*inputs.dst, *known.values()], inputs.edge, const)
+        known |= merge.split_results(out)
+    if body.call.updates:
+        return aggregate(graph, Update(body, tuple(known)), x, [*inputs.dst, *known.values()], inputs.edge, const)
+    return body.end(known)
+
+
+Extremum = tuple[Tensor, Tensor]  # and by how many entries it is attained
+
+
+def _merge(op: str, one: Extremum, other: Extremum) -> Extremum:
+    """Merge extrema of different entries."""
+    (best, count), (new, more) = one, other
+    better = (more > 0) & ((count == 0) | new.isnan() | ((new > best) if op == "amax" else (new < best)))
+    count = torch.where(better, more, torch.where(new == best, count + more, count))
+    return torch.where(better, new, best), count
