@@ -1,9 +1,11 @@
-"""Writes ``layers.md``: what becomes of every layer of the installed PyG on a sharded graph.
+"""Writes ``layers.md``: what becomes of every layer of PyG on a sharded graph.
 
 The facts are those of ``test/conv_zoo.py``, which ``test/test_unmodified_layers.py`` and ``test/nn/test_replay.py``
-prove on several workers.
+prove on several workers. What is found with the installed release of PyG goes into ``layers/``; the page shows the
+newest release there, and how others differ.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch_geometric
 import torch_geometric.nn as gnn
 
 HERE = Path(__file__).resolve().parent
-PATH = HERE / "layers.md"
+PATH, FACTS = HERE / "layers.md", HERE / "layers"
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "test")]
 
 from conv_zoo import (  # noqa: E402
@@ -39,7 +41,8 @@ as it is: it then fetches the source rows that it reads in one shot, and compute
 `pyg_sar.nn`. `pyg_sar.nn.convert` makes it stream, if it can, and normalisations and readouts see the rows of all
 workers.
 
-*converted*: how it then streams, each of its layers; found out and checked when it is first called.
+*converted*: how it then streams, each of its layers; found out and checked when it is first called. *In chunks of
+destinations*: all edges of some destinations at a time, and again in backward, the rows of all blocks fetched together.
 
 *exact*: equal to PyG in one process to 1e-10 in float64 on 1, 2 and 3 workers, also where a worker has no nodes or no
 edges. *refused*: the error says why. *not runnable*: PyG needs a package that the tests do not have.
@@ -52,7 +55,8 @@ LIMITS = """\
 An operation on `edge_index` is answered exactly or refused, and a model is searched for modules that look at all nodes
 at once. What a layer computes without either is this worker's share:
 
-* means, sums or maxima over nodes or edges in code of your own (`x.mean(dim=0)`; losses: use `global_mean`);
+* means, sums or maxima over nodes in code of your own (`x.mean(dim=0)`; losses: use `global_mean`), and over edges in
+  layers that are not converted (in messages of those that are, this is refused);
 * statistics of `edge_index[1]` (`pyg_sar.degree_histogram(data.edge_index)` is what `PNAConv` asks for), and tables of
   all nodes that are indexed by it: it numbers this worker's nodes (global ids are in `data.n_id`);
 * `torch.nn.functional.batch_norm` and other normalisations that are no modules, or modules that are not part of the
@@ -99,47 +103,77 @@ def options(name: str) -> str:
     return "; ".join(f"{how}: {', '.join(keys)}" for how, keys in found.items() if keys)
 
 
-def table(title: str, names: list[str]) -> str:
+def facts() -> dict[str, list[tuple[str, str, str, str]]]:
+    """What becomes of every class of the installed release, by the titles of tables."""
+    norms = [name for name in gnn.norm.classes if f"Net {name}" in CASES]
+    models = [name for name in CASES if " " not in name and name not in LAYERS and name not in AGGREGATIONS]
+    tables = {
+        "Layers (torch_geometric.nn.conv)": list(gnn.conv.classes),
+        "Aggregations (torch_geometric.nn.aggr)": [n for n in gnn.aggr.classes if n in AGGREGATIONS],
+        "Normalisations between layers (torch_geometric.nn.norm)": norms,
+        "Models and poolings": sorted(models),
+    }
+    return {title: [(n, fate(n), way(n), options(n)) for n in names] for title, names in tables.items()}
+
+
+def written() -> str:
+    """The facts as they are kept."""
+    return json.dumps(facts(), indent=1) + "\n"
+
+
+def counts(version: str, layers: list[list[str]]) -> str:
+    """How many layers are exact, and how many stream."""
+    fates = [fate.split(":")[0].split(";")[0] for _, fate, _, _ in layers]
+    ways = [way.split(" ")[0] for _, _, way, _ in layers]
+    return (
+        f"PyG {version} has {len(fates)} classes of layers. As they are, {fates.count('exact')} are exact, "
+        f"{fates.count('refused')} are refused (some only in the configuration of the first column), "
+        f"{fates.count('not runnable')} are not runnable. Converted, {ways.count('streams')} stream and "
+        f"{ways.count('runs')} run in chunks or one shot.\n\n"
+    )
+
+
+def table(title: str, rows: list[list[str]]) -> str:
     """One line for each class."""
     lines = [
         f"## {title}",
         "",
         "| class | as it is | converted | other configurations, as they are |",
         "|---|---|---|---|",
+        *(f"| `{name}` | {' | '.join(what)} |" for name, *what in rows),
     ]
-    return (
-        "\n".join([*lines, *(f"| `{name}` | {fate(name)} | {way(name)} | {options(name)} |" for name in names)])
-        + "\n\n"
-    )
+    return "\n".join(lines) + "\n\n"
 
 
-def counts() -> str:
-    """How many layers are exact."""
-    fates = [fate(name).split(":")[0].split(";")[0] for name in gnn.conv.classes]
-    return (
-        f"PyG {torch_geometric.__version__} has {len(fates)} classes of layers: {fates.count('exact')} are exact, "
-        f"{fates.count('refused')} are refused (some only in the configuration of the first column), "
-        f"{fates.count('not runnable')} are not runnable.\n\n"
-    )
+def differences(version: str, tables: dict[str, list[list[str]]], newest: dict[str, list[list[str]]]) -> str:
+    """What is another thing in an older release."""
+    old, new = ({name: what for rows in t.values() for name, *what in rows} for t in (tables, newest))
+    lines = [f"| `{name}` | not in this release |  |  |" for name in new if name not in old]
+    lines += [f"| `{name}` | {' | '.join(what)} |" for name, what in old.items() if what != new.get(name, what)]
+    if not lines:
+        return f"PyG {version}: the same.\n\n"
+    head = [f"PyG {version}:", "", "| class | as it is | converted | other configurations |", "|---|---|---|---|"]
+    return "\n".join([*head, *lines]) + "\n\n"
 
 
 def text() -> str:
     """The whole page."""
-    norms = [name for name in gnn.norm.classes if f"Net {name}" in CASES]
-    models = [name for name in CASES if " " not in name and name not in LAYERS and name not in AGGREGATIONS]
+    found = {path.stem: json.loads(path.read_text()) for path in FACTS.glob("*.json")}
+    *older, newest = sorted(found, key=lambda version: tuple(map(int, version.split("."))))
     return "".join(
         [
             "<!-- Written by docs/make_layers.py. -->\n\n",
             INTRODUCTION,
-            counts(),
-            table("Layers (torch_geometric.nn.conv)", list(gnn.conv.classes)),
-            table("Aggregations (torch_geometric.nn.aggr)", [n for n in gnn.aggr.classes if n in AGGREGATIONS]),
-            table("Normalisations between layers (torch_geometric.nn.norm)", norms),
-            table("Models and poolings", sorted(models)),
+            counts(newest, found[newest]["Layers (torch_geometric.nn.conv)"]),
+            *(table(title, rows) for title, rows in found[newest].items()),
+            "## Other releases of PyG\n\nWhat is another thing there.\n\n",
+            *(differences(version, found[version], found[newest]) for version in reversed(older)),
             LIMITS,
         ]
     )
 
 
 if __name__ == "__main__":
+    FACTS.mkdir(exist_ok=True)
+    (FACTS / f"{torch_geometric.__version__}.json").write_text(written())
     PATH.write_text(text())

@@ -2,6 +2,7 @@ r"""Pairs of nodes, such as the edges that link prediction is about, held by the
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max, grouped
 from pyg_sar.distributed.exchange import Local, Peers
 from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.graph import Block, Index, Seeds, ShardedGraph
+from pyg_sar.graph import Seeds, ShardedGraph, cut
 
 Ids = Tensor | tuple[Tensor, Tensor]
 
@@ -57,23 +58,18 @@ def links(pairs: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex
     asked = source[col < 0].unique()
     owner, serve = ask(asked, directory, group)
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if serve else (0, 1)
-    blocks, num_src, start = [], [], src_id.numel()
-    part = torch.full_like(col, rank)
-    part[col < 0] = owner[torch.searchsorted(asked, source[col < 0])]
-    for q in range(size):
-        edges = (part == q).nonzero().view(-1)
-        ids: Index = slice(0, src_id.numel())
-        number, count = col[edges], src_id.numel()
-        if q != rank:
-            here = asked[owner == q]
-            number, count = torch.searchsorted(here, source[edges]), here.numel()
-            ids, start = slice(start, start + count), start + count
-        num_src.append(count)
-        blocks.append(Block.from_coo(row[edges], number, ids, count, dst_id.numel(), edges))
-    exchange: Any = Peers(serve, num_src, group) if serve else Local([slice(0, src_id.numel())])
+    # Local-first numbers: those that were asked for follow the own ones, by their owners.
+    part, others = torch.full_like(col, rank), torch.searchsorted(asked, source[col < 0])
+    part[col < 0], col[col < 0] = owner[others], src_id.numel() + owner.argsort(stable=True).argsort()[others]
+    counts = torch.bincount(owner, minlength=size).tolist()
+    ends = [src_id.numel() + end for end in accumulate(counts)]
+    ids = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    ids[rank], counts[rank] = slice(0, src_id.numel()), src_id.numel()
+    blocks = cut(torch.stack([col, row]), part, ids, dst_id.numel())
+    exchange: Any = Peers(serve, counts, group) if serve else Local(ids)
     two = isinstance(n_id, tuple)
     graph = ShardedGraph(
-        tuple(blocks), src_id.numel(), dst_id.numel(), exchange, n_id=src_id, e_id=mine, seeds=Seeds(0), bipartite=two
+        blocks, src_id.numel(), dst_id.numel(), exchange, n_id=src_id, e_id=mine, seeds=Seeds(0), bipartite=two
     )
     return ShardedEdgeIndex(graph), mine
 

@@ -26,12 +26,12 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     r"""Base class for layers that stream source shards through their aggregation.
 
     A subclass may say how it streams by :meth:`stream`. Any other one, also of your own, streams by its own code, run
-    block by block, if that works out (see :mod:`pyg_sar.nn.strategy`). Otherwise it runs in one shot: PyG's own code on
-    the rows of all blocks at once, which is exact too or raises; so it does with hooks on messages, ``explain`` and
-    another flow. An ordinary ``edge_index`` on the CPU runs through the kernels of layers with a :meth:`stream` as a
-    graph of a single block, which is made once for each tensor and kept as long as that lives
-    (``pyg_sar.shard(edge_index, num_nodes)`` makes it by hand); without compiled kernels, under :func:`torch.compile`,
-    and for other layers, it is PyG's layer.
+    block by block or in chunks of destinations, if that works out (see :mod:`pyg_sar.nn.strategy`). Otherwise it runs
+    in one shot: PyG's own code on the rows of all blocks at once, which is exact too or raises; so it does with hooks
+    on messages, ``explain`` and another flow. An ordinary ``edge_index`` on the CPU runs through the kernels of layers
+    with a :meth:`stream` as a graph of a single block, which is made once for each tensor and kept as long as that
+    lives (``pyg_sar.shard(edge_index, num_nodes)`` makes it by hand); without compiled kernels, under
+    :func:`torch.compile`, and for other layers, it is PyG's layer.
     """
 
     streamable: tuple[str, ...] = ()  # the aggregations that have a streaming form

@@ -24,9 +24,10 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.SAGEConv`. Sums and means are taken of
     :math:`\mathbf{W}_2 \mathbf{x}_j` if these are no wider than :math:`\mathbf{x}_j` (half as wide, if features are
     constant: their own sum has no gradient that travels). The aggregations ``"mean"``,
-    ``"sum"``, ``"max"`` and ``"min"`` stream; sums and means fetch no row twice (case 1 of the SAR paper). Others run
-    in one shot where that is exact (``"median"``, ``"std"``, a list, ...), and raise where the result depends on the
-    order or the largest degree of the whole graph (``"lstm"``, ``"gru"``).
+    ``"sum"``, ``"max"`` and ``"min"`` stream; sums and means fetch no row twice (case 1 of the SAR paper). Others
+    stream by PyG's own code (``"std"``, ``"softmax"``, a list, ...) or run in chunks of destinations (``"median"``,
+    ``"lstm"``, for which edges of a destination are in the order of their global ids), see
+    :mod:`pyg_sar.nn.strategy`.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
