@@ -74,12 +74,14 @@ class ShardedEdgeIndex(Tensor):
         return self._kind
 
     def regroup(self, aggr: torch.nn.Module | None = None) -> ShardedGraph:
-        """Return the graph of these edges, which may have been derived by adding or leaving out some.
+        """Return the graph of these edges, which may have been derived by adding or leaving out some, or by flipping.
 
         Whoever asks may know more than ``WHOLE_GRAPH`` says of an aggregation ``aggr``.
         """
         refuse_whole_graph(self, () if aggr is None else aggr.modules())
-        return self._graph if self._data is None else self._graph.regroup(self._data)
+        if self._data is None:
+            return self._graph
+        return self._graph.regroup(self._data.flip(0) if self._kind == FLIPPED else self._data)
 
     @property
     def of_flow(self) -> bool:

@@ -608,6 +608,7 @@ REFUSED_CONVERTED = {
         "",
     ),
     "GATConv pair with loops": "Construct the layer with 'add_self_loops=False'",
+    **dict.fromkeys(["SAGEConv max to sources", "GATConv to sources", "DirGNNConv GAT"], ""),
     "EquilibriumAggregation": "on some destinations alone its output would differ",
     **{name: "" for name, case in (AGGREGATIONS | OPTIONS).items() if case.says == ORDER},
 }

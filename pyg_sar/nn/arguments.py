@@ -15,6 +15,7 @@ from pyg_sar.trace import NotStreamable
 
 PROPAGATE = torch_geometric.nn.MessagePassing.propagate
 EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
+FLOW, PAIR = "source_to_target", (tuple, list)
 
 
 @dataclass
@@ -47,8 +48,14 @@ class Call:
         """The names of arguments that have rows of nodes."""
         return {name[:-2] for name in self.asked if name.endswith(("_i", "_j"))}
 
-    def run(self, edge_index: Tensor, size: tuple[int, int], kwargs: dict[str, Any]) -> Any:
-        """Run PyG's own code."""
+    def run(self, edge_index: Any, size: Any, kwargs: dict[str, Any]) -> Any:
+        """Run PyG's own code.
+
+        Where messages flow to sources, the code that PyG generates for a class, and runs, takes a pair for the rows at
+        the beginning and at the end of a message; this code takes it for those of sources and destinations.
+        """
+        if self.layer.flow != FLOW:
+            kwargs = {name: v[::-1] if name in self.lifted and isinstance(v, PAIR) else v for name, v in kwargs.items()}
         return (EDGE_UPDATER if self.updates else PROPAGATE)(self.layer, edge_index, size=size, **kwargs)
 
 

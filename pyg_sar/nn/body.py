@@ -18,7 +18,7 @@ from torch import Tensor
 from pyg_sar.dropout import dropout_factors
 from pyg_sar.edge_index import Halo
 from pyg_sar.graph import Block, ShardedGraph
-from pyg_sar.nn.arguments import Call, Inputs, Ref, nodes_at
+from pyg_sar.nn.arguments import FLOW, Call, Inputs, Ref, nodes_at
 from pyg_sar.reduce import Grads, Needs, Rows
 from pyg_sar.trace import Dropout, NotStreamable, Reduction, Stop, Trace
 
@@ -196,13 +196,13 @@ def gradients(outs: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, rows: 
 
 
 @contextmanager
-def unchanged(layer: torch.nn.Module, lost: bool = False, **stubs: Callable) -> Iterator[None]:
+def unchanged(layer: torch.nn.Module, lost: bool = False, **stubs: Any) -> Iterator[None]:
     """Put attributes of a layer back, because what it keeps of messages would be that of a block; meanwhile some are
-    ``stubs``.
+    ``stubs``, and messages flow along the edges.
 
     If they are ``lost``, something takes their place that says so when it is read: some layers look if they are there.
     """
-    before = dict(layer.__dict__)
+    before, stubs = dict(layer.__dict__), {"flow": FLOW, **stubs}
     layer.__dict__.update(stubs)
     try:
         yield

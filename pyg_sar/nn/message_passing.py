@@ -2,6 +2,7 @@ r"""The base of all layers: PyG's ``propagate``, which streams when it is given 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
 from pyg_sar import ops
 from pyg_sar.distributed.assemble import shard
-from pyg_sar.edge_index import EDGES, ShardedEdgeIndex, fail
+from pyg_sar.distributed.reverse import reverse
+from pyg_sar.edge_index import EDGES, SOURCES, ShardedEdgeIndex, fail
 from pyg_sar.graph import Seeds, ShardedGraph
-from pyg_sar.nn.arguments import EDGE_UPDATER, PROPAGATE, Call
+from pyg_sar.nn.arguments import FLOW, Call
 from pyg_sar.nn.rows import SIMPLE
-from pyg_sar.nn.strategy import strategy
+from pyg_sar.nn.strategy import rows_of_edges, strategy
 
 OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 
@@ -28,7 +30,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     A subclass may say how it streams by :meth:`stream`. Any other one, also of your own, streams by its own code, run
     block by block or in chunks of destinations, if that works out (see :mod:`pyg_sar.nn.strategy`). Otherwise it runs
     in one shot: PyG's own code on the rows of all blocks at once, which is exact too or raises; so it does with hooks
-    on messages, ``explain`` and another flow. An ordinary ``edge_index`` on the CPU runs through the kernels of layers
+    on messages and ``explain``. An ordinary ``edge_index`` on the CPU runs through the kernels of layers
     with a :meth:`stream` as a graph of a single block, which is made once for each tensor and kept as long as that
     lives (``pyg_sar.shard(edge_index, num_nodes)`` makes it by hand); without compiled kernels, under
     :func:`torch.compile`, and for other layers, it is PyG's layer.
@@ -51,7 +53,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             return None
         cls: Any = type(self)
         patched = any(name in self.__dict__ for name in OWN)
-        if watched(self) or patched or overridden(cls) or not self.can_stream():
+        if watched(self) or self.flow != FLOW or patched or overridden(cls) or not self.can_stream():
             return None
         return edge_index.graph if sharded else one_block(edge_index, sizes(x, size, self.node_dim))
 
@@ -75,12 +77,13 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             graph = self.streamed(edge_index, kwargs.get("x"), size)
             if graph is not None:
                 return self.stream(graph, **kwargs)
+        call = Call(self, kwargs)
         if isinstance(edge_index, ShardedEdgeIndex):
-            out = replay(Call(self, kwargs), edge_index, size)
+            out = replay(call, edge_index, size)
             if out is not None:
                 return out
         try:
-            return PROPAGATE(self, edge_index, size=size, **kwargs)
+            return call.run(edge_index, size, kwargs)
         except IndexError as error:  # PyG's quantiles of nodes without in-edges, for example
             if not isinstance(edge_index, ShardedEdgeIndex):
                 raise
@@ -93,11 +96,9 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         """Stream if possible, else run PyG's own code; the generated one does not know the arguments of an overridden
         ``forward``.
         """
-        if isinstance(edge_index, ShardedEdgeIndex):
-            out = replay(Call(self, kwargs, updates=True), edge_index, size)
-            if out is not None:
-                return out
-        return EDGE_UPDATER(self, edge_index, size=size, **kwargs)
+        call = Call(self, kwargs, updates=True)
+        out = replay(call, edge_index, size) if isinstance(edge_index, ShardedEdgeIndex) else None
+        return call.run(edge_index, size, kwargs) if out is None else out
 
 
 def has_kernels(edge_index: Any, x: Any) -> bool:
@@ -148,13 +149,28 @@ def misses_loops(layer: Any, graph: ShardedGraph, edge_index: Any) -> bool:
 def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None:
     """Stream a layer by its own code, or by kernels that do the same; None if that is not possible."""
     layer = call.layer
-    if edge_index.kind != EDGES or watched(layer):
+    if edge_index.kind == SOURCES or watched(layer):
         return None
     graph = edge_index.regroup(layer.aggr_module)
-    plan = strategy(call, graph, size)
+    backwards = layer.flow != FLOW
+    if not backwards and edge_index.kind == EDGES:
+        return stream(call, edge_index, graph, size)
+    if graph.origin is not None:
+        return None
+    turned = reverse(graph) if backwards == (edge_index.kind == EDGES) else None
+    edge, _ = rows_of_edges(call, graph)
+    if turned is not None:
+        kwargs = {name: turned.bring(value) if name in edge else value for name, value in call.kwargs.items()}
+        call = dataclasses.replace(call, kwargs=kwargs)
+    out = stream(call, edge_index, graph if turned is None else turned.graph, size)
+    return turned.take_back(out) if turned is not None and out is not None and call.updates else out
+
+
+def stream(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, size: Any) -> Tensor | None:
+    """Stream a call whose messages flow along the edges of ``graph``."""
+    plan, name = strategy(call, graph, size), type(call.layer).__name__
     if plan.way == "one shot":
         return None
-    name = type(layer).__name__
     if plan.way == "refused":
         fail(edge_index, f"'{name}' cannot run on a share of the graph: {plan.why}")
     if not edge_index.streams and (plan.ordered or plan.way == "padded"):
@@ -164,9 +180,9 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
 
 
 def watched(layer: Any) -> bool:
-    """Whether somebody looks at messages, or they flow in another way than from sources to destinations."""
+    """Whether somebody looks at messages, or they are cut into pieces."""
     hooked = any(hooks for name, hooks in layer.__dict__.items() if name.endswith("_hooks") and is_message(name))
-    return hooked or layer.explain or layer.decomposed_layers > 1 or layer.flow != "source_to_target"
+    return hooked or layer.explain or layer.decomposed_layers > 1
 
 
 @functools.cache

@@ -136,6 +136,16 @@ def strategy(call: Call, graph: ShardedGraph, size: Any = None) -> Strategy:
 
 def find(call: Call, graph: ShardedGraph) -> Strategy:
     """Find out how a call streams."""
+    edge, const = rows_of_edges(call, graph)
+    plan = agree(candidates(call, graph, edge), graph.exchange.largest)
+    plan.const = const
+    return plan
+
+
+def rows_of_edges(call: Call, graph: ShardedGraph) -> tuple[frozenset[str], dict[str, torch.Size]]:
+    """Return the names of arguments that have a row for each edge on all workers, and the shapes of others that are the
+    same on all of them.
+    """
     largest = graph.exchange.largest
     rows = {name: t for name, t in call.kwargs.items() if isinstance(t, Tensor) and name not in call.lifted}
     sizes = [0 if t.dim() == 0 else t.size(0) for t in rows.values()]
@@ -144,10 +154,8 @@ def find(call: Call, graph: ShardedGraph) -> Strategy:
     ]
     no, most, least = torch.tensor(largest([*other, *sizes, *(-n for n in sizes)])).view(3, -1).tolist()
     edge = frozenset(name for name, n in zip(rows, no, strict=True) if not n)
-    plan = agree(candidates(call, graph, edge), largest)
     alike = [name for name, n, m in zip(rows, most, least, strict=True) if n == -m and name not in edge]
-    plan.const = {name: rows[name].shape for name in alike}
-    return plan
+    return edge, {name: rows[name].shape for name in alike}
 
 
 def agree(found: list[Strategy], largest: Callable[[list[int]], list[int]]) -> Strategy:
