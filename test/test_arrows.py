@@ -59,4 +59,5 @@ def test_layers_know_little_of_workers():
         assert {i for i in imports(path) if i.startswith("pyg_sar.distributed")} <= {
             "pyg_sar.distributed.collectives",
             "pyg_sar.distributed.assemble",  # a graph of one block
+            "pyg_sar.distributed.reverse",
         }

@@ -102,27 +102,34 @@ def test_options(pool, workers, name, args, kwargs, how):
     assert done == [len(GRIDS["options"])] * workers
 
 
-def test_median_in_one_shot(pool):
-    # PyG's median needs an edge into the first node, which these partitions give to both workers.
+def test_median(pool):
     done = pool.run(2, check_layer, S, (8, 4), {"aggr": "median"}, "", "", "edges")
     assert done == [len(GRIDS["edges"])] * 2
 
 
-def test_an_aggregation_that_fails_in_pyg_says_what_works():
-    edge_index = torch.tensor([[0, 1], [2, 2]])  # PyG's median cannot begin with a node without in-edges
-    layer = pyg_sar.nn.SAGEConv(8, 4, aggr="median")
+def test_an_aggregation_that_fails_in_pyg():
+    edge_index = torch.tensor([[0, 1, 1], [2, 2, 2]])  # PyG's median cannot begin with a node without in-edges
+    layer, x = pyg_sar.nn.SAGEConv(8, 4, aggr="median"), torch.randn(3, 8)
     with pytest.raises(IndexError):
-        layer(torch.randn(3, 8), edge_index)
+        layer(x, edge_index)
+    it, median = pyg_sar.shard(edge_index, 3, 2), torch.zeros(3, 8)
+    median[2] = x[[0, 1, 1]].median(0).values
+    torch.testing.assert_close(layer(x, it), layer.lin_l(median) + layer.lin_r(x))
+    layer.register_message_forward_hook(lambda module, inputs, out: None)  # somebody wants to see all messages
     with pytest.raises(RuntimeError, match="mean, max, min work on every graph"):
-        layer(torch.randn(3, 8), pyg_sar.shard(edge_index, 3, 2))
+        layer(x, it)
 
 
 @pytest.mark.parametrize("aggr", ["lstm", "gru"])
-def test_an_aggregation_that_depends_on_the_largest_degree_is_refused(aggr):
+def test_an_aggregation_that_depends_on_the_largest_degree(aggr):
     kwargs = {"in_channels": 8, "out_channels": 8} if aggr == "gru" else {}
-    layer = pyg_sar.nn.SAGEConv(8, 4, aggr=aggr, aggr_kwargs=kwargs)
+    layer, x = pyg_sar.nn.SAGEConv(8, 4, aggr=aggr, aggr_kwargs=kwargs), torch.randn(3, 8)
+    edge_index = torch.tensor([[0, 2, 1, 0, 1], [0, 0, 2, 2, 2]])
+    it = pyg_sar.shard(edge_index, 3, 2)
+    torch.testing.assert_close(layer(x, it), layer(x, edge_index))
+    layer.register_message_forward_hook(lambda module, inputs, out: None)
     with pytest.raises(NotImplementedError, match=r"'pyg_sar\.nn'"):
-        layer(torch.randn(3, 8), pyg_sar.shard(torch.tensor([[0, 1], [2, 2]]), 3, 2))
+        layer(x, it)
 
 
 class Doubled(pyg_sar.nn.SAGEConv):
