@@ -39,13 +39,17 @@ KNOWN = {"__get__", "size", "dim", "numel", "nelement", "stride", "is_contiguous
 VALUES = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "nonzero"}
 # What gives other results for some edges than for all of them, unless it is along another dimension.
 MIXES = {"max", "min", "amax", "amin", "sum", "mean", "std", "var", "norm", "median", "sort", "argsort", "topk",
-         "cumsum", "cumprod", "softmax", "log_softmax", "logsumexp", "any", "all", "unique",
-         "count_nonzero", "flip"}  # fmt: skip
+         "cumsum", "cumprod", "vector_norm", "linalg_vector_norm", "softmax", "log_softmax", "logsumexp", "any", "all",
+         "unique", "count_nonzero", "flip"}  # fmt: skip
 DROPOUT = inspect.signature(F.dropout)
 
 
 class NotStreamable(Exception):
     """Why a function cannot run on some of its edges at a time."""
+
+
+class Mixed(NotStreamable):
+    """Why a function may not run on some of its edges, however it does."""
 
 
 class Stop(Exception):
@@ -108,6 +112,38 @@ class Reduction(NamedTuple):
         total = self.like.new_zeros(num_dst, *self.like.shape[1:])
         total.movedim(0, self.dim).scatter_add_(self.dim, self.entries, self.src)
         return total
+
+
+def mixes(num_edges: int, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a function reduces edges, or puts them in order, in another way than by destination."""
+    x = args[0] if args else None
+    if name not in MIXES or not isinstance(x, Tensor) or x.dim() == 0 or x.size(0) != num_edges:
+        return False
+    dims = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None)
+    if name in ("norm", "vector_norm", "linalg_vector_norm"):
+        dims = kwargs.get("dim", args[2] if len(args) > 2 else None)
+    elif isinstance(dims, float) or name in ("unique", "count_nonzero"):
+        dims = None
+    every = dims if isinstance(dims, (list, tuple)) else [dims]
+    return any(d is None or (isinstance(d, int) and d % x.dim() == 0) for d in every)
+
+
+class Apart(TorchFunctionMode):
+    """Code that may run on some edges, although not everything in it is known: no numbers of all edges are mixed.
+
+    To ask whether there are edges of some kind is allowed.
+    """
+
+    def __init__(self, num_edges: int) -> None:
+        super().__init__()
+        self.num_edges = num_edges
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Watch a function of torch."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if mixes(self.num_edges, name, args, kwargs) and args[0].is_floating_point():
+            raise Mixed(f"it calls '{name}' across edges")
+        return func(*args, **kwargs)
 
 
 Cut = Callable[[int, Reduction], Tensor | None]
@@ -182,6 +218,7 @@ class Trace(Dropout):
         self.row, self.col, self.num_dst, self.known, self.cut = row, col, num_dst, known, cut
         self.expose, self.ended = expose, ended
         self.edges = row.new_empty(()).expand(2, row.numel())  # what stands for 'edge_index'
+        self.ends = (col, row)
         self.tables: list[Tensor] = []
         self.count = 0
         self.kinds = WeakIdKeyDictionary()  # of tensors that are not what they seem
@@ -200,7 +237,7 @@ class Trace(Dropout):
             if "unknown" in kinds:
                 raise Stop
             raise NotStreamable("it decides by the values of tensors")
-        if "unknown" not in kinds and self.mixes(name, args, kwargs):
+        if "unknown" not in kinds and not self.ended and mixes(self.num_edges, name, args, kwargs):
             raise NotStreamable(f"it calls '{name}' across edges")
         out = func(*args, **kwargs)
         if "unknown" in kinds and name not in KNOWN:
@@ -209,18 +246,9 @@ class Trace(Dropout):
                 self.kinds[t] = "unknown"
         return out
 
-    def mixes(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether a function reduces edges, or puts them in order, in another way than by destination."""
-        x = args[0] if args else None
-        if name not in MIXES or not isinstance(x, Tensor) or x.dim() == 0 or x.size(0) != self.num_edges or self.ended:
-            return False
-        dims = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None)
-        if name == "norm":
-            dims = kwargs.get("dim", args[2] if len(args) > 2 else None)
-        elif isinstance(dims, float) or name in ("unique", "count_nonzero"):
-            dims = None
-        every = dims if isinstance(dims, (list, tuple)) else [dims]
-        return any(d is None or (isinstance(d, int) and d % x.dim() == 0) for d in every)
+    def edges_are(self, backwards: bool) -> None:
+        """Say whether ``edge_index`` holds destinations before sources."""
+        self.ends = (self.row, self.col) if backwards else (self.col, self.row)
 
     def index(self, func: Callable, name: str, args: Any, kwargs: Any) -> Any:
         """Answer what is asked of, or done with, the numbers of nodes."""
@@ -232,9 +260,9 @@ class Trace(Dropout):
             return out
         if first == "edges":
             if name == "unbind" and len(args) == 1:
-                return self.col, self.row
+                return self.ends
             if name == "__getitem__" and args[1] in (0, 1) and isinstance(args[1], int):
-                return (self.col, self.row)[args[1]]
+                return self.ends[args[1]]
         elif first == "row":
             if name in SAME or (name == "__getitem__" and _chooses(args[1])):
                 out = func(*args, **kwargs)

@@ -54,9 +54,14 @@ class Call:
         Where messages flow to sources, the code that PyG generates for a class, and runs, takes a pair for the rows at
         the beginning and at the end of a message; this code takes it for those of sources and destinations.
         """
-        if self.layer.flow != FLOW:
+        if self.backwards:
             kwargs = {name: v[::-1] if name in self.lifted and isinstance(v, PAIR) else v for name, v in kwargs.items()}
         return (EDGE_UPDATER if self.updates else PROPAGATE)(self.layer, edge_index, size=size, **kwargs)
+
+    @property
+    def backwards(self) -> bool:
+        """Whether messages flow from destinations to sources."""
+        return self.layer.flow != FLOW
 
 
 class Ref(NamedTuple):
@@ -116,6 +121,8 @@ def bind(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> Inputs:
     for name, value in call.kwargs.items():
         ends = [f"{name}_j" in asked, f"{name}_i" in asked]
         if any(ends):
+            if name in asked and isinstance(value, PAIR):
+                raise NotStreamable(f"it asks for the pair '{name}' as a whole")
             if name in asked and isinstance(value, Tensor):
                 ends[1] = True  # as a whole it is read by 'update', which does so at the end
             inputs.spec[name] = _bind_nodes(inputs, call.layer.node_dim, value, ends, num_dst, flow)

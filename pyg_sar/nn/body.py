@@ -18,9 +18,9 @@ from torch import Tensor
 from pyg_sar.dropout import dropout_factors
 from pyg_sar.edge_index import Halo
 from pyg_sar.graph import Block, ShardedGraph
-from pyg_sar.nn.arguments import FLOW, Call, Inputs, Ref, nodes_at
+from pyg_sar.nn.arguments import Call, Inputs, Ref, nodes_at
 from pyg_sar.reduce import Grads, Needs, Rows
-from pyg_sar.trace import Dropout, NotStreamable, Reduction, Stop, Trace
+from pyg_sar.trace import Apart, Dropout, NotStreamable, Reduction, Stop, Trace
 
 
 @dataclass
@@ -70,11 +70,15 @@ class Body:
         self.dropped = False
         self.device = graph.device.type
         self.casts, self.dtype = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+        self.state = State(layer)
+        frozen = (p for p in layer.parameters() if not p.requires_grad)
+        self.versions = [(t, t._version) for t in (*frozen, *inputs.table) if not t.is_inference()]
 
     def block(self, block: Block, x: Tensor, rows: Rows, cut: Any, **how: Any) -> Any:
         """Run on the edges of a block, to the end of the aggregation at most; return what becomes of edges."""
         mask = self.mask(self.graph.ids_of(block)) if self.drops else None
         trace = Trace(block.row, block.col.long(), block.num_dst, cut=cut, mask=mask, **how)
+        trace.edges_are(backwards=self.call.backwards)
         trace.tables, kwargs = self.arguments(x, [t[block.ids] for t in self.tables], rows)
         try:
             return self.run(trace, trace.edges, kwargs, (block.num_src, block.num_dst), self.call.updates, update=_stop)
@@ -87,8 +91,17 @@ class Body:
         """Return the aggregate of all edges into some destinations, given the ids of edges for their dropout."""
         mode = Dropout(edges.size(1), self.mask(ids) if self.drops else None)
         _, kwargs = self.arguments(x, table, rows)
+        name = "edge_update" if self.call.updates else "message"
+        make = getattr(self.layer, name)
+
+        def message(**given: Any) -> Any:
+            with Apart(edges.size(1)):
+                return make(**given)
+
+        stubs: dict[str, Any] = {name: message, "update": lambda out, **_: out}
         try:
-            return self.run(mode, edges, kwargs, (x.size(0), num_dst), True, update=lambda out, **_: out)
+            given = edges.flip(0) if self.call.backwards else edges
+            return self.run(mode, given, kwargs, (x.size(0), num_dst), True, **stubs)
         finally:
             self.dropped |= mode.dropouts > 0
 
@@ -108,6 +121,7 @@ class Body:
             dst, known = [_padded(t) for t in dst], {k: _padded(t) for k, t in known.items()}
             aggregated = None if aggregated is None else _padded(aggregated)
         trace = Trace(zeros, zeros.clone(), num_dst, known, _unexpected, ended=True)
+        trace.edges_are(backwards=self.call.backwards)
         trace.tables, kwargs = self.arguments(src, table, Rows(dst, edge, inputs.const), True)
         stubs: dict[str, Callable] = {}
         if aggregated is not None:
@@ -124,7 +138,7 @@ class Body:
     ) -> Any:  # fmt: skip
         """Run in a mode, with some methods replaced, and perhaps lose what messages leave on the layer."""
         with torch.autocast(self.device, self.dtype, self.casts), unchanged(self.layer, lost, **stubs), mode:
-            return self.call.run(edges, size, kwargs)
+            return self.call.run(edges, size[::-1] if self.call.backwards else size, kwargs)
 
     def mask(self, ids: Tensor) -> Callable[[int, int, float], Tensor]:
         """Return what makes the factors of the ``k``-th dropout of edges with these ids."""
@@ -164,13 +178,22 @@ class Body:
     @contextmanager
     def leaves(self, x: Tensor, rows: Rows, needs: Needs) -> Iterator[tuple[Tensor, Rows]]:
         """Yield rows to run on under autograd, apart from what they are made of, parameters of the layer as well."""
+        if any(t._version != version for t, version in self.versions):
+            raise RuntimeError(
+                f"A frozen parameter, or an integer argument, of '{type(self.layer).__name__}' was modified by an "
+                f"inplace operation between its forward and backward pass, which needs it once more."
+            )
         leaf = x.detach().requires_grad_(needs.source)
         dst, edge, const = (
             [t.detach().requires_grad_(n) for t, n in zip(ts, ns, strict=True)]
             for ts, ns in zip(rows, needs.rows, strict=True)
         )
         own = len(const) - len(self.parameters)
-        with torch.enable_grad(), substituted(self.layer, self.parameters, const[own:]) as used:
+        with (
+            torch.enable_grad(),
+            self.state.restored(),
+            substituted(self.layer, self.parameters, const[own:]) as used,
+        ):
             yield leaf, Rows(dst, edge, [*const[:own], *used])
 
     def check_sources(self, messages: Sequence[Tensor], begin: int, x: Tensor, rows: Rows) -> None:
@@ -186,6 +209,40 @@ class Body:
             )
 
 
+class State:
+    """What a layer and its submodules were like when they were called: attributes, modes, parameters and buffers.
+
+    Of lists and dictionaries it keeps what was in them, and nothing that would keep alive what was computed.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self.modules = [(m, {k: _copied(v) for k, v in m.__dict__.items() if _plain(v)}) for m in layer.modules()]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have them be like that again."""
+        now = [dict(module.__dict__) for module, _ in self.modules]
+        try:
+            for module, then in self.modules:
+                module.__dict__.update({name: _copied(value) for name, value in then.items()})
+            yield
+        finally:
+            for (module, _), values in zip(self.modules, now, strict=True):
+                module.__dict__.clear()
+                module.__dict__.update(values)
+
+
+def _plain(value: Any) -> bool:
+    """Whether no value, or none in a list or dictionary, was computed with a gradient."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
+    return not any(isinstance(v, Tensor) and v.grad_fn is not None for v in values)
+
+
+def _copied(value: Any) -> Any:
+    """Return another list or dictionary with the same in it."""
+    return value.copy() if type(value) in (dict, list, set) else value
+
+
 def gradients(outs: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, rows: Rows) -> Grads:
     """Return the gradients of leaves, None for what does not read them."""
     wanted = [t for t in (x, *rows.dst, *rows.edge, *rows.const) if t.requires_grad]
@@ -198,11 +255,11 @@ def gradients(outs: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, rows: 
 @contextmanager
 def unchanged(layer: torch.nn.Module, lost: bool = False, **stubs: Any) -> Iterator[None]:
     """Put attributes of a layer back, because what it keeps of messages would be that of a block; meanwhile some are
-    ``stubs``, and messages flow along the edges.
+    ``stubs``.
 
     If they are ``lost``, something takes their place that says so when it is read: some layers look if they are there.
     """
-    before, stubs = dict(layer.__dict__), {"flow": FLOW, **stubs}
+    before = dict(layer.__dict__)
     layer.__dict__.update(stubs)
     try:
         yield

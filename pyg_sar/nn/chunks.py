@@ -59,7 +59,6 @@ class Chunks(Reduce):
 
     def __init__(self, body: Body, cells: int, padding: int) -> None:
         self.body, self.cells, self.padding = body, cells, padding
-        self.checked = False
 
     def init(self, x: Tensor, num_dst: int) -> None:
         """Return nothing: what results look like is not known."""
@@ -72,6 +71,11 @@ class Chunks(Reduce):
         for chunk in self.chunks(block, ids):
             some = self.run(chunk, ids, *choose(chunk, x, rows))
             out = some.new_empty(count, *some.shape[1:]) if out is None else out
+            if (some.shape[1:], some.dtype) != (out.shape[1:], out.dtype):
+                raise RuntimeError(
+                    f"'{type(self.body.layer).__name__}' makes {some.dtype} of shape {list(some.shape[1:])} of some "
+                    f"messages, and {out.dtype} of shape {list(out.shape[1:])} of others. All must be alike."
+                )
             out[self.place(chunk, block)] = some
         assert out is not None
         return out
@@ -97,9 +101,7 @@ class Chunks(Reduce):
             with self.body.leaves(*choose(chunk, x, rows), needs) as (leaf, leaves):
                 begin = begun()
                 result = self.run(chunk, ids, leaf, leaves)
-            if not self.checked:
-                self.checked = True
-                self.body.check_sources([result], begin, leaf, leaves)
+            self.body.check_sources([result], begin, leaf, leaves)
             grads = gradients([result], [out[self.place(chunk, block)]], leaf, leaves) if result.requires_grad else None
             if grads is not None:
                 add(source, chunk.src, grads[0])
@@ -116,6 +118,7 @@ class Chunks(Reduce):
         _, counts = ((cells - 1) // self.cells).unique_consecutive(return_counts=True)
         whole = dataclasses.replace(block, edges=slice(0, block.num_edges))
         first = torch.zeros(1, dtype=torch.int64, device=block.col.device)
+        ends_at = (degree > 0).int().argmax().view(1) if block.num_edges else first  # where the first edge ends
         for dst in order.split(counts.tolist()) if order.numel() else [order]:
             some = whole.choose(dst)
             edges = some.edges
@@ -129,7 +132,7 @@ class Chunks(Reduce):
             row = torch.cat([first.expand(self.padding), row[order_by_id] + 1])
             col = block.col[edges].long() if block.num_edges else edges
             src, col = col.unique(return_inverse=True)
-            dst = torch.cat([dst[some.row[:1]] if some.num_edges else first, dst])
+            dst = torch.cat([dst[some.row[:1]] if some.num_edges else ends_at, dst])
             yield Chunk(dst, edges, src, torch.stack([col, row]))
 
     def place(self, chunk: Chunk, block: Block) -> Tensor:

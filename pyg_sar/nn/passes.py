@@ -35,7 +35,6 @@ class Pass(Reduce):
         self.found = body.program.found
         self.extrema = [k for k in self.keys if self.found[k].op != "sum"]
         self.saves_output = bool(self.extrema)
-        self.checked = False  # whether backward has looked for tensors that it does not know
 
     def shape(self, k: int, num_dst: int) -> tuple[int, ...]:
         """Return the shape of the result of a reduction."""
@@ -147,9 +146,7 @@ class Pass(Reduce):
         if updated is not None and result.requires_grad:
             pairs.append((result, updated))
         messages = [message for message, _ in pairs]
-        if not self.checked:
-            self.checked = bool(messages)
-            self.body.check_sources(messages, begin, leaf, leaves)
+        self.body.check_sources(messages, begin, leaf, leaves)
         source, others = gradients(messages, [grad for _, grad in pairs], leaf, leaves)
         return torch.zeros_like(x) if source is None and needs.source else source, others
 

@@ -26,7 +26,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.arguments import Call
 from pyg_sar.nn.tiny import Tiny, apart
 from pyg_sar.nn.way import WAYS, Strategy
-from pyg_sar.trace import NotStreamable
+from pyg_sar.trace import Mixed, NotStreamable
 
 STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -110,7 +110,8 @@ def kinds(call: Call) -> Iterator[Any]:
                 rows = call.layer.node_dim % v.dim() if name in call.lifted else 0
                 yield name, v.dtype, tuple(n for dim, n in enumerate(v.shape) if dim != rows)
             else:
-                yield name, type(v), v if isinstance(v, (bool, int, float, str)) else None
+                # Numbers may be other ones on other workers: of nodes, for example.
+                yield name, type(v), v if isinstance(v, (bool, str)) else None
 
 
 def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> list[Strategy]:
@@ -132,6 +133,8 @@ def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> list[St
                 if not found:
                     return [Strategy("refused", f"{why}, and on some destinations alone {differs}")]
             return [*found, *last]
+    except Mixed as error:
+        return [Strategy("refused", str(error))]
     except NotStreamable as error:
         last[0].why = str(error)
     except Exception as error:  # the layer's own: with few edges, or of made-up values

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.arguments import Call, bind
-from pyg_sar.nn.body import Body, Lost, Program, begun, hidden, unchanged
-from pyg_sar.nn.chunks import FEWEST, Chunks
+from pyg_sar.nn.arguments import PAIR, Call, bind
+from pyg_sar.nn.body import Body, Lost, Program, begun, hidden, substituted, unchanged
+from pyg_sar.nn.chunks import FEWEST, LARGEST, Chunks
 from pyg_sar.nn.passes import heads
 from pyg_sar.nn.way import Strategy
 from pyg_sar.reduce import Rows
@@ -208,6 +208,41 @@ class Tiny:
             plan.ordered = not close(one, other)
             yield plan
 
+    def same_on_shares(self, plan: Strategy, expected: Tensor) -> bool:
+        """Whether two workers, each with some of the destinations and all their edges, find what one finds."""
+        found = torch.full_like(expected, torch.nan)
+        two = self.size[0] != self.size[1]
+        for first, last in ((0, 2), (2, self.size[1])):
+            # Their own nodes come first.
+            own = torch.arange(first, last, device=self.device)
+            dst = torch.cat([own, torch.arange(first, device=self.device)])
+            dst = torch.cat([dst, torch.arange(last, self.size[1], device=self.device)])
+            src = torch.arange(self.size[0], device=self.device) if two else dst
+            edges = ((self.edge_index[1] >= first) & (self.edge_index[1] < last)).nonzero().view(-1)
+            numbers = src.argsort(), dst.argsort()
+            edge_index = torch.stack([n[row] for n, row in zip(numbers, self.edge_index[:, edges], strict=True)])
+            call = dataclasses.replace(
+                self.call, kwargs={k: self.chosen(k, v, src, own, edges) for k, v in self.kwargs.items()}
+            )
+            graph = shard(edge_index, (self.size[0], len(own)), PARTS)._graph.replace(bipartite=two)
+            LARGEST[graph] = int(torch.bincount(self.edge_index[1]).max())
+            out = plan.run(call, graph, False, FEW).detach()
+            dim = 0 if self.call.updates else self.layer.node_dim
+            found.index_copy_(dim % found.dim(), edges if self.call.updates else own, out)
+        return close(found, expected)
+
+    def chosen(self, name: str, value: Any, src: Tensor, dst: Tensor, edges: Tensor) -> Any:
+        """Return what a worker has of an argument, given its sources, destinations and edges."""
+        dim = self.layer.node_dim
+        if name in self.call.lifted and isinstance(value, PAIR):
+            pairs = zip(value, (src, dst), strict=True)
+            return tuple(v.index_select(dim, rows) if isinstance(v, Tensor) else v for v, rows in pairs)
+        if name in self.call.lifted and isinstance(value, Tensor):
+            return value.index_select(
+                dim, src if f"{name}_j" in self.call.asked or len(src) == value.size(dim) else dst
+            )
+        return value[edges] if name in self.edge else value
+
     def by_kernel(self, probe: Probe) -> bool | None:
         """Return whether messages are weighted rows, or plain ones; None if they are neither, or more is done to them.
 
@@ -235,22 +270,32 @@ class Tiny:
 
     def whole(self, call: Call) -> Tensor:
         """Run the layer's own code on all edges; some of it asks for them in the order of destinations."""
+        edges, size = (self.edge_index.flip(0), self.size[::-1]) if call.backwards else (self.edge_index, self.size)
         try:
-            return call.run(self.edge_index, self.size, call.kwargs)
+            return call.run(edges, size, call.kwargs)
         except ValueError:
             order = self.edge_index[1].argsort(stable=True)
             kwargs = {name: t[order] if name in self.edge else t for name, t in call.kwargs.items()}
-            return call.run(self.edge_index[:, order], self.size, kwargs)
+            return call.run(edges[:, order], size, kwargs)
 
     def check(self, plan: Strategy) -> str:
         """Compare with the layer's own code; return what differs."""
+        own = [p for p in self.layer.parameters() if p.requires_grad]
+        copies = [p.detach().requires_grad_() for p in own]  # whose hooks are nobody's
+        with substituted(self.layer, own, copies):
+            return self.compare(plan, own, copies)
+
+    def compare(self, plan: Strategy, own: list[Tensor], copies: list[Tensor]) -> str:
+        """Compare outputs and gradients; parameters of the layer are copies."""
         one, other = self.leaves(), self.leaves()
         with NoDropout():
             expected = self.whole(one)
             found = plan.run(other, self.graph(PARTS), False, FEW)
-        if expected.shape != found.shape or not close(found, expected):
-            return "output"
-        parameters = [p for p in (*self.layer.parameters(), *plan.program.hidden) if p.requires_grad]
+            if expected.shape != found.shape or not close(found, expected):
+                return "output"
+            if plan.way != "kernel" and not self.same_on_shares(plan, expected.detach()):
+                return "output on a worker's share"
+        parameters = [*copies, *(p for p in plan.program.hidden if p.requires_grad)]
         grad = torch.randn(expected.shape, generator=self.random, dtype=torch.float64).to(expected)
         pairs = []
         for out, call in ((found, other), (expected, one)):
@@ -259,7 +304,7 @@ class Tiny:
         if len(pairs[0]) != len(pairs[1]):
             return "gradients"
         there = pairs[1][-len(parameters) :] if parameters else ()
-        plan.program.unused = [p for p, g in zip(parameters, there, strict=False) if g is None]
+        plan.program.unused = [p for p, g in zip(own, there, strict=False) if g is None]
         for a, b in zip(*pairs, strict=True):
             like = a if a is not None else b
             if like is not None and not close(*(torch.zeros_like(like) if g is None else g for g in (a, b))):
@@ -383,6 +428,8 @@ def leaf(value: Any) -> Any:
 def close(found: Tensor, expected: Tensor) -> bool:
     """Whether numbers are the same up to rounding."""
     tol = TOLERANCE.get(expected.dtype, 0.1)
+    if torch.is_autocast_enabled(expected.device.type):
+        tol = max(tol, 0.1)
     found, expected = found.detach().double(), expected.detach().double()
     scale = expected.nan_to_num(0, 0, 0).abs().max().item() if expected.numel() else 0.0
     return torch.allclose(found, expected, rtol=tol, atol=tol * (scale + 1e-3), equal_nan=True)

@@ -154,8 +154,8 @@ def test_what_messages_leave_behind():
     assert it.n == E
     it = layer(lambda self, x, w, c: (self.kept.append(x.sum()), x)[1])
     it.kept = []
-    it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
-    close(it.kept[-1], rows()[edges()[0]].sum(), "kept")
+    with pytest.raises(NotImplementedError, match="it calls 'sum' across edges"):
+        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
 
 
 def test_hooks_of_parameters_see_one_gradient():
@@ -286,3 +286,202 @@ def test_a_layer_whose_reductions_change():
     it.map = torch.ones(4, 3, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="'Layer' reduces something else than when it was first called"):
         it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+
+
+class State(gnn.MessagePassing):
+    """Messages that depend on what the layer is like when it is called."""
+
+    def __init__(self, aggr):
+        super().__init__(aggr=aggr)
+        self.lin, self.drop, self.more = torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), {"scale": 1.0}
+        self.register_buffer("gain", torch.ones(4))
+        self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x, edge_index, times=1.0):
+        self.times = times
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        out = torch.tanh(self.lin(x_j) * self.times * self.gain * self.frozen * self.more["scale"])
+        return self.drop(out) if self.training else out
+
+
+def two_calls(it, edge_index, x):
+    return it(x, edge_index, 1.0) + it(x, edge_index, 3.0)
+
+
+def mode_after(it, edge_index, x):
+    out = it.train()(x, edge_index)
+    it.eval()
+    return out
+
+
+def buffer_after(it, edge_index, x):
+    out = it(x, edge_index)
+    it.gain = it.gain * 3
+    return out
+
+
+def dictionary_after(it, edge_index, x):
+    out = it(x, edge_index)
+    it.more["scale"] = 5.0
+    return out
+
+
+def weights_of_others(it, edge_index, x):
+    fast = {name: (p * 2).detach().requires_grad_() for name, p in it.lin.named_parameters(prefix="lin")}
+    return torch.func.functional_call(it, fast, (x, edge_index)) + sum(p.sum() for p in it.lin.parameters())
+
+
+@pytest.mark.parametrize("run", [two_calls, mode_after, buffer_after, dictionary_after, weights_of_others])
+@pytest.mark.parametrize("aggr", ["sum", "softmax", "median"])
+def test_backward_runs_the_layer_as_it_was(run, aggr):
+    found = []
+    for parts in (0, 1, 3):
+        torch.manual_seed(0)
+        it, x = convert(State(aggr).double()).eval(), rows()
+        if run is mode_after:
+            it.drop.p = 0.0  # masks are others on an ordinary edge_index
+            it.message = lambda x_j, it=it: State.message(it, x_j) * (2 if it.training else 1)
+        out = run(it, edges() if parts == 0 else pyg_sar.shard(edges(), NUM_NODES, parts), x)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [x, *it.lin.parameters()])))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            close(two, one, "as it was", 1e-9)
+
+
+def test_state_does_not_keep_what_was_computed():
+    it, graph, alive = convert(State("sum").double()), pyg_sar.shard(edges(), NUM_NODES, 3), []
+    for _ in range(4):
+        it.last = it(rows(), graph)
+        alive.append(weakref.ref(it.last))
+    gc.collect()
+    assert [ref() is not None for ref in alive] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+def test_a_frozen_parameter_that_changes_before_backward(aggr):
+    it = convert(State(aggr).double())
+    out = it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+    with torch.no_grad():
+        it.frozen.mul_(5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+def test_a_first_call_touches_no_hook(aggr):
+    it, seen = convert(State(aggr).double()), []
+    it.lin.weight.register_hook(lambda g: seen.append(1))
+    with torch.no_grad():
+        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+    assert not seen
+    it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3)).sum().backward()
+    assert len(seen) == 1
+
+
+class Rare(gnn.MessagePassing):
+    """A parameter that few messages read, and another one that makes some of them wider."""
+
+    def __init__(self, aggr, wide):
+        super().__init__(aggr=aggr)
+        self.lins, self.wide = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)), wide
+
+    def forward(self, x, edge_index, t):
+        return self.propagate(edge_index, x=x, t=t)
+
+    def message(self, x_j, t):
+        if self.wide:
+            return x_j[:, :1] * (F.one_hot(t) + 1)
+        out = torch.zeros_like(x_j)
+        for k, lin in enumerate(self.lins):
+            if (t == k).any():
+                out = torch.where((t == k).view(-1, 1), lin(x_j), out)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("wide", "error"), [(False, "did not read when it was first called"), (True, "All must be alike")]
+)
+def test_chunks_that_differ_from_each_other(monkeypatch, wide, error):
+    """A tiny graph, or the first chunk, does not show what a rare type of edges does."""
+    monkeypatch.setattr("pyg_sar.nn.chunks.CELLS", 20)
+    degree = torch.bincount(edges()[1], minlength=NUM_NODES)
+    t = torch.zeros(E, dtype=torch.long)
+    it = convert(Rare("median", wide).double())
+    it(rows(), pyg_sar.shard(edges(), NUM_NODES, 2), t)
+    t[edges()[1] == degree.argmax()] = 2 if wide else 1
+    if wide:
+        t[edges()[1] != degree.argmax()] = 0
+    with pytest.raises(RuntimeError, match=error):
+        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 2), t).sum().backward()
+
+
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+def test_messages_that_come_to_mix_edges(aggr):
+    it = layer(lambda self, x, w, c: x / x.abs().max().clamp(min=100.0), aggr=aggr)
+    with pytest.raises(NotImplementedError, match="it calls 'max' across edges"):
+        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+
+
+UPDATES_OF_ALL = {
+    "count": lambda self, out: out / out.size(0),
+    "mean": lambda self, out: out - out.mean(0),
+    "largest": lambda self, out: out / (1 + out.abs().max()),
+}
+
+
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+@pytest.mark.parametrize("name", UPDATES_OF_ALL)
+def test_an_update_that_mixes_nodes_is_refused(name, aggr):
+    it = layer(lambda self, x, w, c: x.tanh(), UPDATES_OF_ALL[name], aggr=aggr)
+    with pytest.raises(NotImplementedError, match="its output on a worker's share would differ"):
+        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+
+
+class Sized(Layer):
+    def message(self, x_j, size_i, dim_size):
+        return torch.tanh(x_j / size_i) / dim_size
+
+
+def test_messages_that_count_nodes_are_refused():
+    with pytest.raises(NotImplementedError, match="its output on a worker's share would differ"):
+        convert(Sized(None).double())(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+
+
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+def test_code_that_asks_for_the_flow(aggr):
+    it = layer(lambda self, x, w, c: x if self.flow == "source_to_target" else x.tanh(), aggr=aggr)
+    it.flow = "target_to_source"
+    same(it, parts=2)
+
+
+def test_made_up_edges_are_edges_of_the_graph(monkeypatch):
+    """Nodes without in-edges fill chunks of their own, in front of which an edge is made up."""
+    monkeypatch.setattr("pyg_sar.nn.chunks.CELLS", 4)
+
+    class Direction(gnn.MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_i, x_j):
+            return (x_j - x_i) / (x_j - x_i).norm(dim=-1, keepdim=True)  # infinite for a self-loop
+
+    it, x = convert(Direction(aggr="mul").double()), torch.randn(20, 2, requires_grad=True).double()
+    edge_index = torch.tensor([[0, 1, 2, 3], [10, 10, 11, 11]])
+    one, other = (
+        torch.autograd.grad(it(x, e)[[10, 11]].sum(), x)[0] for e in (edge_index, pyg_sar.shard(edge_index, 20, 2))
+    )
+    close(other, one, "gradient")
+
+
+def number(group):
+    it = convert(Layer(lambda self, x, w, c: torch.tanh(x) * c))
+    mine = share(group, edges(), torch.arange(NUM_NODES) % group.size())
+    x = torch.randn(len(mine.src), 4)
+    it(x, mine.edge_index, None, 5)
+    return it(x, mine.edge_index, None, 5 + (group.rank() > 0)).shape[1]
+
+
+def test_numbers_that_workers_do_not_share(pool):
+    assert pool.run(3, number) == [4, 4, 4]
