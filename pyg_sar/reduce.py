@@ -69,12 +69,14 @@ class Reduce:
     """Base class; ``state`` is whatever ``init`` returns, ``saved`` are the tensors that backward reads.
 
     ``needs_source`` and ``saves_output`` say whether backward reads source rows and the output, too; ``skips_empty``
-    says whether blocks without edges change nothing.
+    says whether blocks without edges change nothing. Of the constants, those of ``optional`` numbers have no gradient
+    where no block has one, instead of zeros.
     """
 
     needs_source = True
     saves_output = False
     skips_empty = True
+    optional: frozenset[int] = frozenset()
 
     def split(self, x: Tensor, rows: Rows, blocks: int) -> list[Part]:
         """Return reductions over narrower source rows that together do the same over some blocks; here, itself."""

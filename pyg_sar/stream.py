@@ -184,6 +184,10 @@ class _Call:
             return out.new_zeros(block.num_src, *self.shapes[k])
         here = rows._replace(edge=[e[block.edges] for e in rows.edge])
         grad, others = self.parts[k].reduce.grad(block, x, here, saved, out, needs)
+        const: Any = sums.const
+        for c in self.reduce.optional:
+            if const[c] is None and others.const[c] is not None:
+                const[c] = torch.zeros_like(rows.const[c])
         _add(sums, others, block.edges)
         return grad
 
@@ -296,6 +300,7 @@ class _Aggregate(torch.autograd.Function):
             sink = exchange.sink(call.traffic.backward, call.collect(made_of, wants, grad_out))
         total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
                        for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
+        total = total._replace(const=[None if c in call.reduce.optional else t for c, t in enumerate(total.const)])
         each = (len(saved) - call.reduce.saves_output) // len(parts)  # the output comes last
         for k, part in enumerate(parts):
             out, grad_part = saved[-1] if call.reduce.saves_output else grad_out, _columns(grad_out, part.out)

@@ -31,7 +31,7 @@ class Program:
         groups: Their numbers. Those of a group are merged in one pass, and need the results of the groups before.
         found: The reductions, without entries.
         hidden: Parameters that messages read, although they are none of the layer's.
-        unused: Parameters of the layer that its ``propagate`` does not read, which get no gradient.
+        unused: Parameters of the layer that its ``propagate`` did not read, which get no gradient unless it does.
         drops: Whether messages are dropped out.
         updated: What becomes of edges if the call updates them, without any.
         softmax: Whether the first two groups are a softmax, in which the third one is linear: one pass merges them all.
@@ -62,9 +62,9 @@ class Body:
     ) -> None:
         self.call, self.inputs, self.graph, self.program, self.seed = call, inputs, graph, program, seed
         self.layer = layer = call.layer
-        unused = {id(p) for p in program.unused}
-        parameters = (*layer.parameters(), *program.hidden)
-        self.parameters = [p for p in parameters if p.requires_grad and id(p) not in unused]
+        self.parameters = [p for p in (*layer.parameters(), *program.hidden) if p.requires_grad]
+        unused, first = {id(p) for p in program.unused}, len(inputs.const)
+        self.optional = frozenset(first + k for k, p in enumerate(self.parameters) if id(p) in unused)
         self.drops = True  # whether dropout drops
         self.tables = [Halo.apply(t, graph) for t in inputs.table]
         self.dropped = False
@@ -137,7 +137,9 @@ class Body:
         **stubs: Callable,
     ) -> Any:  # fmt: skip
         """Run in a mode, with some methods replaced, and perhaps lose what messages leave on the layer."""
-        with torch.autocast(self.device, self.dtype, self.casts), unchanged(self.layer, lost, **stubs), mode:
+        # What autocast made of weights before has their gradient, but not those of the copies here.
+        autocast = torch.autocast(self.device, self.dtype, self.casts, cache_enabled=False)
+        with autocast, unchanged(self.layer, lost, **stubs), mode:
             return self.call.run(edges, size[::-1] if self.call.backwards else size, kwargs)
 
     def mask(self, ids: Tensor) -> Callable[[int, int, float], Tensor]:

@@ -58,7 +58,7 @@ class Chunks(Reduce):
     skips_empty = False
 
     def __init__(self, body: Body, cells: int, padding: int) -> None:
-        self.body, self.cells, self.padding = body, cells, padding
+        self.body, self.cells, self.padding, self.optional = body, cells, padding, body.optional
 
     def init(self, x: Tensor, num_dst: int) -> None:
         """Return nothing: what results look like is not known."""
@@ -95,8 +95,9 @@ class Chunks(Reduce):
         assert x is not None
         ids = self.body.graph.ids_of(block)
         source = torch.zeros_like(x) if needs.source else None
-        total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
-                       for ts, ns in zip(rows, needs.rows, strict=True)))  # fmt: skip
+        dst, edge = ([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
+                     for ts, ns in zip(rows[:2], needs.rows[:2], strict=True))  # fmt: skip
+        const: list[Tensor | None] = [None] * len(rows.const)
         for chunk in self.chunks(block, ids):
             with self.body.leaves(*choose(chunk, x, rows), needs) as (leaf, leaves):
                 begin = begun()
@@ -105,10 +106,13 @@ class Chunks(Reduce):
             grads = gradients([result], [out[self.place(chunk, block)]], leaf, leaves) if result.requires_grad else None
             if grads is not None:
                 add(source, chunk.src, grads[0])
-                for name, index in (("dst", chunk.dst), ("edge", chunk.edges), ("const", None)):
-                    for t, g in zip(getattr(total, name), getattr(grads[1], name), strict=True):
+                for totals, found, index in ((dst, grads[1].dst, chunk.dst), (edge, grads[1].edge, chunk.edges)):
+                    for t, g in zip(totals, found, strict=True):
                         add(t, index, g)
-        return source, total
+                const = [
+                    g if t is None else t if g is None else t + g for t, g in zip(const, grads[1].const, strict=True)
+                ]
+        return source, Rows(dst, edge, const)
 
     def chunks(self, block: Block, ids: Tensor) -> Iterator[Chunk]:
         """Yield destinations in the order of their degrees, and their edges, of which ``ids`` holds the global ids."""
@@ -167,13 +171,9 @@ def take(t: Tensor, index: Tensor) -> Tensor:
     return t.new_full((index.numel(), *t.shape[1:]), 1 if t.is_floating_point() else 0)
 
 
-def add(total: Tensor | None, index: Tensor | None, grad: Tensor | None) -> None:
-    """Add up gradients of rows."""
-    if total is None or grad is None:
-        return
-    if index is None:
-        total += grad
-    elif total.size(0) > 0:  # if not, these rows were made up
+def add(total: Tensor | None, index: Tensor, grad: Tensor | None) -> None:
+    """Add up gradients of rows, unless these were made up."""
+    if total is not None and grad is not None and total.size(0) > 0:
         total.index_add_(0, index, grad)
 
 

@@ -35,6 +35,7 @@ class Pass(Reduce):
         self.found = body.program.found
         self.extrema = [k for k in self.keys if self.found[k].op != "sum"]
         self.saves_output = bool(self.extrema)
+        self.optional = body.optional
 
     def shape(self, k: int, num_dst: int) -> tuple[int, ...]:
         """Return the shape of the result of a reduction."""

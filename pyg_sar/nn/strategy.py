@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.graph import ShardedGraph
@@ -100,6 +101,7 @@ def state(layer: torch.nn.Module, graph: ShardedGraph) -> Iterator[Any]:
     yield torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     yield tuple((type(module), module.training) for module in layer.modules())
     yield tuple(p.dtype for p in layer.parameters())
+    yield parametrize._cache_enabled > 0  # weights are then made of others before they are read
 
 
 def kinds(call: Call) -> Iterator[Any]:

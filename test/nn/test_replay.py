@@ -306,6 +306,7 @@ def test_autocast():
         found.append([out, *(p.grad for p in layer.parameters())])
     for one, other in zip(*found, strict=True):
         close(one.float(), other.float(), "autocast", 0.05)
+    assert way_of(layer) == "streams by replay"
 
 
 def test_checkpoint_and_frozen_parameters():

@@ -400,21 +400,26 @@ class Rare(gnn.MessagePassing):
         return out
 
 
-@pytest.mark.parametrize(
-    ("wide", "error"), [(False, "did not read when it was first called"), (True, "All must be alike")]
-)
-def test_chunks_that_differ_from_each_other(monkeypatch, wide, error):
-    """A tiny graph, or the first chunk, does not show what a rare type of edges does."""
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+def test_parameters_that_few_messages_read(monkeypatch, aggr):
+    """Neither a tiny graph nor the first chunk shows what a rare type of edges does."""
     monkeypatch.setattr("pyg_sar.nn.chunks.CELLS", 20)
-    degree = torch.bincount(edges()[1], minlength=NUM_NODES)
     t = torch.zeros(E, dtype=torch.long)
-    it = convert(Rare("median", wide).double())
+    it = convert(Rare(aggr, False).double())
+    same(it, t)
+    t[edges()[1] == torch.bincount(edges()[1], minlength=NUM_NODES).argmax()] = 1
+    same(it, t)
+    same(it, torch.zeros(E, dtype=torch.long))
+
+
+def test_chunks_that_differ_from_each_other(monkeypatch):
+    monkeypatch.setattr("pyg_sar.nn.chunks.CELLS", 20)
+    t = torch.zeros(E, dtype=torch.long)
+    it = convert(Rare("median", True).double())
     it(rows(), pyg_sar.shard(edges(), NUM_NODES, 2), t)
-    t[edges()[1] == degree.argmax()] = 2 if wide else 1
-    if wide:
-        t[edges()[1] != degree.argmax()] = 0
-    with pytest.raises(RuntimeError, match=error):
-        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 2), t).sum().backward()
+    t[edges()[1] == torch.bincount(edges()[1], minlength=NUM_NODES).argmax()] = 2
+    with pytest.raises(RuntimeError, match="All must be alike"):
+        it(rows(), pyg_sar.shard(edges(), NUM_NODES, 2), t)
 
 
 @pytest.mark.parametrize("aggr", ["sum", "median"])
@@ -473,6 +478,19 @@ def test_made_up_edges_are_edges_of_the_graph(monkeypatch):
         torch.autograd.grad(it(x, e)[[10, 11]].sum(), x)[0] for e in (edge_index, pyg_sar.shard(edge_index, 20, 2))
     )
     close(other, one, "gradient")
+
+
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+def test_weights_that_are_made_once(aggr):
+    it = convert(Layer(lambda self, x, w, c: self.lin(x).tanh(), lambda self, out: self.lin(out), aggr).double())
+    torch.nn.utils.parametrizations.weight_norm(it.lin)
+    it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+    found = []
+    for edge_index in (edges(), pyg_sar.shard(edges(), NUM_NODES, 3)):
+        with torch.nn.utils.parametrize.cached():
+            found.append(torch.autograd.grad(it(rows(), edge_index).square().sum(), list(it.parameters())))
+    for one, other in zip(*found, strict=True):
+        close(other, one, "gradient")
 
 
 def number(group):
