@@ -25,11 +25,20 @@ modules below it are imported in the same way: give each a name that no other on
 an ``__init__.py``.
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from pool import Pool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread, here and in processes that tests start: problems are small, and where several test runs share the
+    cores, as in `.ci/run`, threads would spend most of their time on waiting for each other.
+    """
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(*command: object, workers: int = 0) -> str:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", workers] if workers else []
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": paths}
     words = [sys.executable, *map(str, [*launch, *command])]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,7 +16,7 @@ def start(*args):
     """Start ``benchmarks/hosts.py`` with two hosts."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "benchmarks/hosts.py", "--hosts", "2", *map(str, args)]
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": paths}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -24,12 +24,10 @@ needs_kernels = pytest.mark.skipif(not ops.KERNELS, reason="the kernels were not
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Small problems, on which more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def threads():
+    """Some tests change their number."""
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 # The numbers.
@@ -477,7 +475,7 @@ def test_package_without_kernels(tmp_path):
     )
     runs = {}
     for name, value in (("missing", "1"), ("chosen", "0")):
-        env = {**os.environ, "PYG_SAR_KERNELS": value, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYG_SAR_KERNELS": value}
         command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
         runs[name] = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for name, count in (("missing", "1"), ("chosen", "0")):

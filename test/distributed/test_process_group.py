@@ -37,7 +37,7 @@ def launch(tmp_path, what):
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(Path(pyg_sar.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([*torchrun, str(script), what], env=env, capture_output=True, text=True, timeout=120)
 
 
