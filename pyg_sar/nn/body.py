@@ -105,6 +105,15 @@ class Body:
         finally:
             self.dropped |= mode.dropouts > 0
 
+    def put(self, some: Tensor, out: Tensor, place: Any) -> None:
+        """Write what was made of some messages to its place among what is made of all."""
+        if (some.shape[1:], some.dtype) != (out.shape[1:], out.dtype):
+            raise RuntimeError(
+                f"'{type(self.layer).__name__}' makes {some.dtype} of shape {list(some.shape[1:])} of some messages, "
+                f"and {out.dtype} of shape {list(out.shape[1:])} of others. All must be alike."
+            )
+        out[place] = some
+
     def end(self, known: dict[int, Tensor], aggregated: Tensor | None = None) -> Tensor:
         """Return what the layer makes of the results of all reductions, or of the aggregate, from made-up edges."""
         graph, inputs = self.graph, self.inputs

@@ -71,12 +71,7 @@ class Chunks(Reduce):
         for chunk in self.chunks(block, ids):
             some = self.run(chunk, ids, *choose(chunk, x, rows))
             out = some.new_empty(count, *some.shape[1:]) if out is None else out
-            if (some.shape[1:], some.dtype) != (out.shape[1:], out.dtype):
-                raise RuntimeError(
-                    f"'{type(self.body.layer).__name__}' makes {some.dtype} of shape {list(some.shape[1:])} of some "
-                    f"messages, and {out.dtype} of shape {list(out.shape[1:])} of others. All must be alike."
-                )
-            out[self.place(chunk, block)] = some
+            self.body.put(some, out, self.place(chunk, block))
         assert out is not None
         return out
 

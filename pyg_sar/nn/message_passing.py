@@ -152,7 +152,7 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
     if edge_index.kind == SOURCES or watched(layer):
         return None
     graph = edge_index.regroup(layer.aggr_module)
-    backwards = layer.flow != FLOW
+    backwards = call.backwards
     if not backwards and edge_index.kind == EDGES:
         return stream(call, edge_index, graph, size)
     if graph.origin is not None:

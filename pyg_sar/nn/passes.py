@@ -247,7 +247,7 @@ class Update(Pass):
     def step(self, state: Any, block: Block, x: Tensor, rows: Rows) -> Any:
         """Update those of the block."""
         own, known = self.known(rows)
-        state[block.edges] = self.body.block(block, x, own, self.check, known=known)
+        self.body.put(self.body.block(block, x, own, self.check, known=known), state, block.edges)
         return state
 
     def finish(self, state: Any, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:

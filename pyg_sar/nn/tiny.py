@@ -276,7 +276,8 @@ class Tiny:
         except ValueError:
             order = self.edge_index[1].argsort(stable=True)
             kwargs = {name: t[order] if name in self.edge else t for name, t in call.kwargs.items()}
-            return call.run(edges[:, order], size, kwargs)
+            out = call.run(edges[:, order], size, kwargs)
+            return out[order.argsort()] if call.updates else out
 
     def check(self, plan: Strategy) -> str:
         """Compare with the layer's own code; return what differs."""

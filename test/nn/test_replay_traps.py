@@ -422,6 +422,42 @@ def test_chunks_that_differ_from_each_other(monkeypatch):
         it(rows(), pyg_sar.shard(edges(), NUM_NODES, 2), t)
 
 
+class Updated(gnn.MessagePassing):
+    """Says of edges what a function makes of their sources, destinations' numbers and types."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x, edge_index, t):
+        return self.edge_updater(edge_index, x=x, t=t)
+
+    def edge_update(self, x_j, index, t):
+        return self.make(x_j, index, t)
+
+
+def test_updated_edges_that_differ_from_each_other():
+    """One block has a type that the other has not."""
+    it = convert(Updated(lambda x_j, index, t: x_j[:, :1] * (F.one_hot(t) + 1)).double())
+    sharded, t = pyg_sar.shard(edges(), NUM_NODES, 2), torch.zeros(E, dtype=torch.long)
+    it(rows(), sharded, t)
+    t[sharded.graph.blocks[1].edges] = 2
+    with pytest.raises(RuntimeError, match="All must be alike"):
+        it(rows(), sharded, t)
+
+
+def test_updated_edges_that_must_be_sorted():
+    """The tiny graph's are not, unlike those of a block."""
+
+    def make(x_j, index, t):
+        if (index.diff() < 0).any():
+            raise ValueError("not sorted")
+        return x_j * (t + 1).view(-1, 1)
+
+    it, x, t = convert(Updated(make).double()), rows(), torch.arange(E)
+    torch.testing.assert_close(it(x, pyg_sar.shard(edges(), NUM_NODES, 2), t), x[edges()[0]] * (t + 1).view(-1, 1))
+
+
 @pytest.mark.parametrize("aggr", ["sum", "median"])
 def test_messages_that_come_to_mix_edges(aggr):
     it = layer(lambda self, x, w, c: x / x.abs().max().clamp(min=100.0), aggr=aggr)
