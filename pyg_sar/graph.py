@@ -142,6 +142,14 @@ def cut(edge_index: Tensor, part: Tensor, ids: Sequence[Index], num_dst: int) ->
     return tuple(blocks)
 
 
+def parts_of(rows: Tensor, ids: Sequence[Index], num_rows: int) -> Tensor:
+    """Return the shard of each of these rows, given the rows of each shard."""
+    part = torch.empty(num_rows, dtype=torch.int64, device=rows.device)
+    for q, i in enumerate(ids):
+        part[i] = q
+    return part[rows]
+
+
 def length(ids: Index) -> int:
     """Return how many rows there are."""
     return ids.numel() if isinstance(ids, Tensor) else ids.stop - ids.start
@@ -411,10 +419,9 @@ class ShardedGraph:
     @ordinary_mode
     def _regroup(self, coo: Tensor) -> ShardedGraph:
         source, row = coo
-        owner = torch.empty(self.num_src + self.exchange.merge().num_halo, dtype=torch.int64, device=self.device)
-        for q, block in enumerate(self.blocks):
-            owner[block.ids] = q
-        blocks = cut(coo, owner[source], [block.ids for block in self.blocks], self.num_dst)
+        ids = [block.ids for block in self.blocks]
+        part = parts_of(source, ids, self.num_src + self.exchange.merge().num_halo)
+        blocks = cut(coo, part, ids, self.num_dst)
         # Ids of edges are made of those of destinations, whose edges are on one worker.
         n_id = torch.arange(self.num_dst, device=self.device) if self.n_id is None else self.n_id
         order = torch.argsort(row, stable=True)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyg_sar.distributed.collectives import all_gather
 from pyg_sar.distributed.exchange import Local, Peers
 from pyg_sar.edge_index import Halo, Home
-from pyg_sar.graph import ShardedGraph, cut, edge_ids, ordinary_mode
+from pyg_sar.graph import ShardedGraph, cut, edge_ids, ordinary_mode, parts_of
 
 
 class Reversed(NamedTuple):
@@ -57,37 +57,18 @@ def reverse(graph: ShardedGraph) -> Reversed:
 
 @ordinary_mode
 def _reverse(graph: ShardedGraph) -> Reversed:
-    n_id = None if graph.bipartite else graph.n_id
-    sizes = {"num_src": graph.num_dst, "num_dst": graph.num_src, "n_id": n_id, "constants": WeakIdKeyDictionary()}
-    source, row = graph.coo()
     if isinstance(graph.exchange, Local):
-        ids = [slice(0, graph.num_dst)] if graph.bipartite else graph.exchange.ids
-        part = torch.empty(graph.num_dst, dtype=torch.int64, device=graph.device)
-        for q, rows in enumerate(ids):
-            part[rows] = q
-        blocks = cut(torch.stack([row, source]), part[row], ids, graph.num_src)
-        exchange: Any = Local(ids, graph.exchange.log)
-        turned = graph.replace(blocks=blocks, exchange=exchange, e_id=edge_ids(graph), **sizes)
-        return Reversed(turned, None, torch.arange(graph.num_edges, device=graph.device))
+        return _within(graph, graph.exchange)
     whole = graph.exchange.merge()
-    peers, n = whole.peers, graph.num_src
-    # For each peer: its edges among those held here, and the own rows that these end at.
-    held, serve, table = [], [], torch.zeros(graph.num_edges, 3, dtype=torch.int64, device=graph.device)
-    for span in whole.spans:
-        mine = ((source >= n + span.start) & (source < n + span.stop)).nonzero().view(-1)
-        ends, number = row[mine].unique(return_inverse=True)
-        table[mine] = torch.stack([source[mine] - n - span.start, number, edge_ids(graph)[mine]], 1)
-        held.append(mine)
-        serve.append(ends)
+    held, serve, table = _of_others(graph, whole)
+    peers, others = whole.peers, [q for q in range(whole.peers.size) if q != whole.peers.rank]
     held_here = torch.tensor([[len(mine), len(ends)] for mine, ends in zip(held, serve, strict=True)])
     counts = all_gather(held_here.to(graph.device), peers.group)[:, peers.rank].tolist()
     counts[peers.rank] = [graph.num_edges, graph.num_dst]
     num_edges, num_src = ([count[k] for count in counts] for k in (0, 1))
     options = (peers.group, peers.prefetch, peers.log)
     edges = graph.replace(exchange=Peers(held, num_edges, *options), num_src=graph.num_edges)
-    own = (source < n).nonzero().view(-1)
     brought = Halo.apply(table, edges)[graph.num_edges :]
-    others = [q for q in range(peers.size) if q != peers.rank]
     part = torch.tensor(others).repeat_interleave(torch.tensor([num_edges[q] for q in others])).to(graph.device)
     ids, start = [slice(0, graph.num_dst)] * peers.size, graph.num_dst
     for q in others:
@@ -96,13 +77,53 @@ def _reverse(graph: ShardedGraph) -> Reversed:
         brought[mine, 1] += start
         ids[q] = slice(start, start + num_src[q])
         start += num_src[q]
+    source, row = graph.coo()
+    own = (source < graph.num_src).nonzero().view(-1)
     coo = torch.stack([torch.cat([row[own], brought[:, 1]]), torch.cat([source[own], brought[:, 0]])])
     part = torch.cat([torch.full_like(own, peers.rank), part])
-    turned = graph.replace(
-        blocks=cut(coo, part, ids, graph.num_src),
-        exchange=Peers(serve, num_src, *options, peers.wire),
-        e_id=torch.cat([edge_ids(graph)[own], brought[:, 2]]),
-        **sizes,
-    )
+    turned = _turned(
+        graph, coo, part, ids, Peers(serve, num_src, *options, peers.wire),
+        torch.cat([edge_ids(graph)[own], brought[:, 2]]),
+    )  # fmt: skip
     place = torch.cat([own, graph.num_edges + torch.arange(len(brought), device=graph.device)])
     return Reversed(turned.merge() if graph.exchange is whole else turned, edges, place)
+
+
+def _within(graph: ShardedGraph, exchange: Local) -> Reversed:
+    """Return the edges of a graph that this process holds as a whole."""
+    source, row = graph.coo()
+    ids = [slice(0, graph.num_dst)] if graph.bipartite else exchange.ids
+    part = parts_of(row, ids, graph.num_dst)
+    turned = _turned(graph, torch.stack([row, source]), part, ids, Local(ids, exchange.log), edge_ids(graph))
+    return Reversed(turned, None, torch.arange(graph.num_edges, device=graph.device))
+
+
+def _of_others(graph: ShardedGraph, whole: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Return, for each worker, where its edges are among those held here and the own rows that these end at; and for
+    each edge its source there, its end among those rows, and its id.
+    """
+    source, row = graph.coo()
+    held, serve, table = [], [], torch.zeros(graph.num_edges, 3, dtype=torch.int64, device=graph.device)
+    for span in whole.spans:
+        first, last = graph.num_src + span.start, graph.num_src + span.stop
+        mine = ((source >= first) & (source < last)).nonzero().view(-1)
+        ends, number = row[mine].unique(return_inverse=True)
+        table[mine] = torch.stack([source[mine] - first, number, edge_ids(graph)[mine]], 1)
+        held.append(mine)
+        serve.append(ends)
+    return held, serve, table
+
+
+def _turned(
+    graph: ShardedGraph, coo: Tensor, part: Tensor, ids: list[Any], exchange: Any, e_id: Tensor
+) -> ShardedGraph:  # fmt: skip
+    """Return a graph of such edges, whose sources are what were destinations."""
+    return graph.replace(
+        blocks=cut(coo, part, ids, graph.num_src),
+        exchange=exchange,
+        e_id=e_id,
+        num_src=graph.num_dst,
+        num_dst=graph.num_src,
+        n_id=None if graph.bipartite else graph.n_id,
+        constants=WeakIdKeyDictionary(),
+    )
