@@ -3,14 +3,18 @@ r"""The block-level operators under every layer, as operators of PyTorch's dispa
 An operator takes index tensors and rows ``[*, width]`` and knows nothing of workers. All of them add to tensors that
 are given, in the accumulator's type as a rule, and return nothing: blocks follow one another without a copy, and to
 :func:`torch.compile` and :func:`torch.export` they are opaque mutations. On CPU tensors the compiled kernels of
-``csrc/`` run if they are there (and :envvar:`PYG_SAR_KERNELS` is not ``0``), everywhere else :mod:`pyg_sar.reference`.
+``csrc/`` run if they are there, on CUDA tensors those of :mod:`pyg_sar.kernels` if there is Triton, everywhere else,
+and if :envvar:`PYG_SAR_KERNELS` is ``0``, :mod:`pyg_sar.reference`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +57,39 @@ def register() -> None:
         name = schema.partition("(")[0]
         LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
         torch.library.register_fake(f"pyg_sar::{name}", lambda *args: None, lib=LIBRARY)
+        LIBRARY.impl(name, on_gpu(name), "CUDA")
+
+
+def on_gpu(name: str) -> Callable[..., None]:
+    """Return what an operator does with CUDA tensors."""
+
+    def run(*args: Any) -> None:
+        getattr(gpu(), name)(*args)
+
+    return run
+
+
+@functools.cache
+def gpu() -> Any:
+    """Return the kernels in Triton, imported when they are first needed; without it, warn once and return others."""
+    if os.environ.get("PYG_SAR_KERNELS") == "0":
+        return reference
+    try:
+        from pyg_sar import kernels
+    except ImportError as error:
+        warnings.warn(
+            f"pyg_sar runs on CUDA tensors without its kernels, in plain PyTorch, which is exact but slower and takes "
+            f"more memory: {error}. Install them with 'pip install triton' (or set PYG_SAR_KERNELS=0 to choose plain "
+            f"PyTorch).",
+            stacklevel=2,
+        )
+        return reference
+    return kernels
+
+
+def fused(device: torch.device) -> bool:
+    """Whether there are kernels for tensors on a device."""
+    return KERNELS if device.type == "cpu" else device.type == "cuda" and gpu() is not reference
 
 
 def load() -> bool:

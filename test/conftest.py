@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    if not torch.cuda.is_available():  # whether Triton compiles or interprets is decided when it is imported
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +48,13 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for a ``device`` runs on the CPU and, if there is one, on a GPU."""
+    if "device" in metafunc.fixturenames:
+        more = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
+        metafunc.parametrize("device", ["cpu", *more])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -214,10 +214,11 @@ LAYOUTS = {
 def execute(
     module: Any, call: Call, dtype: torch.dtype, index: torch.dtype = torch.int64, layout: str = "plain"
 ) -> dict[str, Tensor]:
-    """Return what the operator wrote, given its arguments in other types and layouts."""
+    """Return what the operator wrote, given its arguments in other types and layouts, and on the module's device."""
     args: dict[str, Any] = {}
     for name, value in cast(call, dtype).items():
         if isinstance(value, Tensor):
+            value = value.to(getattr(module, "DEVICE", "cpu"))
             if not value.is_floating_point():
                 value = value if name == "e_id" else value.to(index)
             elif value.dim() == 2 and (move := LAYOUTS[layout][is_output(call.name, name)]) is not None:
@@ -231,7 +232,7 @@ def execute(
         for name, value in outputs.items():
             if value.dim() == 2 and value.numel() > 0:  # what lies next to the rows is untouched
                 assert value._base.flatten()[0] == 77, f"{call.title}: wrote in front of '{name}'"
-    return outputs
+    return {k: v.cpu() for k, v in outputs.items()}
 
 
 def cast(call: Call, dtype: torch.dtype) -> dict[str, Any]:
@@ -274,29 +275,38 @@ def check_double(module: Any, call: Call, index: torch.dtype, layout: str) -> in
     return compared
 
 
+# Heads and channels for each block.
+SHAPES = {
+    "mixed": ((1, 1), (1, 130), (2, 5), (3, 17), (2, 100), (17, 3), (3, 8)),
+    "around a unit": ((3, 5), (17, 1)),
+    "hub": ((1, 17), (17, 2)),
+}
+ALL = [(name, shape) for name in BLOCKS for shape in SHAPES.get(name, ((2, 3),))]
+
+
 def check_all_double(module: Any) -> int:
     """Every call on every block."""
-    shapes = {
-        "mixed": ((1, 1), (1, 130), (2, 5), (3, 17), (2, 100), (17, 3), (3, 8)),
-        "around a unit": ((3, 5), (17, 1)),
-        "hub": ((1, 17), (17, 2)),
-    }
     compared = 0
     layouts = itertools.cycle(LAYOUTS)
-    for name in BLOCKS:
-        for (heads, channels), index in itertools.product(shapes.get(name, ((2, 3),)), (torch.int32, torch.int64)):
+    for name, (heads, channels) in ALL:
+        for index in (torch.int32, torch.int64):
             for call in calls(block(name), heads, channels):
                 compared += check_double(module, call, index, next(layouts))
     return compared
 
 
-def check_precision(module: Any, dtype: torch.dtype, seeds: int = 6) -> int:
+def check_precision(
+    module: Any,
+    dtype: torch.dtype,
+    seeds: int = 6,
+    shapes: Any = (("mixed", (3, 17)), ("hub", (2, 16)), ("around a unit", (1, 8))),
+) -> int:
     """Compare errors against double precision, relative to the numbers at hand, with those of the reference.
 
     The root mean square over all blocks and seeds may be twice as large, or nothing if the reference is exact.
     """
     errors: dict[tuple[str, str], list[float]] = {}
-    for name, (heads, channels) in (("mixed", (3, 17)), ("hub", (2, 16)), ("around a unit", (1, 8))):
+    for name, (heads, channels) in shapes:
         for seed in range(seeds):
             for call in calls(block(name, seed), heads, channels, seed, base=0):
                 args = cast(call, dtype)

@@ -42,17 +42,23 @@ def leaf(x: Tensor, grad: bool = True) -> Tensor:
     return x.detach().clone().requires_grad_(grad and x.is_floating_point())
 
 
-def run(layer: Any, x: Any, edge_index: Tensor, extra: list[Tensor], rows: Tensor, total: int) -> dict[str, Any]:
-    """Forward and backward; returns the output and all gradients by name."""
+def run(
+    layer: Any, x: Any, edge_index: Tensor, extra: list[Tensor], rows: Tensor, total: int, device: str = "cpu"
+) -> dict[str, Any]:
+    """Forward and backward on a device; returns the output and all gradients by name."""
     layer.zero_grad()
-    out = layer(x, edge_index, *extra)
-    backward(out, rows, total)
     nodes = x if isinstance(x, tuple) else (x,)
+    there = [None if t is None else t.to(device) for t in nodes]
+    out = layer(
+        tuple(there) if isinstance(x, tuple) else there[0], edge_index.to(device), *(t.to(device) for t in extra)
+    )
+    out = out.cpu()
+    backward(out, rows, total)
     return {
         "out": out.detach(),
         **{f"dx{k}": t.grad for k, t in enumerate(nodes) if t is not None},
         **{f"de{k}": t.grad for k, t in enumerate(extra)},
-        **{f"d{name}": p.grad for name, p in layer.named_parameters()},
+        **{f"d{name}": None if p.grad is None else p.grad.cpu() for name, p in layer.named_parameters()},
     }
 
 
@@ -66,6 +72,7 @@ def check_layer(
     grid: str = "options",
     edge_grad: bool = True,
     dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
 ) -> int:
     """Compare ``pyg_sar.nn.<name>`` with PyG's; ``bipartite`` is "same" (two inputs), "none" or "two" (node sets)."""
     num_src, num_dst = NUM_NODES, 47 if bipartite == "two" else NUM_NODES
@@ -75,6 +82,7 @@ def check_layer(
     layer = make(pyg_sar.nn, name, args, kwargs).to(dtype)
     layer.load_state_dict(reference.state_dict(), strict=True)
     reference.load_state_dict(layer.state_dict(), strict=True)
+    layer.to(device)
     width = args[0] if args else kwargs["nn"][0]
     widths = width if isinstance(width, tuple) else (width, width)
     x_all = tuple(torch.randn(n, w).to(dtype) for n, w in zip((num_src, num_dst), widths, strict=True))
@@ -91,7 +99,7 @@ def check_layer(
         torch.arange(num_dst), num_dst,
     )  # fmt: skip
     plain = run(layer, nodes(everything, everything), edge_index, [leaf(e, edge_grad) for e in extra_all],
-                torch.arange(num_dst), num_dst)  # fmt: skip
+                torch.arange(num_dst), num_dst, device)  # fmt: skip
     for key, value in expected.items():
         close(plain[key], value, f"{name} {kwargs} plain edge_index: {key}")
     done = 0
@@ -104,7 +112,7 @@ def check_layer(
         with mock.patch("pyg_sar.reduce.COLUMNS", 2 if method == "random" else 128):
             found = run(
                 layer, nodes(mine.src, mine.dst), mine.edge_index, [leaf(e[mine.edge], edge_grad) for e in extra_all],
-                mine.dst, num_dst,
+                mine.dst, num_dst, device,
             )  # fmt: skip
         what = f"{name} {kwargs} mode {mode} {method} prefetch {prefetch} rank {dist.get_rank(group)} of {size}"
         for key, value in expected.items():

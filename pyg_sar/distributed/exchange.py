@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyg_sar.distributed import staging
 from pyg_sar.distributed.collectives import global_max, talking
 from pyg_sar.graph import Index, length, renumber
 
@@ -321,7 +322,11 @@ class Peers:
 
     def swap(self, out: Tensor, dst: int, into: Tensor, src: int, what: str, meter: Meter) -> list[Transfer]:
         """Start to send ``out`` to ``dst`` and to receive ``into`` from ``src``; nothing empty travels."""
-        out = out.to(self.travels_as(out.dtype))
+        out, landing = out.to(self.travels_as(out.dtype)), None
+        if staging.is_staged(into, self.group):
+            out = staging.to_host(out) if out.numel() > 0 else out
+            landing = staging.Landing(into) if into.numel() > 0 else None
+            into = into if landing is None else landing.host
         ops, transfers = [], []
         # gloo tells the other side that it may send through the same connection: never behind what is sent there.
         for op, tensor, peer in ((dist.irecv, into, src), (dist.isend, out, dst)):
@@ -335,9 +340,12 @@ class Peers:
             works = dist.batch_isend_irecv(ops)
         # A backend that groups transfers returns one handle for all of them.
         pairs = zip(works, transfers, strict=True) if len(works) == len(transfers) else [(works[0], transfers[0])]
-        return [
+        found = [
             Transfer(self, work, transfers, f"{verb} {what}, worker {peer}", meter) for work, (_, peer, verb) in pairs
         ]
+        if landing is not None:
+            found[0].landing = landing  # receiving comes first
+        return found
 
 
 @dataclass
@@ -349,6 +357,7 @@ class Transfer:
     tensors: list[tuple[Tensor, int, str]]
     doing: str
     meter: Meter
+    landing: staging.Landing | None = None
 
     def wait(self) -> None:
         """Return when the message has arrived."""
@@ -356,7 +365,9 @@ class Transfer:
         with talking(self.doing, self.peers.group):
             self.work.wait()
         self.meter(wait=time.perf_counter() - start)
-        self.tensors = []
+        if self.landing is not None:
+            self.landing.finish()
+        self.tensors, self.landing = [], None
 
 
 def arrived(queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> tuple[int, Tensor]:

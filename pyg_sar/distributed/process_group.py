@@ -33,6 +33,8 @@ def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterato
     if "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    if "nccl" in backend:  # a first message from one worker to another one takes connections that all make together
+        dist.all_reduce(torch.zeros(1, device="cuda"))
     try:
         yield dist.get_rank()
     except SystemExit as end:

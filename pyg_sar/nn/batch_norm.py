@@ -118,8 +118,10 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Return rows in pieces that stay in a cache while several operations pass over them."""
-    return x.split(max(2**17 // max(x.size(1), 1), 1))
+    """Return rows in pieces that stay in a cache while several operations pass over them; a GPU has more of it, and
+    takes time to be told of each piece.
+    """
+    return x.split(max((2**17 if x.is_cpu else 2**24) // max(x.size(1), 1), 1))
 
 
 def merge(group: Any, count: int, mean: Tensor, m2: Tensor) -> tuple[int, Tensor, Tensor]:

@@ -86,7 +86,7 @@ def still(plan: Strategy, call: Call, graph: ShardedGraph) -> bool:
     if plan.way != "kernel":
         return True
     try:
-        with apart(call.layer):
+        with apart(call.layer, graph.device):
             tiny = Tiny(call, graph, plan.edge)
             probe = tiny.probe()
             probe.explore()
@@ -121,7 +121,7 @@ def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> list[St
     others = "another worker found that it does not stream"
     last = [Strategy("one shot", others, edge), Strategy("refused", others)]
     try:
-        with apart(call.layer):
+        with apart(call.layer, graph.device):
             tiny = Tiny(call, graph, edge)
             found: list[Strategy] = []
             try:

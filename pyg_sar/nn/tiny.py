@@ -41,7 +41,7 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 @contextmanager
-def apart(layer: torch.nn.Module) -> Iterator[None]:
+def apart(layer: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Leave no traces, and refuse modules that look at all rows they get: in messages, at all edges of the graph."""
 
     def refuse(module: torch.nn.Module, args: Any) -> None:
@@ -54,12 +54,18 @@ def apart(layer: torch.nn.Module) -> Iterator[None]:
             torch.inference_mode(False),
             torch.enable_grad(),
             saved_tensors_hooks(lambda t: t, lambda t: t),  # not those of a checkpoint
-            torch.random.fork_rng(devices=[]),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             unchanged(layer),
         ):
             yield
     finally:
         handle.remove()
+
+
+def random_states(device: torch.device) -> Tensor:
+    """Return the states of the generators from which a layer may draw random numbers."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return torch.cat(states)
 
 
 def footprint(layer: torch.nn.Module) -> list[Any]:
@@ -161,7 +167,7 @@ class Tiny:
     @contextmanager
     def unspoilt(self) -> Iterator[None]:
         """Raise for code that leaves something behind, or draws random numbers, which no run may do."""
-        drawn, before, kept = torch.get_rng_state(), footprint(self.layer), dict(self.layer.__dict__)
+        drawn, before, kept = random_states(self.device), footprint(self.layer), dict(self.layer.__dict__)
         buffers = {name: b.clone() for name, b in self.layer.named_buffers()}
         try:
             yield
@@ -171,7 +177,7 @@ class Tiny:
             left = footprint(self.layer) != before or (self.call.updates and len(new) > 0)
             for name, b in self.layer.named_buffers():
                 b.data.copy_(buffers.get(name, b))
-            self.spoilt = left or not torch.equal(drawn, torch.get_rng_state())
+            self.spoilt = left or not torch.equal(drawn, random_states(self.device))
         if self.spoilt:
             raise NotStreamable("its messages leave something behind" if left else "it draws random numbers")
 

@@ -88,17 +88,21 @@ OPTIONS = [
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(("name", "args", "kwargs", "how"), FULL)
-def test_all_modes_partitions_and_prefetches(pool, workers, name, args, kwargs, how):
+def test_all_modes_partitions_and_prefetches(pool, workers, name, args, kwargs, how, device):
     roles, bipartite, edge_grad = how.get("roles", ""), how.get("bipartite", ""), how.get("edge_grad", True)
-    done = pool.run(workers, check_layer, name, args, kwargs, roles, bipartite, "full", edge_grad)
+    done = pool.run(
+        workers, check_layer, name, args, kwargs, roles, bipartite, "full", edge_grad, torch.float64, device
+    )
     assert done == [len(GRIDS["full"])] * workers
 
 
 @pytest.mark.parametrize("workers", (1, 2, 4))
 @pytest.mark.parametrize(("name", "args", "kwargs", "how"), OPTIONS)
-def test_options(pool, workers, name, args, kwargs, how):
+def test_options(pool, workers, name, args, kwargs, how, device):
     roles, bipartite, edge_grad = how.get("roles", ""), how.get("bipartite", ""), how.get("edge_grad", True)
-    done = pool.run(workers, check_layer, name, args, kwargs, roles, bipartite, "options", edge_grad)
+    done = pool.run(
+        workers, check_layer, name, args, kwargs, roles, bipartite, "options", edge_grad, torch.float64, device
+    )
     assert done == [len(GRIDS["options"])] * workers
 
 
