@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from process_memory import resident, settle
+from process_memory import peak, settle
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
@@ -67,16 +67,14 @@ class Case:
         return getattr(nn, self.layer)(*self.args, **{**self.options, **options})
 
 
-def cases() -> list[Case]:
+def cases(device: str = "cpu") -> list[Case]:
     """Return all cases, in the order of the table."""
     found = []
-    for heads in (2, 4, 8):
-        width = heads * FEATURES
-        options = {"add_self_loops": False}  # the graph has them
-        gat = Case(
-            f"gat-{heads}", "GATConv", (FEATURES, FEATURES, heads), options, width=width, linear=width, messages=4.5
-        )
-        found.append(gat)
+    options = {"add_self_loops": False}  # the graph has them
+    sizes = [(f"gat-{heads}", heads, FEATURES) for heads in (2, 4, 8)]
+    for name, heads, channels in [*sizes, *[("gat-4x32", 4, 32)] * (device == "cuda")]:
+        width, args = heads * channels, (FEATURES, channels, heads)
+        found.append(Case(name, "GATConv", args, options, width=width, linear=width, messages=4.5))
     args, width = (FEATURES, FEATURES, 2), 2 * FEATURES
     found += [
         Case("gatv2", "GATv2Conv", args, options, width=width, linear=2 * width, messages=6.5),
@@ -105,12 +103,12 @@ TRANSPOSED = {("GCNConv", "lin.weight")}
 class Problem:
     """Inputs of a case: ``x``, ``edge_index`` sorted by destination, ``edge_type``, and the gradient of the output."""
 
-    def __init__(self, case: Case, path: str, dtype: torch.dtype) -> None:
+    def __init__(self, case: Case, path: str, dtype: torch.dtype, device: str) -> None:
         # Clones, because what was loaded is a mapped file.
-        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        tensors = {name: tensor.clone().to(device) for name, tensor in load_file(path).items()}
         self.case, self.edge_index, self.edge_type = case, tensors["edge_index"], tensors["edge_type"]
-        self.num_nodes = tensors["x"].size(0)
-        x = noise(self.num_nodes, case.inputs, 0) if case.layer == "SimpleConv" else tensors["x"]
+        self.num_nodes, self.device = tensors["x"].size(0), device
+        x = noise(self.num_nodes, case.inputs, 0, device) if case.layer == "SimpleConv" else tensors["x"]
         self.x = x.to(dtype)
         self.dtype = dtype
 
@@ -120,14 +118,14 @@ class Problem:
 
     def grad(self, out: Tensor) -> Tensor:
         """Return the gradient of the output ``out``, the same in every process but for its type."""
-        return noise(*out.shape, 1).to(self.dtype)
+        return noise(*out.shape, 1, self.device).to(self.dtype)
 
     def csr(self) -> Tensor:
         """Return the transposed adjacency matrix, as PyG's layers want it."""
         row, col = self.edge_index[1], self.edge_index[0]
-        ptr = torch.zeros(self.num_nodes + 1, dtype=torch.int32)
+        ptr = torch.zeros(self.num_nodes + 1, dtype=torch.int32, device=self.device)
         ptr[1:] = torch.bincount(row, minlength=self.num_nodes).cumsum(0)
-        ones = torch.ones(col.numel(), dtype=self.dtype)
+        ones = torch.ones(col.numel(), dtype=self.dtype, device=self.device)
         return torch.sparse_csr_tensor(ptr, col.int(), ones, (self.num_nodes,) * 2, check_invariants=False)
 
     def block(self) -> Any:
@@ -136,9 +134,17 @@ class Problem:
         return (graph.by_type(self.edge_type, RELATIONS).graph if self.extra() else graph).blocks[0]
 
 
-def noise(rows: int, columns: int, seed: int) -> Tensor:
+def noise(rows: int, columns: int, seed: int, device: str) -> Tensor:
     """Draw numbers that are the same in bfloat16, so that all types have one reference."""
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, device=device).bfloat16().float()
+
+
+def clock(device: str) -> float:
+    """Return the time in milliseconds, when all that was asked for is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * time.perf_counter()
 
 
 class Job:
@@ -158,6 +164,7 @@ class Job:
         self.problem, self.call, self.parameters, self.transposed = problem, call, parameters, transposed
         self.x = problem.x.requires_grad_()
         self.grad_out: Tensor | None = None
+        self.other: Callable[[str], Job] | None = None  # makes the same job on another graph
 
     def ready(self) -> bool:
         """Answer when everything is made."""
@@ -167,8 +174,10 @@ class Job:
         for leaf in (self.x, *self.parameters.values()):
             leaf.grad = None
 
-    def check(self, path: str) -> dict[str, float]:
-        """Return the errors of the output and of all gradients against a reference."""
+    def check(self, path: str, graph: str | None = None) -> dict[str, float]:
+        """Return the errors of the output and of all gradients against a reference, perhaps on another graph."""
+        if graph is not None and self.other is not None:
+            return self.other(graph).check(path)
         self.clear()
         out = self.call(self.x)
         self.grad_out = self.problem.grad(out)
@@ -177,28 +186,37 @@ class Job:
         for name, parameter in self.parameters.items():
             found[name] = parameter.grad.t() if name in self.transposed else parameter.grad
         reference = load_file(path)
-        return {name: error(tensor, reference[name]) for name, tensor in found.items()}
+        return {name: error(tensor, reference[name].to(tensor.device)) for name, tensor in found.items()}
 
     def repeat(self) -> tuple[float, float]:
         """Return the milliseconds of one forward and one backward pass."""
         self.clear()
-        start = time.perf_counter()
+        if self.grad_out is None:
+            with torch.no_grad():
+                self.grad_out = self.problem.grad(self.call(self.x))
+        device = self.problem.device
+        start = clock(device)
         out = self.call(self.x)
-        middle = time.perf_counter()
+        middle = clock(device)
         out.backward(self.grad_out)
-        return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
+        end = clock(device)
+        if device == "cuda":
+            del out
+            self.clear()
+            torch.cuda.empty_cache()  # for the others
+        return middle - start, end - middle
 
     def memory(self) -> tuple[float, float]:
         """Return the peak of one forward and backward pass in MiB: above the inputs, and above what it returns, too."""
         self.call(self.x).sum().backward()  # what is made once and kept
         self.clear()
-        before = settle()
+        before = settle(self.problem.device)
         out = self.call(self.x)
         grad_out = torch.ones_like(out)
         out.backward(grad_out)
-        peak = resident("VmHWM") - before
+        above = peak(self.problem.device) - before
         held = [out, grad_out, self.x.grad, *(p.grad for p in self.parameters.values())]
-        return peak, peak - sum(t.nbytes for t in held) / 2**20
+        return above, above - sum(t.nbytes for t in held) / 2**20
 
 
 def error(value: Tensor, reference: Tensor) -> float:
@@ -220,7 +238,7 @@ class Gather:
         self.function.restype = ctypes.c_uint64
         block, width = problem.block(), problem.case.width
         self.passes = [(block.col, block.num_src), (block.transpose[1], block.num_dst)]
-        self.passes = [(index.int(), noise(rows, width, 0).to(problem.dtype)) for index, rows in self.passes]
+        self.passes = [(index.int(), noise(rows, width, 0, "cpu").to(problem.dtype)) for index, rows in self.passes]
         self.ahead = 8
 
     def ready(self) -> int:
@@ -242,16 +260,30 @@ class Gather:
         return 1e3 * (time.perf_counter() - start)
 
 
+class Copy:
+    """Copies memory of a GPU: the bound is the time in which as many bytes as an aggregation must read pass by."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.bytes = problem.edge_index.size(1) * problem.case.width * problem.dtype.itemsize
+        self.one, self.other = (torch.zeros(1 << 28, device=problem.device) for _ in range(2))
+
+    def ready(self) -> bool:
+        return True
+
+    def repeat(self) -> list[float]:
+        """Return the milliseconds of the forward and of the backward pass."""
+        start = clock("cuda")
+        for _ in range(10):
+            self.one.copy_(self.other)
+        return [(clock("cuda") - start) / 10 * self.bytes / (2 * self.one.nbytes)] * 2  # read and written
+
+
 class Linear(Job):
     """All linear maps of a case's input as one."""
 
     def __init__(self, problem: Problem) -> None:
-        weight = noise(problem.case.linear, problem.case.inputs, 0).requires_grad_()
+        weight = noise(problem.case.linear, problem.case.inputs, 0, problem.device).requires_grad_()
         super().__init__(problem, lambda x: F.linear(x, weight), {"weight": weight})
-
-    def ready(self) -> bool:
-        self.grad_out = self.problem.grad(self.call(self.x))
-        return True
 
 
 class Reference:
@@ -269,7 +301,7 @@ class Reference:
                 edge_index, None, problem.num_nodes, add_self_loops=False, dtype=problem.dtype
             )
             extra, options = [weight], {"normalize": False, "cached": False}
-        layer = case.make(torch_geometric.nn, **options).double()
+        layer = case.make(torch_geometric.nn, **options).double().to(problem.device)
         x, outs = problem.x.requires_grad_(), []
         grad = None
         for rows, edges in self.ranges():
@@ -303,25 +335,27 @@ def needs(case: Case, implementation: str, edges: int) -> float:
     return pyg_memory(case, edges) if implementation == "PyG" else 0
 
 
-def make_job(case: Case, implementation: str, path: str, library: str) -> Any:
+def make_job(case: Case, implementation: str, path: str, library: str, device: str) -> Any:
     """Make what a child process holds."""
     dtype = torch.bfloat16 if implementation.endswith(BF16) else torch.float32
     if implementation == "reference":
-        return Reference(Problem(case, path, torch.float64))
-    problem = Problem(case, path, dtype)
+        return Reference(Problem(case, path, torch.float64, device))
+    problem = Problem(case, path, dtype, device)
     kind = implementation.removesuffix(BF16)
     if kind == "gather":
-        return Gather(problem, library)
+        return Gather(problem, library) if device == "cpu" else Copy(problem)
     if kind == "linear maps":
         return Linear(problem)
-    return {"pyg_sar": ours, "DGL": dgl_job, "torch CSR": torch_csr}.get(kind, pyg)(problem, kind)
+    job = {"pyg_sar": ours, "DGL": dgl_job, "torch CSR": torch_csr}.get(kind, pyg)(problem, kind)
+    job.other = lambda graph: make_job(case, implementation, graph, library, device)
+    return job
 
 
 def ours(problem: Problem, kind: str) -> Job:
     edge_index = pyg_sar.shard(problem.edge_index, problem.num_nodes, 1)
     if problem.case.layer == "SimpleConv":
         return Job(problem, lambda x: reduce_rows(edge_index.graph, x, "sum"), {})
-    layer, extra = problem.case.make(pyg_sar.nn), problem.extra()
+    layer, extra = problem.case.make(pyg_sar.nn).to(problem.device), problem.extra()
     return Job(problem, lambda x: layer(x, edge_index, *extra), dict(layer.named_parameters()))
 
 
@@ -332,6 +366,7 @@ def pyg(problem: Problem, kind: str) -> Job:
         fast = nn.FastRGCNConv(*problem.case.args, **problem.case.options)
         fast.load_state_dict(layer.state_dict())
         layer = fast
+    layer.to(problem.device)
     adjacency = problem.csr() if kind == "PyG CSR" else problem.edge_index
     return Job(problem, lambda x: layer(x, adjacency, *extra), dict(layer.named_parameters()))
 

@@ -2,12 +2,14 @@
 
     python benchmarks/layers.py --out docs
     python benchmarks/layers.py --out /tmp --cases gat sum-400 --implementations DGL gather --repetitions 3
+    python benchmarks/layers.py --out docs --device cuda    # 2.4M nodes, 62M edges, as ogbn-products has
 
 Every implementation of a case lives in a child process of its own, with the same graph, weights and features; its
 output and all gradients are checked against PyG in double precision before anything is timed. Then they take turns, one
 repetition each, and the table has medians. Peaks of memory come last, in fresh processes that give freed tensors of 1
 MiB and more back to the system. The bound is a loop that only reads the rows which the aggregation must read
-(``gather.cpp``).
+(``gather.cpp``). On a GPU the bound is the time in which it copies as many bytes, peaks are those of torch's allocator,
+and what is checked is the same layer on a smaller graph.
 
 DGL is measured where it can be imported. Its release 1.1.3 runs with current torch (besides what PyG needs, it imports
 scipy)::
@@ -15,7 +17,8 @@ scipy)::
     pip install --no-deps --target DIRECTORY dgl==1.1.3
     PYTHONPATH=DIRECTORY python benchmarks/layers.py --out docs
 
-Writes ``layers-cpu.md`` and ``layers-cpu.png``, with ``--order`` ``layers-cpu-ordered.*``, after every case.
+Writes ``layers-cpu.md`` and ``layers-cpu.png`` (``layers-cuda.*``), with ``--order`` ``layers-cpu-ordered.*``, after
+every case.
 """
 
 import argparse
@@ -44,6 +47,7 @@ import pyg_sar
 from pyg_sar.distributed.datasets import community_graph
 
 TOLERANCE, TOLERANCE_BF16 = 1e-3, 2e-2
+CHECKED = 100_000  # nodes of a graph on which errors are measured, at most
 BOUNDS = ("linear maps", "gather", "gather" + BF16)
 
 
@@ -71,12 +75,14 @@ Results = dict[str, dict[str, Result]]  # of a case's name and an implementation
 
 
 def main(args: argparse.Namespace) -> None:
-    chosen = [case for case in cases() if any(f"{case.name}-".startswith(f"{name}-") for name in args.cases)]
+    chosen = [case for case in cases(args.device) if any(f"{case.name}-".startswith(f"{name}-") for name in args.cases)]
     missing = [case for case in chosen if case.layer != "SimpleConv" and not hasattr(pyg_sar.nn, case.layer)]
     results: Results = {case.name: {"pyg_sar": Result(note=f"no {case.layer} yet")} for case in missing}
     with tempfile.TemporaryDirectory() as scratch:
-        edges = write_graph(args, Path(scratch) / "graph.safetensors")
-        library = compile_gather(Path(scratch))
+        edges = write_graph(args, args.nodes, args.edges, Path(scratch) / "graph.safetensors")
+        if args.nodes > CHECKED:
+            write_graph(args, CHECKED, args.edges * CHECKED // args.nodes, Path(scratch) / "small.safetensors")
+        library = compile_gather(Path(scratch)) if args.device == "cpu" else "none"
         todo = [case for case in chosen if case not in missing]
         bar = tqdm(total=len(todo) * (args.warmups + args.repetitions + 4))
         for case in todo:
@@ -87,15 +93,15 @@ def main(args: argparse.Namespace) -> None:
     print(text)
 
 
-def write_graph(args: argparse.Namespace, path: Path) -> int:
-    """Write the graph with a self-loop at every node, edges sorted by destination, and return the number of edges."""
-    data = community_graph(args.nodes, args.edges, num_features=FEATURES)
-    loops, x = torch.arange(args.nodes), data.x
+def write_graph(args: argparse.Namespace, nodes: int, edges: int, path: Path) -> int:
+    """Write a graph with a self-loop at every node, edges sorted by destination, and return the number of edges."""
+    data = community_graph(nodes, edges, num_features=FEATURES)
+    loops, x = torch.arange(nodes), data.x
     edge_index = torch.cat([data.edge_index, torch.stack([loops, loops])], 1)
     if args.order:
-        order = pyg_sar.locality_order(data.edge_index, args.nodes)
+        order = pyg_sar.locality_order(data.edge_index, nodes)
         edge_index, x = order.argsort()[edge_index], x[order]
-    edge_index = edge_index[:, (edge_index[1] * args.nodes + edge_index[0]).argsort()]
+    edge_index = edge_index[:, (edge_index[1] * nodes + edge_index[0]).argsort()]
     edge_type = torch.randint(RELATIONS, (edge_index.size(1),), generator=torch.Generator().manual_seed(0))
     save_file({"x": x, "edge_index": edge_index.contiguous(), "edge_type": edge_type}, path)
     return edge_index.size(1)
@@ -124,9 +130,11 @@ def measure(
 
         def start(name: str, **settings: str) -> Child:
             told = ["--cases", case.name, "--hold", name, "--scratch", scratch, "--threads", str(args.threads)]
+            told += ["--device", args.device]
             return stack.enter_context(Child(__file__, told, args.threads, DGLBACKEND="pytorch", **settings))
 
-        reference = str(Path(scratch) / "reference.safetensors")
+        reference, small = (str(Path(scratch) / f"{name}.safetensors") for name in ("reference", "small"))
+        checked = [small] if args.nodes > CHECKED else []
         with start("reference") as child:
             child.ask("write", reference)
         bar.update()
@@ -140,16 +148,19 @@ def measure(
                     continue
                 try:
                     answer = children[name].ask(question, *arguments)
-                except Died as death:
-                    results[name] = Result(note=str(death))
-                    del children[name]
+                except (Died, RuntimeError) as death:
+                    full = "OutOfMemoryError" in str(death)
+                    if not full and not isinstance(death, Died):
+                        raise
+                    results[name] = Result(note="out of memory" if full else str(death))
+                    children.pop(name).__exit__(None, None, None)
                 else:
                     yield name, answer
             bar.update()
 
         for _ in ask("ready"):
             pass
-        for name, errors in ask("check", reference):
+        for name, errors in ask("check", reference, *checked):
             wrong, results[name].error = validate(name, errors)
             if wrong and name.startswith("pyg_sar"):
                 raise RuntimeError(f"{case.name}: {name} differs from PyG in double precision in {wrong}")
@@ -172,7 +183,8 @@ def measure(
 
 def skip(args: argparse.Namespace, case: Case, implementation: str, edges: int) -> str:
     """Return why an implementation cannot run here, if so."""
-    need, have = needs(case, implementation, edges) / 1e9, args.memory or available() * 2**20 / 1e9
+    free = available() * 2**20 if args.device == "cpu" else torch.cuda.mem_get_info()[1]
+    need, have = needs(case, implementation, edges) / 1e9, args.memory or free / 1e9
     return f"skipped: needs about {need:.0f} GB" if need > have else ""
 
 
@@ -186,7 +198,7 @@ def validate(implementation: str, errors: dict[str, float]) -> tuple[str, str]:
 
 def report(args: argparse.Namespace, edges: int, results: Results) -> str:
     """Write table and figure; return the table."""
-    stem = Path(args.out) / ("layers-cpu-ordered" if args.order else "layers-cpu")
+    stem = Path(args.out) / f"layers-{args.device}{'-ordered' * args.order}"
     stem.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*heading(args, edges), "", *table(results), "", *legend()])
     stem.with_suffix(".md").write_text(text + "\n")
@@ -200,13 +212,20 @@ def heading(args: argparse.Namespace, edges: int) -> list[str]:
     switch = os.environ.get("PYG_SAR_KERNELS")
     order = "relabelled by `pyg_sar.locality_order`" if args.order else "in random order"
     return [
-        f"One layer, forward and backward, in one process on {processor()}, {os.cpu_count()} cores, {args.threads} "
-        f"threads; medians of {args.repetitions} alternating repetitions. float32; {args.nodes:,} nodes {order}, "
+        f"One layer, forward and backward, in one process on {machine(args)}; medians of {args.repetitions} "
+        f"alternating repetitions. float32; {args.nodes:,} nodes {order}, "
         f"{edges:,} edges (with self-loops, power-law degrees, sorted by destination), {FEATURES} input features. "
-        + ", ".join(f"{name} {release(name)}" for name in ("torch", "torch_geometric", "dgl"))
+        + ", ".join(f"{name} {release(name)}" for name in ("torch", "torch_geometric", "dgl", "triton"))
         + f", pyg_sar {pyg_sar.__version__}{f' (PYG_SAR_KERNELS={switch})' if switch else ''}. "
         "Made by `benchmarks/layers.py`.",
     ]
+
+
+def machine(args: argparse.Namespace) -> str:
+    """Return what it runs on."""
+    if args.device == "cuda":
+        return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
+    return f"{processor()}, {os.cpu_count()} cores, {args.threads} threads"
 
 
 def processor() -> str:
@@ -273,7 +292,8 @@ def legend() -> list[str]:
         "*with linear maps* adds the layer's dense products, measured alone. *Error*: the largest among "
         "the output and all gradients, norm of the difference from PyG in double precision by norm. "
         "*PyG CSR* is PyG with a sparse matrix instead of `edge_index`. PyG has none of its optional compiled "
-        "packages. DGL has graphs with 32-bit ids."
+        "packages. DGL has graphs with 32-bit ids. On a GPU *gather* is the time in which the device copies as many "
+        "bytes, and *peak* that of torch's allocator."
     ]
 
 
@@ -310,9 +330,11 @@ def plot(path: Path, results: Results) -> None:
 
 def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    case = next(case for case in cases() if case.name == args.cases[0])
+    case = next(case for case in cases(args.device) if case.name == args.cases[0])
     scratch = Path(args.scratch)
-    serve(lambda: make_job(case, args.hold, str(scratch / "graph.safetensors"), str(scratch / "gather.so")))
+    small = args.hold == "reference" and (scratch / "small.safetensors").exists()
+    graph = scratch / ("small.safetensors" if small else "graph.safetensors")
+    serve(lambda: make_job(case, args.hold, str(graph), str(scratch / "gather.so"), args.device))
 
 
 if __name__ == "__main__":
@@ -320,8 +342,9 @@ if __name__ == "__main__":
     families = list(dict.fromkeys(case.name.split("-")[0] for case in cases()))
     parser.add_argument("--cases", nargs="+", default=families, help=f"of {families}, or single ones such as gat-2")
     parser.add_argument("--implementations", nargs="+", help="besides pyg_sar; names as in the table, default: all")
-    parser.add_argument("--nodes", type=int, default=50_000)
-    parser.add_argument("--edges", type=int, default=2_500_000)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--nodes", type=int, help="default: 50,000, on a GPU 2,400,000")
+    parser.add_argument("--edges", type=int, help="default: 2,500,000, on a GPU 62,000,000")
     parser.add_argument("--order", action="store_true", help="relabel nodes by pyg_sar.locality_order")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--warmups", type=int, default=2)
@@ -332,4 +355,7 @@ if __name__ == "__main__":
         parser.add_argument(option, help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    many = arguments.device == "cuda"
+    arguments.nodes = arguments.nodes or (2_400_000 if many else 50_000)
+    arguments.edges = arguments.edges or (62_000_000 if many else 2_500_000)
     worker(arguments) if arguments.worker else main(arguments)

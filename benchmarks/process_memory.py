@@ -1,8 +1,10 @@
-"""Memory of this process, as Linux counts it."""
+"""Memory of this process, as Linux counts it, or as torch's allocator does on a GPU."""
 
 import ctypes
 import gc
 from pathlib import Path
+
+import torch
 
 # Settings under which a process gives every tensor of 128 KiB and more back to the system when it is freed, or they
 # would count as used: the C library starts with this threshold, but raises it. They must hold from its start: what was
@@ -27,9 +29,17 @@ def entry(file: str, which: str) -> float:
     raise RuntimeError(f"{file} has no {which}")
 
 
-def settle() -> float:
-    """Give free memory back, reset the high-water mark, and return the resident memory."""
+def peak(device: str = "cpu") -> float:
+    """Return the high-water mark in MiB."""
+    return resident("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
+
+
+def settle(device: str = "cpu") -> float:
+    """Give free memory back, reset the high-water mark, and return the memory that is used, in MiB."""
     gc.collect()
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")

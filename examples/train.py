@@ -68,7 +68,7 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
     torch.manual_seed(args.seed + rank)  # sar: or all workers drop the same features
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
-    loaded = peak_memory()
+    loaded = peak_memory(args.device)
     times, bar = [], tqdm(range(1, args.epochs + 1), disable=rank != 0)
     for epoch in bar:
         start = time.perf_counter()
@@ -84,8 +84,10 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
     return times
 
 
-def peak_memory() -> float:
-    """Peak memory of this process in MiB."""
+def peak_memory(device: str = "cpu") -> float:
+    """Peak memory of this process in MiB; of a GPU, what torch's allocator gave out."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -93,7 +95,8 @@ def report(
     name: str, accuracy: float, times: list[float], loaded: float, layers: list, rank: int, edge_index: torch.Tensor
 ) -> None:
     median = sorted(times)[len(times) // 2]
-    lines = [f"peak memory {peak_memory():.0f} MiB, of which {loaded:.0f} MiB before training"]
+    peak = peak_memory(edge_index.device.type)
+    lines = [f"peak memory {peak:.0f} MiB, of which {loaded:.0f} MiB before training"]
     held = {kind: size / 2**20 for kind, size in edge_index.graph.memory().items() if size > 0}
     lines.append("topology: " + ", ".join(f"{kind} {size:.2f}" for kind, size in held.items()) + " MiB")
     for k, t in enumerate(layers):

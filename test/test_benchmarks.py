@@ -95,3 +95,13 @@ def test_paper(tmp_path):
     rows = [line.split(" | ") for line in (tmp_path / "paper.md").read_text().splitlines()[4:]]
     assert len(rows) == 4 and all(float(row[6]) > 0 for row in rows)
     assert float(rows[0][6]) == pytest.approx(2 * float(rows[1][6]), rel=0.05), "twice the workers, half the memory"
+
+
+@pytest.mark.slow
+def test_shards(tmp_path):
+    """Shards change nothing but time and memory."""
+    sizes = ["--nodes", 300, "--edges", 2000, "--steps", 1, "--rounds", 1, "--parts", 1, 3]
+    run("shards", *sizes, "--models", "gat", "--threads", 1, "--out", tmp_path)
+    rows = [line.split(" | ") for line in (tmp_path / "shards-cpu.md").read_text().splitlines() if "| gat |" in line]
+    assert [row[1:3] for row in rows] == [["pyg_sar", "1"], ["pyg_sar", "3"], ["PyG", ""]]
+    assert len({row[-1] for row in rows}) == 1

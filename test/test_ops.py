@@ -1,5 +1,6 @@
 """The operators as PyTorch sees them, and the compiled kernels against the reference."""
 
+import functools
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import torch
 from kernel_check import BLOCKS, HALF, KINDS, SCHEMAS, block, calls, cast, check_all_double, check_precision, execute
 from pool import Pool
 
+import pyg_sar
 from pyg_sar import ops, reference
 from pyg_sar.dropout import dropout_factors
 from pyg_sar.reference import ADDITIVE, DOT, GATV2
@@ -28,6 +30,19 @@ def threads():
     """Some tests change their number."""
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["compiled", "triton"])
+def kernels(request):
+    """Both sets of kernels."""
+    if request.param == "triton":
+        gpu = pytest.importorskip("gpu", reason="needs Triton")
+        if "bits" in request.node.name or "round" in request.node.name:
+            gpu.needs_rounding(request.node.callspec.params["dtype"])
+        return gpu.OPS
+    if not ops.KERNELS:
+        pytest.skip("the kernels were not built, or are turned off")
+    return OPS
 
 
 # The numbers.
@@ -108,16 +123,16 @@ def test_rows_in_tiles(heads, channels):
     assert compared > 1_000_000
 
 
-@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_round_as_torch_does(dtype):
+def test_sums_round_as_torch_does(kernels, dtype):
     """Ties, what overflows, subnormal numbers, and what is not a number."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randint(-(2**15), 2**15, (2, 1_000_000), generator=g).short().view(dtype)
-    out = torch.full((1, x.size(1)), 7, dtype=dtype)
-    OPS.spmm_(out, torch.tensor([0, 2]), torch.tensor([0, 1]), x, None, None, True)
-    expected = (x[0].float() + x[1].float()).to(dtype)
-    torch.testing.assert_close(out[0], expected, rtol=0, atol=0, equal_nan=True)
+    n = 8000
+    x = torch.randint(-(2**15), 2**15, (2 * n, 125), generator=g).short().view(dtype)
+    out = torch.full((n, 125), 7, dtype=dtype)
+    kernels.spmm_(out, 2 * torch.arange(n + 1), torch.arange(2 * n).view(2, n).t().reshape(-1), x, None, None, True)
+    expected = (x[:n].float() + x[n:].float()).to(dtype)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
     assert expected.isinf().any() and expected.isnan().any() and (expected.abs() < torch.finfo(dtype).tiny).any()
 
 
@@ -155,9 +170,8 @@ def test_zeros(megabytes):
         OPS.zero_(torch.ones(3, 4).t())
 
 
-@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float64, *HALF])
-def test_what_is_not_a_number(dtype):
+def test_what_is_not_a_number(kernels, dtype):
     """NaN and infinities come out where they do in the reference."""
     ptr, col = torch.tensor([0, 3, 5, 8, 10, 12]), torch.tensor([0, 1, 2, 2, 3, 0, 4, 2, 5, 5, 0, 2])
     row = reference.rows_of(ptr, col)
@@ -169,7 +183,7 @@ def test_what_is_not_a_number(dtype):
     x[1, 0] = x[2, 0] = 0.5
     share[0] = torch.inf  # what a gradient becomes if nobody attains the extremum, which is NaN
     seen = []
-    for module in (OPS, reference):
+    for module in (kernels, reference):
         best, count, out = torch.full((5, 5), -torch.inf), torch.zeros(5, 5), torch.zeros(6, 5)
         acc = reference.accumulator(dtype)
         best, count, out = (t.to(acc) for t in (best, count, out))
@@ -202,12 +216,11 @@ def test_what_is_not_a_number(dtype):
     assert (seen[0][5][3] == 0).all(), "a destination all of whose edges are masked"
 
 
-@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("p", [0.0, 1e-9, 0.1, 0.5, 0.6, 0.999, 1.0])
-def test_kernels_drop_what_the_reference_drops(p, dtype):
+def test_kernels_drop_what_the_reference_drops(kernels, p, dtype):
     """One edge for each destination, whose coefficient is 1: bit for bit the factors, forward and backward."""
-    n, heads = 500, 19
+    n, heads = 500, 19 if kernels is OPS else 3  # Triton has a program for each
     ids = torch.cat([torch.arange(100), -1 - torch.arange(100), torch.randint(-(2**62), 2**62, (300,))])
     ptr, col = torch.arange(n + 1), torch.arange(n)
     key, value = torch.zeros(n, heads, dtype=dtype), torch.ones(n, heads, dtype=dtype)
@@ -215,11 +228,11 @@ def test_kernels_drop_what_the_reference_drops(p, dtype):
         factors = dropout_factors(ids, heads, p, seed, dtype, seed % 7)
         settings = (ADDITIVE, 1.0, ids, seed, p, seed % 7)
         peak, total, out = torch.full_like(key, -torch.inf), torch.zeros_like(key), torch.zeros_like(value)
-        OPS.attention_(peak, total, out, ptr, col, key, value, None, None, None, *settings)
+        kernels.attention_(peak, total, out, ptr, col, key, value, None, None, None, *settings)
         assert torch.equal(out, factors)
         assert torch.equal(total, torch.ones_like(total))
         grads = torch.zeros_like(value), torch.zeros_like(key)
-        OPS.attention_grad_(
+        kernels.attention_grad_(
             *grads, None, None, None, ptr, col, ptr, col, col, key, value, None, None, None, torch.zeros_like(key),
             torch.zeros_like(key), value, *settings,
         )  # fmt: skip
@@ -228,12 +241,12 @@ def test_kernels_drop_what_the_reference_drops(p, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_number_of_sixteen_bits(dtype):
+def test_every_number_of_sixteen_bits(kernels, dtype):
     """What kernels read is what PyTorch reads."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     x = bits.view(dtype if dtype != torch.float32 else torch.bfloat16).to(dtype).view(1, -1)
     out = torch.zeros(1, x.size(1))
-    OPS.spmm_(out, torch.tensor([0, 1]), torch.tensor([0]), x, None, None, False)
+    kernels.spmm_(out, torch.tensor([0, 1]), torch.tensor([0]), x, None, None, False)
     torch.testing.assert_close(out, x.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -398,24 +411,24 @@ MISTAKES = [
 ]
 
 
-@needs_kernels
 @pytest.mark.parametrize(("name", "kind", "change", "message"), MISTAKES)
-def test_mistakes_are_refused(name, kind, change, message):
+def test_mistakes_are_refused(kernels, name, kind, change, message):
     good = arguments(name, kind)
     assert block("mixed").sizes[2] == 182
-    getattr(OPS, name)(*good.values())  # as they are
+    getattr(kernels, name)(*good.values())  # as they are
     bad = {**good, **change(good)}
     before = {k: v.clone() for k, v in bad.items() if isinstance(v, torch.Tensor)}
     with pytest.raises((RuntimeError, IndexError), match=re.escape(message)):
-        getattr(OPS, name)(*bad.values())
+        getattr(kernels, name)(*bad.values())
     for key, value in before.items():
         torch.testing.assert_close(bad[key], value, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("module", [OPS, reference], ids=["ops", "reference"])
+@pytest.mark.parametrize("module", [OPS, reference, "triton"], ids=["ops", "reference", "triton"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_rows_without_channels(module, name):
     """Nothing to compute but the normaliser of attention."""
+    module = pytest.importorskip("gpu", reason="needs Triton").OPS if module == "triton" else module
     b = block(name)
     n, m, e = b.sizes
     for kind in KINDS.values():
@@ -449,6 +462,31 @@ def test_kernels_may_be_missing(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not ops.load()
+
+
+def test_kernels_for_gpus_may_be_missing(monkeypatch):
+    """Chosen when the first CUDA tensor comes; the dispatcher knows all of them."""
+    for schema in ops.SCHEMAS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pyg_sar::{schema.partition('(')[0]}", "CUDA")
+    monkeypatch.delenv("PYG_SAR_KERNELS", raising=False)
+    monkeypatch.setattr(ops, "gpu", functools.cache(ops.gpu.__wrapped__))
+    monkeypatch.setitem(sys.modules, "pyg_sar.kernels", None)
+    monkeypatch.delattr(pyg_sar, "kernels", raising=False)
+    with pytest.warns(UserWarning, match=r"without its kernels, in plain PyTorch.*pip install triton") as caught:
+        assert not ops.fused(torch.device("cuda"))
+        assert ops.gpu() is reference
+    assert len(caught) == 1
+    out = torch.zeros(1, 1)
+    ops.on_gpu("spmm_")(out, torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1, 1), None, None, False)
+    assert out.item() == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(ops, "gpu", functools.cache(ops.gpu.__wrapped__))
+    gpu = pytest.importorskip("gpu", reason="needs Triton")
+    monkeypatch.delenv("PYG_SAR_KERNELS", raising=False)
+    assert ops.gpu() is gpu.kernels and ops.fused(torch.device("cuda")) and not ops.fused(torch.device("meta"))
+    monkeypatch.setattr(ops, "gpu", functools.cache(ops.gpu.__wrapped__))
+    monkeypatch.setenv("PYG_SAR_KERNELS", "0")
+    assert ops.gpu() is reference and not ops.fused(torch.device("cuda"))
 
 
 PROGRAM = """

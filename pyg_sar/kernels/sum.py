@@ -57,6 +57,7 @@ def spmm_(
     channels = arguments.channels_of(max(width, arguments.width_of("out", out)), heads)
     wide, same_x, same_out = heads * channels, width < out.size(1), out.size(1) < width
     ptr, col, perm = arguments.edges(ptr, col, perm, x)
+    work_of(ptr, col.numel())  # which looks at ptr
     x = arguments.rows("x", x, -1, channels if same_x else wide, x.dtype, x)
     weight = arguments.rows("weight", weight, col.numel(), heads, acc, x)
     arguments.out("out", out, ptr.numel() - 1, channels if same_out else wide, x.dtype if once else acc, x)

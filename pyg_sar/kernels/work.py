@@ -68,7 +68,7 @@ WORK: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def work_of(ptr: Tensor, num_edges: int) -> Work:
     """Return how the rows of a block are shared out, found once for a row pointer: only then the host waits."""
-    now = None if ptr.is_inference() else ptr._version
+    now = None if ptr.is_inference() else (ptr._version, num_edges)
     version, work = WORK.get(ptr, (None, None))
     if now is None or version != now:
         ends = (0, 0) if ptr.numel() == 0 else tuple(ptr[[0, -1]].tolist())

@@ -1,0 +1,120 @@
+"""Time and memory of a training step in one process whose graph is in several shards, and of PyG.
+
+    python benchmarks/shards.py --device cuda --out docs    # 2.4M nodes, 62M edges, as ogbn-products has
+    python benchmarks/shards.py --nodes 20000 --edges 1000000 --out /tmp
+
+Three layers of GraphSAGE or GAT, forward, backward and one step of Adam. Implementations take turns; each has the whole
+device while it runs. Writes ``shards-cpu.md`` or ``shards-cuda.md``.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from layer_jobs import clock
+from layers import machine
+from process_memory import peak, settle
+from torch import Tensor
+from tqdm import tqdm
+
+import pyg_sar
+from pyg_sar.distributed.datasets import community_graph
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from models import GNN
+
+HIDDEN = {"sage": 256, "gat": 128}
+FEATURES, CLASSES = 100, 47
+
+
+def make_step(args: argparse.Namespace, data: tuple[Tensor, ...], model: str, parts: int) -> Callable[[], float]:
+    """Return a training step on so many shards, or by PyG if there are none; it returns the loss."""
+    x, y, edge_index = data
+    torch.manual_seed(0)
+    nn = pyg_sar.nn if parts else torch_geometric.nn
+    net = GNN(nn, model, FEATURES, HIDDEN[model], CLASSES, args.heads, 0.0, 0.0).to(args.device)
+    graph = pyg_sar.shard(edge_index, x.size(0), parts) if parts else edge_index
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x, graph), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def measure(
+    args: argparse.Namespace, data: tuple[Tensor, ...], model: str, parts: int
+) -> tuple[list[float], list[float], float]:
+    """Return losses, the seconds of every step but the first, and the peak in MiB above what was there before."""
+    before = settle(args.device)
+    step = make_step(args, data, model, parts)
+    losses, times = [step()], []  # the first makes what is made once
+    for _ in range(args.steps):
+        start = clock(args.device)
+        losses.append(step())
+        times.append((clock(args.device) - start) / 1e3)
+    return losses, times, peak(args.device) - before
+
+
+def main(args: argparse.Namespace) -> None:
+    data = community_graph(args.nodes, args.edges, num_features=FEATURES, num_classes=CLASSES)
+    tensors = tuple(t.to(args.device) for t in (data.x, data.y, data.edge_index))
+    columns = ["model", "implementation", "shards", "seconds a step (min to max)", "times one shard", "peak MiB"]
+    columns.append("last loss")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    runs = [(model, parts) for model in args.models for parts in (*args.parts, 0)]
+    found: dict[tuple[str, int], list] = {run: [[], [], 0.0] for run in runs}
+    for _ in range(args.rounds):
+        for run in tqdm(runs):
+            try:
+                losses, times, memory = measure(args, tensors, *run)
+            except torch.cuda.OutOfMemoryError:
+                found[run] = []
+                continue
+            found[run] = [losses, [*found[run][1], *times], max(memory, found[run][2])]
+    for model, parts in runs:
+        name, shards = ("pyg_sar", str(parts)) if parts else ("PyG", "")
+        cells = [model, name, shards]
+        if found[model, parts]:
+            losses, times, memory = found[model, parts]
+            one = statistics.median(found[model, args.parts[0]][1])
+            middle = statistics.median(times)
+            cells += [f"{middle:.3f} ({min(times):.3f} to {max(times):.3f})", f"{middle / one:.2f}", f"{memory:.0f}"]
+            cells.append(f"{losses[-1]:.5f}")
+        else:
+            cells += ["out of memory", "", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    head = (
+        f"A training step of three layers (hidden {HIDDEN['sage']} for sage, {args.heads} x {HIDDEN['gat']} for gat) "
+        f"in one process on {machine(args)}: {args.nodes:,} nodes, {data.num_edges:,} edges, {FEATURES} features; "
+        f"torch {torch.__version__}. Made by `benchmarks/shards.py`."
+    )
+    text = "\n".join([head, "", *lines])
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"shards-{args.device}.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--models", nargs="+", default=list(HIDDEN), choices=list(HIDDEN))
+    parser.add_argument("--parts", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--nodes", type=int, default=2_400_000)
+    parser.add_argument("--edges", type=int, default=62_000_000)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", default="docs")
+    main(parser.parse_args())
