@@ -73,25 +73,26 @@ def main(args: argparse.Namespace) -> None:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     runs = [(model, parts) for model in args.models for parts in (*args.parts, 0)]
     found: dict[tuple[str, int], list] = {run: [[], [], 0.0] for run in runs}
+    full: set[tuple[str, int]] = set()  # what ran out of memory
     for _ in range(args.rounds):
         for run in tqdm(runs):
+            if run in full:
+                continue
             try:
                 losses, times, memory = measure(args, tensors, *run)
             except torch.cuda.OutOfMemoryError:
-                found[run] = []
+                full.add(run)
                 continue
             found[run] = [losses, [*found[run][1], *times], max(memory, found[run][2])]
     for model, parts in runs:
         name, shards = ("pyg_sar", str(parts)) if parts else ("PyG", "")
-        cells = [model, name, shards]
-        if found[model, parts]:
+        cells = [model, name, shards, "out of memory", "", "", ""]
+        if (model, parts) not in full:
             losses, times, memory = found[model, parts]
-            one = statistics.median(found[model, args.parts[0]][1])
-            middle = statistics.median(times)
-            cells += [f"{middle:.3f} ({min(times):.3f} to {max(times):.3f})", f"{middle / one:.2f}", f"{memory:.0f}"]
+            middle, one = statistics.median(times), (model, args.parts[0])
+            times_one = "" if one in full else f"{middle / statistics.median(found[one][1]):.2f}"
+            cells[3:] = [f"{middle:.3f} ({min(times):.3f} to {max(times):.3f})", times_one, f"{memory:.0f}"]
             cells.append(f"{losses[-1]:.5f}")
-        else:
-            cells += ["out of memory", "", "", ""]
         lines.append(f"| {' | '.join(cells)} |")
     head = (
         f"A training step of three layers (hidden {HIDDEN['sage']} for sage, {args.heads} x {HIDDEN['gat']} for gat) "

@@ -185,8 +185,12 @@ class Seeds:
 
     def draw(self) -> int:
         """Return the next seed; refuse to be run once more in a backward pass, which would need the same one again."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Attention dropout cannot be captured in a CUDA graph, each replay of which would drop the same edges."
+            )
         if self.seed is None:
-            return int(torch.randint(1 << 62, ()))
+            return int(torch.randint(1 << 62, (), device="cpu"))
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "Attention dropout cannot be recomputed by 'torch.utils.checkpoint'. Leave the layer out of it: on a "
@@ -309,7 +313,7 @@ class ShardedGraph:
         seen: set[int] = set()
         held = {kind: _bytes(tensors, seen) for kind, tensors in self._tensors().items()}
         others = [self.__dict__.get("_merged"), self.__dict__.get("_looped"), *(t for _, t in self._typed.values())]
-        others += list(map(list, self._regrouped))
+        others += [*map(list, self._regrouped), self.__dict__.get("remaining")]
         held["derived"] = sum(_bytes(_all_tensors(other), seen) for other in others)
         kept = [value for _, owners in self.constants.values() for it in owners.values() for value, _ in it.values()]
         held["constants"] = _bytes(_all_tensors(kept), seen)
@@ -385,6 +389,15 @@ class ShardedGraph:
         e_id = torch.cat([e_id[keep], -1 - n_id[:n]])
         origin = None if self.origin is None else self.origin._replace(looped=True)
         return self.replace(blocks=blocks, e_id=e_id, origin=origin), keep
+
+    @cached_property
+    @ordinary_mode
+    def remaining(self) -> tuple[Tensor, Tensor]:
+        """Positions of the edges that are no self-loops, and of those that are; a mask would have the host wait for the
+        device in every step.
+        """
+        _, keep = self.with_self_loops()
+        return keep.nonzero().view(-1), (~keep).nonzero().view(-1)
 
     def _loop_block(self, block: Block, keep: Tensor, position: Tensor, num_kept: int) -> Block:
         ids = torch.arange(block.ids.start, block.ids.stop) if isinstance(block.ids, slice) else block.ids
@@ -480,6 +493,7 @@ def join(graphs: Sequence[ShardedGraph], first: Sequence[int], num_dst: int) -> 
         num_dst: The number of destinations of the new graph.
     """
     exchange, numbers = graphs[0].exchange.join([g.exchange for g in graphs])
+    numbers = [n.to(g.device) for n, g in zip(numbers, graphs, strict=True)]
     starts = [0, *torch.tensor([g.num_edges for g in graphs]).cumsum(0).tolist()]
     blocks = []
     for pieces in zip(*(g.blocks for g in graphs), strict=True):

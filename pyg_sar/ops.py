@@ -87,11 +87,6 @@ def gpu() -> Any:
     return kernels
 
 
-def fused(device: torch.device) -> bool:
-    """Whether there are kernels for tensors on a device."""
-    return KERNELS if device.type == "cpu" else device.type == "cuda" and gpu() is not reference
-
-
 def load() -> bool:
     """Load the compiled kernels; without them, warn once and return False."""
     if os.environ.get("PYG_SAR_KERNELS") == "0":

@@ -12,14 +12,21 @@ LAYERS = [("SAGEConv", {}), ("GCNConv", {"cached": True}), ("GATConv", {"heads":
           ("TransformerConv", {"heads": 2}), ("RGCNConv", {"num_relations": 3})]  # fmt: skip
 
 
+WITH_EDGES = [*LAYERS, ("GCNConv", {"weights": 1}), ("GATConv", {"heads": 2, "edge_dim": 3}),
+              ("GATv2Conv", {"heads": 2, "edge_dim": 3}), ("TransformerConv", {"heads": 2, "edge_dim": 3})]  # fmt: skip
+
+
 def problem(name, kwargs, parts=1):
     """Return a function that runs a layer forward and backward, its input and its parameters."""
     torch.manual_seed(0)
+    kwargs, edge_index = dict(kwargs), edges().cuda()
+    width = kwargs.pop("weights", 0) or kwargs.get("edge_dim", 0)
     layer = getattr(pyg_sar.nn, name)(8, 4, **kwargs).cuda()
-    edge_index = edges().cuda()
     graph = pyg_sar.shard(edge_index, NUM_NODES, parts)
     x = torch.randn(NUM_NODES, 8, device="cuda", requires_grad=True)
     extra = [torch.arange(edge_index.size(1), device="cuda") % 3] if name == "RGCNConv" else []
+    if width:
+        extra = [torch.rand(edge_index.size(1), width, device="cuda").squeeze(1).requires_grad_()]
 
     def step():
         out = layer(x, graph, *extra)
@@ -30,7 +37,7 @@ def problem(name, kwargs, parts=1):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(("name", "kwargs"), LAYERS)
+@pytest.mark.parametrize(("name", "kwargs"), WITH_EDGES)
 def test_the_host_never_waits(name, kwargs, parts):
     """After the first steps, in which what is made once is made."""
     step, _, _ = problem(name, kwargs, parts)
@@ -43,7 +50,7 @@ def test_the_host_never_waits(name, kwargs, parts):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("name", "kwargs"), LAYERS)
+@pytest.mark.parametrize(("name", "kwargs"), WITH_EDGES)
 def test_cuda_graph(name, kwargs):
     """One shard can be captured, and runs again on other features."""
     step, tensors, _ = problem(name, kwargs)
@@ -83,3 +90,13 @@ def test_autocast(name, kwargs, parts):
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found.float(), expected.float(), rtol=0.05, atol=0.05)
     assert all(t.grad is not None and t.grad.isfinite().all() for t in tensors)
+
+
+def test_dropout_is_not_captured():
+    """Every replay would drop the same edges."""
+    layer, graph = pyg_sar.nn.GATConv(8, 4, dropout=0.5).cuda(), pyg_sar.shard(edges().cuda(), NUM_NODES)
+    x = torch.randn(NUM_NODES, 8, device="cuda")
+    layer(x, graph)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(x, graph)

@@ -123,10 +123,11 @@ class Local:
     def join(self, others: Sequence[Local]) -> tuple[Local, list[Tensor]]:
         """Return the exchange of the rows of all, one after the other."""
         ends = list(accumulate((num_rows(other.ids) for other in others), initial=0))
-        numbers = [torch.arange(start, end) for start, end in pairwise(ends)]
+        device = next((i.device for other in others for i in other.ids if isinstance(i, Tensor)), None)
+        numbers = [torch.arange(start, end, device=device) for start, end in pairwise(ends)]
         pieces = zip(*(other.ids for other in others), strict=True)
         ids = [torch.cat([number[i] for number, i in zip(numbers, piece, strict=True)]) for piece in pieces]
-        return Local([renumber(i, torch.arange(ends[-1])) for i in ids], self.log), numbers
+        return Local([renumber(i, torch.arange(ends[-1], device=device)) for i in ids], self.log), numbers
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Return the values."""

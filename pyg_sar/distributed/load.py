@@ -10,7 +10,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.distributed import hetero
 from pyg_sar.distributed.assemble import assemble
-from pyg_sar.distributed.collectives import gather_objects
+from pyg_sar.distributed.collectives import all_reduce, gather_objects
 from pyg_sar.distributed.exchange import Log
 from pyg_sar.distributed.split import Topology
 from pyg_sar.distributed.store import Shard, read_info, read_part
@@ -71,6 +71,8 @@ def load(
     said = gather_objects(mine, group)
     _agree(said, rank)
     assert shard is not None
+    if torch.device(device).type == "cuda":  # NCCL wants all workers in a group's first message
+        all_reduce(torch.zeros(1, device=device), group)
     log, seed = Log(), said[0][3]
 
     def edge_index(topology: Topology, number: int = 0) -> ShardedEdgeIndex:

@@ -30,8 +30,8 @@ def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterato
     if backend is None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         backend = "cpu:gloo,cuda:nccl" if 0 < local <= torch.cuda.device_count() else "gloo"
-    if "nccl" in backend:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     if "nccl" in backend:  # a first message from one worker to another one takes connections that all make together
         dist.all_reduce(torch.zeros(1, device="cuda"))

@@ -29,8 +29,9 @@ def to_host(tensor: Tensor) -> Tensor:
     stream = copies(tensor.device)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-    tensor.record_stream(stream)  # its memory is not used anew before
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+            tensor, non_blocking=True
+        )
     stream.synchronize()
     return host
 
@@ -43,7 +44,7 @@ class Landing:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.host = tensor, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.tensor, self.host = tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         # What is computed from now on does not read it, and need not be waited for.
         self.ready = torch.cuda.current_stream(tensor.device).record_event()
 

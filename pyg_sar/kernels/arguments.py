@@ -71,7 +71,8 @@ def index(name: str, t: Any, count: int, dtype: torch.dtype, like: Tensor) -> An
 def edges(ptr: Tensor, col: Tensor, perm: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor, Any]:
     """Return the index tensors of a block."""
     expect(ptr.dtype in (torch.int32, torch.int64), f"Expected indices of type int32 or int64 (got {ptr.dtype})")
-    index("ptr", ptr, -1, ptr.dtype, like)  # itself: what is known of it is known by its identity
+    index("ptr", ptr, -1, ptr.dtype, like)
+    expect(ptr.is_contiguous(), "Expected 'ptr' to be contiguous")  # what is known of it is known by its identity
     count = col.numel()
     return ptr, index("col", col, count, ptr.dtype, like), index("perm", perm, count, ptr.dtype, like)
 

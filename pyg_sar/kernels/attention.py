@@ -12,7 +12,19 @@ from torch import Tensor
 from pyg_sar import reference
 from pyg_sar.kernels import arguments
 from pyg_sar.kernels.arguments import expect, stride
-from pyg_sar.kernels.device import ADDITIVE, DOT, GATV2, SEEDS, dropout, factor_of, head_of, keys_of, score_of, units_of
+from pyg_sar.kernels.device import (
+    ADDITIVE,
+    DOT,
+    GATV2,
+    SEEDS,
+    dropout,
+    factor_of,
+    head_of,
+    keys_of,
+    program,
+    score_of,
+    units_of,
+)
 from pyg_sar.kernels.extremum import highest
 from pyg_sar.kernels.sum import add_hubs, merged
 from pyg_sar.kernels.work import Units, Work, launch, work_of
@@ -21,14 +33,15 @@ from pyg_sar.reference import accumulator, spread
 
 @triton.jit(do_not_specialize=SEEDS)
 def _attention(
-    peak, total, out, col, key, value, query, edge, att, peak_stride, total_stride, out_stride, key_stride,
-    value_stride, query_stride, edge_stride, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
-    kind: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr, channels: tl.constexpr,
-    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    peak, total, out, col, key, value, query, edge, att, peak_stride: tl.constexpr, total_stride: tl.constexpr,
+    out_stride: tl.constexpr, key_stride: tl.constexpr, value_stride: tl.constexpr, query_stride: tl.constexpr,
+    edge_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
+    columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr,
+    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    begin, end, at, some = units_of(first, last, place, num_units, R)
-    i = tl.load(row + tl.program_id(0) * R + tl.arange(0, R), some, 0)
-    h, c = tl.program_id(1), tl.arange(0, C)
+    group, h = program(columns)
+    begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
+    c = tl.arange(0, C)
     mask = some[:, None] & (c < channels)[None, :]
     wide: tl.constexpr = kind != ADDITIVE
     q = head_of(query, i, query_stride, h, c, some, wide, channels, type)

@@ -17,7 +17,19 @@ from pyg_sar import reference
 from pyg_sar.kernels import arguments
 from pyg_sar.kernels.arguments import expect, stride
 from pyg_sar.kernels.attention import inputs
-from pyg_sar.kernels.device import ADDITIVE, DOT, GATV2, SEEDS, dropout, factor_of, head_of, keys_of, score_of, units_of
+from pyg_sar.kernels.device import (
+    ADDITIVE,
+    DOT,
+    GATV2,
+    SEEDS,
+    dropout,
+    factor_of,
+    head_of,
+    keys_of,
+    program,
+    score_of,
+    units_of,
+)
 from pyg_sar.kernels.sum import add_rows, in_units
 from pyg_sar.kernels.work import Outs, Units, launch, work_of
 from pyg_sar.reference import accumulator
@@ -27,15 +39,17 @@ PROGRAMS = 1024  # that share the gradient of GATv2's vector, each with a sum of
 
 @triton.jit(do_not_specialize=SEEDS)
 def _sources(
-    d_value, d_key, d_edge, d_score, dst, perm, key, value, query, edge, att, lse, inner, grad, d_value_stride,
-    d_key_stride, d_edge_stride, key_stride, value_stride, query_stride, edge_stride, lse_stride, inner_stride,
-    grad_stride, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units, heads, kind: tl.constexpr,
-    parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr, channels: tl.constexpr, once: tl.constexpr,
-    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    d_value, d_key, d_edge, d_score, dst, perm, key, value, query, edge, att, lse, inner, grad,
+    d_value_stride: tl.constexpr, d_key_stride: tl.constexpr, d_edge_stride: tl.constexpr, key_stride: tl.constexpr,
+    value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, lse_stride: tl.constexpr,
+    inner_stride: tl.constexpr, grad_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row,
+    place, num_units, columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr,
+    threshold: tl.constexpr, scale: tl.constexpr, channels: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    begin, end, at, some = units_of(first, last, place, num_units, R)
-    j = tl.load(row + tl.program_id(0) * R + tl.arange(0, R), some, 0)
-    h, c = tl.program_id(1), tl.arange(0, C)
+    group, h = program(columns)
+    begin, end, j, at, some = units_of(first, last, row, place, num_units, group, R)
+    c = tl.arange(0, C)
     inside = (c < channels)[None, :]
     wide: tl.constexpr = kind != ADDITIVE
     x = head_of(value, j, value_stride, h, c, some, True, channels, type)
@@ -74,7 +88,7 @@ def _sources(
             d = back
             to_key += back
         if d_score is not None:
-            tl.store(d_score + e * heads + h, d, on)
+            tl.store(d_score + e * columns + h, d, on)
         if d_edge is not None:
             if wide:
                 where = d_edge + (e * d_edge_stride)[:, None] + (h * channels + c)[None, :]
@@ -97,14 +111,15 @@ def _sources(
 
 @triton.jit(do_not_specialize=SEEDS)
 def _inner(
-    out, col, key, value, query, edge, lse, grad, out_stride, key_stride, value_stride, query_stride, edge_stride,
-    lse_stride, grad_stride, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
-    parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr, channels: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    out, col, key, value, query, edge, lse, grad, out_stride: tl.constexpr, key_stride: tl.constexpr,
+    value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, lse_stride: tl.constexpr,
+    grad_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
+    columns: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr,
+    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    begin, end, at, some = units_of(first, last, place, num_units, R)
-    i = tl.load(row + tl.program_id(0) * R + tl.arange(0, R), some, 0)
-    h, c = tl.program_id(1), tl.arange(0, C)
+    group, h = program(columns)
+    begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
+    c = tl.arange(0, C)
     q = head_of(query, i, query_stride, h, c, some, False, channels, type)
     g = head_of(grad, i, grad_stride, h, c, some, True, channels, type)
     norm = head_of(lse, i, lse_stride, h, c, some, False, channels, type)
@@ -125,18 +140,18 @@ def _inner(
 
 @triton.jit
 def _gatv2_queries(
-    d_query, d_att, col, d_score, key, query, edge, att, d_query_stride, key_stride, query_stride, edge_stride, heads,
-    first, last, row, place, num_units, parameter: tl.constexpr, channels: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    d_query, d_att, col, d_score, key, query, edge, att, d_query_stride: tl.constexpr, key_stride: tl.constexpr,
+    query_stride: tl.constexpr, edge_stride: tl.constexpr, first, last, row, place, num_units,
+    columns: tl.constexpr, parameter: tl.constexpr, channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    h, c = tl.program_id(1), tl.arange(0, C)
+    begun, h = program(columns)
+    c, programs = tl.arange(0, C), tl.num_programs(0) // columns
     a = tl.load(att + h * channels + c, c < channels, 0).to(type)
     to_att = tl.zeros([C], type)
-    for group in range(tl.program_id(0), tl.cdiv(num_units, R), tl.num_programs(0)):
-        u = group * R + tl.arange(0, R)
-        some = u < num_units
-        begin, end = tl.load(first + u, some, 0), tl.load(last + u, some, 0)
-        q = head_of(query, tl.load(row + u, some, 0), query_stride, h, c, some, True, channels, type)
+    for group in range(begun, tl.cdiv(num_units, R), programs):
+        begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
+        q = head_of(query, i, query_stride, h, c, some, True, channels, type)
         to_query = tl.zeros([R, C], type)
         for k in range(0, tl.max(end - begin, 0)):
             e = begin + k
@@ -144,17 +159,16 @@ def _gatv2_queries(
             it = head_of(key, tl.load(col + e, on, 0), key_stride, h, c, on, True, channels, type)
             features = head_of(edge, e, edge_stride, h, c, on, True, channels, type)
             _, total = score_of(it, q, features, a, GATV2, parameter)
-            d = tl.load(d_score + e.to(tl.int64) * heads + h, on, 0)[:, None]
+            d = tl.load(d_score + e.to(tl.int64) * columns + h, on, 0)[:, None]
             to_query += tl.where(total > 0, d, d * parameter) * a[None, :]
             if d_att is not None:
                 to_att += tl.sum(tl.where(total > 0, d * total, d * parameter * total), 0)
         if d_query is not None:
-            at = tl.load(place + u, some, 0).to(tl.int64)
             where = d_query + (at * d_query_stride)[:, None] + (h * channels + c)[None, :]
             mask = some[:, None] & (c < channels)[None, :]
             tl.store(where, tl.load(where, mask, 0) + to_query, mask)
     if d_att is not None:
-        tl.store(d_att + (tl.program_id(0) * heads + h) * channels + c, to_att, c < channels)
+        tl.store(d_att + (begun * columns + h) * channels + c, to_att, c < channels)
 
 
 def attention_grad_(
@@ -253,7 +267,7 @@ class _Call:
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             strides = map(stride, (*outs, d_edge, *tensors[:4], *tensors[5:]))
             launch(_sources, units, count, self.heads, self.channels, *outs, d_edge, d_score, self.dst, self.perm,
-                   *tensors, *strides, heads=self.heads, once=once, **self.common, **self.settings)  # fmt: skip
+                   *tensors, *strides, once=once, **self.common, **self.settings)  # fmt: skip
 
         in_units(self.by_source, [d_value, d_key], run, once)
         return d_score
@@ -275,9 +289,10 @@ class _Call:
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             part = None if d_att is None else d_att.new_zeros(PROGRAMS, d_att.numel())
+            programs = {} if part is None else {"programs": PROGRAMS}
             launch(_gatv2_queries, units, count, self.heads, self.channels, *outs, part, self.col, d_score, *tensors,
-                   self.given["att"], *map(stride, (*outs, *tensors)), heads=self.heads,
-                   parameter=self.settings["parameter"], programs=PROGRAMS, **self.common)  # fmt: skip
+                   self.given["att"], *map(stride, (*outs, *tensors)),
+                   parameter=self.settings["parameter"], **programs, **self.common)  # fmt: skip
             if d_att is not None and part is not None:
                 d_att.add_(part.sum(0))
 

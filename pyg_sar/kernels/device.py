@@ -16,11 +16,18 @@ ADDITIVE, GATV2, DOT = (tl.constexpr(kind) for kind in (reference.ADDITIVE, refe
 
 
 @triton.jit
-def units_of(first, last, place, num_units, R: tl.constexpr):
-    """Return the edges and the places of the units of this program."""
-    u = tl.program_id(0) * R + tl.arange(0, R)
+def program(columns: tl.constexpr):
+    """Return which units and which columns (or head) are this program's; all columns of some rows run side by side."""
+    return tl.program_id(0) // columns, tl.program_id(0) % columns
+
+
+@triton.jit
+def units_of(first, last, row, place, num_units, group, R: tl.constexpr):
+    """Return the edges, rows and places of a group of units, and which of these there are."""
+    u = group * R + tl.arange(0, R)
     some = u < num_units
-    return tl.load(first + u, some, 0), tl.load(last + u, some, 0), tl.load(place + u, some, 0).to(tl.int64), some
+    begin, end, i = tl.load(first + u, some, 0), tl.load(last + u, some, 0), tl.load(row + u, some, 0)
+    return begin, end, i, tl.load(place + u, some, 0).to(tl.int64), some
 
 
 @triton.jit
@@ -88,7 +95,7 @@ def factor_of(e_id, e, on, of_edges, of_head, threshold: tl.constexpr, scale: tl
 
 def dropout(e_id: Tensor | None, p: float, seed: int, head: int, type: torch.dtype) -> dict[str, Any]:
     """Return the arguments of :func:`factor_of`."""
-    scale = 0.0 if p >= 1 else (torch.ones((), dtype=type) / (1 - p)).item()
+    scale = 0.0 if p >= 1 else (torch.ones((), dtype=type, device="cpu") / (1 - p)).item()
     # As words with a sign, because the type of an argument is a matter of its size.
     low, high = (((seed >> shift & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for shift in (0, 32))
     return {"e_id": e_id, "seed_low": low, "seed_high": high, "first_head": head, "threshold": round(p * 2**32),

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_sar.kernels import arguments
-from pyg_sar.kernels.device import tile, units_of
+from pyg_sar.kernels.device import program, tile, units_of
 from pyg_sar.kernels.sum import COLUMNS, in_units, merged
 from pyg_sar.kernels.work import Outs, Units, Work, launch, work_of
 from pyg_sar.reference import accumulator
@@ -16,11 +16,13 @@ from pyg_sar.reference import accumulator
 
 @triton.jit
 def _extremum(
-    best, count, col, x, best_stride, count_stride, x_stride, width, first, last, row, place, num_units,
-    largest: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    best, count, col, x, best_stride: tl.constexpr, count_stride: tl.constexpr, x_stride: tl.constexpr,
+    width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr, largest: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    begin, end, at, some = units_of(first, last, place, num_units, R)
-    c = tl.program_id(1) * C + tl.arange(0, C)
+    group, column = program(columns)
+    begin, end, _, at, some = units_of(first, last, row, place, num_units, group, R)
+    c = column * C + tl.arange(0, C)
     mask = some[:, None] & (c < width)[None, :]
     top, ties = tile(best, at, best_stride, c, mask, type), tile(count, at, count_stride, c, mask, type)
     for k in range(0, tl.max(end - begin, 0)):
@@ -82,14 +84,15 @@ def highest(work: Work, tops: Tensor, ties: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _extremum_grad(
-    out, row_of, x, best, share, out_stride, x_stride, best_stride, share_stride, width, first, last, row, place,
-    num_units, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    out, row_of, x, best, share, out_stride: tl.constexpr, x_stride: tl.constexpr, best_stride: tl.constexpr,
+    share_stride: tl.constexpr, width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    begin, end, at, some = units_of(first, last, place, num_units, R)
-    u = tl.program_id(0) * R + tl.arange(0, R)
-    c = tl.program_id(1) * C + tl.arange(0, C)
+    group, column = program(columns)
+    begin, end, j, at, some = units_of(first, last, row, place, num_units, group, R)
+    c = column * C + tl.arange(0, C)
     mask = some[:, None] & (c < width)[None, :]
-    value = tile(x, tl.load(row + u, some, 0), x_stride, c, mask, type)
+    value = tile(x, j, x_stride, c, mask, type)
     where = out + (at * out_stride)[:, None] + c[None, :]
     total = tl.load(where, mask, 0)
     for k in range(0, tl.max(end - begin, 0)):

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_sar.kernels import arguments
-from pyg_sar.kernels.device import tile, units_of
+from pyg_sar.kernels.device import program, tile, units_of
 from pyg_sar.kernels.work import CELLS, Outs, Units, Work, launch, work_of
 from pyg_sar.reference import accumulator
 
@@ -19,12 +19,14 @@ COLUMNS = 128  # of a tile, at most
 
 @triton.jit
 def _sum(
-    out, col, x, weight, perm, out_stride, x_stride, weight_stride, width, first, last, row, place, num_units,
-    heads: tl.constexpr, channels: tl.constexpr, shared_x: tl.constexpr, shared_out: tl.constexpr, once: tl.constexpr,
-    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    out, col, x, weight, perm, out_stride: tl.constexpr, x_stride: tl.constexpr, weight_stride: tl.constexpr,
+    width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr, heads: tl.constexpr,
+    channels: tl.constexpr, shared_x: tl.constexpr, shared_out: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    begin, end, at, some = units_of(first, last, place, num_units, R)
-    c = tl.program_id(1) * C + tl.arange(0, C)
+    group, column = program(columns)
+    begin, end, _, at, some = units_of(first, last, row, place, num_units, group, R)
+    c = column * C + tl.arange(0, C)
     total = tl.zeros([R, C], type)
     for k in range(0, tl.max(end - begin, 0)):
         e = begin + k
@@ -117,10 +119,12 @@ def zeros(like: Tensor, rows: int) -> Tensor:
 
 @triton.jit
 def _products(
-    out, ptr, col, x, y, out_stride, x_stride, y_stride, num_rows, num_edges, steps, channels: tl.constexpr,
-    shared_x: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    out, ptr, col, x, y, out_stride: tl.constexpr, x_stride: tl.constexpr, y_stride: tl.constexpr, num_rows,
+    num_edges, steps, columns: tl.constexpr, channels: tl.constexpr, shared_x: tl.constexpr, type: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    e = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    group, h = program(columns)
+    e = group.to(tl.int64) * R + tl.arange(0, R)
     on = e < num_edges
     # The row of an edge is the first one that ends behind it.
     low, high = tl.zeros([R], tl.int64), tl.zeros([R], tl.int64) + num_rows
@@ -128,7 +132,7 @@ def _products(
         middle = (low + high) // 2
         behind = tl.load(ptr + middle + 1, on & (low < high), 0) <= e
         low, high = tl.where(behind & (low < high), middle + 1, low), tl.where(behind, high, middle)
-    h, c = tl.program_id(1), tl.arange(0, C)
+    c = tl.arange(0, C)
     mask = on[:, None] & (c < channels)[None, :]
     a = tile(x, tl.load(col + e, on, 0), x_stride, c if shared_x else h * channels + c, mask, type)
     b = tile(y, low, y_stride, h * channels + c, mask, type)
@@ -149,7 +153,7 @@ def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor) -> None:
     c = triton.next_power_of_2(max(channels, 1))
     r = max(CELLS // c, 1)
     with torch.cuda.device_of(x):
-        _products[triton.cdiv(num_edges, r), heads](
+        _products[(triton.cdiv(num_edges, r) * heads,)](
             out, ptr, col, x, y, out.stride(0), x.stride(0), y.stride(0), num_rows, num_edges, num_rows.bit_length(),
-            channels, width < wide, type, r, c, enable_fp_fusion=True,
+            heads, channels, width < wide, type, r, c, enable_fp_fusion=True,
         )  # fmt: skip

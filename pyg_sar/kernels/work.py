@@ -84,6 +84,8 @@ def work_of(ptr: Tensor, num_edges: int) -> Work:
 
 def share_out(ptr: Tensor) -> Work:
     """Sort rows by degree and cut hubs."""
+    if ptr.numel() > 0 and ptr.dtype == torch.int32 and int(ptr[-1]) > (1 << 31) - 1 - CUT:
+        ptr = ptr.long()  # lockstep goes past the last edge
     degree = ptr.diff()
     sorted_degree, order = degree.sort(descending=True, stable=True)
     num_hubs, filled = ((sorted_degree > n).sum().item() for n in (CUT, 0))
@@ -111,6 +113,6 @@ def launch(
     c = triton.next_power_of_2(max(width, 1))
     r = min(max(CELLS // c, 1), ROWS, triton.next_power_of_2(count))
     with torch.cuda.device_of(units.first):
-        kernel[min(triton.cdiv(count, r), programs), columns](
-            *args, **units._asdict(), num_units=count, **settings, R=r, C=c, enable_fp_fusion=True
+        kernel[(min(triton.cdiv(count, r), programs) * columns,)](
+            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c, enable_fp_fusion=True
         )

@@ -80,12 +80,13 @@ def pack(values: Tensor, keys: Tensor, heads: int, groups: list[slice], dim: int
 
 def replace_self_loops(graph: ShardedGraph, edge_attr: Tensor | None, fill: Any) -> tuple[ShardedGraph, Tensor | None]:
     """Give every node exactly one self-loop, whose features are ``fill`` or reduced from the other edges, as in PyG."""
-    looped, keep = graph.with_self_loops()
+    looped, _ = graph.with_self_loops()
     if edge_attr is None:
         return looped, None
-    rest, n = edge_attr[keep], graph.num_dst
+    kept, _ = graph.remaining
+    rest, n = edge_attr.index_select(0, kept), graph.num_dst
     if isinstance(fill, str):
-        loops = scatter(rest, graph.row[keep], 0, n, fill)
+        loops = scatter(rest, graph.row[kept], 0, n, fill)
     elif isinstance(fill, Tensor):
         fill = fill.to(rest)
         loops = (fill if fill.dim() == rest.dim() else fill.unsqueeze(0)).expand(n, *rest.shape[1:])

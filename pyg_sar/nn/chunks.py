@@ -25,7 +25,7 @@ from pyg_sar.reduce import Grads, Needs, Reduce, Rows
 from pyg_sar.stream import aggregate
 from pyg_sar.trace import NotStreamable
 
-CELLS = 1 << 16  # of a chunk, about: messages, padded
+CELLS = 1 << 16  # of a chunk, about: messages, padded; on a GPU, which waits for the host between chunks, 16 times
 FEWEST = 2  # edges of a made-up destination: the quantiles of PyG count on them
 LARGEST: WeakKeyDictionary[ShardedGraph, int] = WeakKeyDictionary()
 
@@ -184,7 +184,7 @@ def largest_degree(graph: ShardedGraph) -> int:
 def in_chunks(body: Body, padding: int = FEWEST, cells: int | None = None) -> Tensor:
     """Run a call."""
     graph, inputs = body.graph, body.inputs
-    chunks = Chunks(body, cells or CELLS, padding)
+    chunks = Chunks(body, cells or CELLS * (1 if graph.device.type == "cpu" else 16), padding)
     const = [*inputs.const, *body.parameters]
     out = aggregate(graph, chunks, inputs.packed(graph.num_src), inputs.dst, inputs.edge, const)
     return out if body.call.updates else body.end({}, out)

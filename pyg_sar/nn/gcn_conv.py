@@ -77,9 +77,10 @@ def add_remaining_self_loops(
 
     As in PyG, ``fill`` counts only where there are edge weights.
     """
-    looped, keep = graph.with_self_loops()
+    looped, _ = graph.with_self_loops()
     if edge_weight is None:
         return looped, None
+    kept, old = graph.remaining
     loops = edge_weight.new_full((graph.num_dst,), fill)
-    loops = loops.index_put((graph.row[~keep],), edge_weight[~keep])
-    return looped, torch.cat([edge_weight[keep], loops])
+    loops = loops.index_put((graph.row[old],), edge_weight.index_select(0, old))
+    return looped, torch.cat([edge_weight.index_select(0, kept), loops])

@@ -30,7 +30,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     A subclass may say how it streams by :meth:`stream`. Any other one, also of your own, streams by its own code, run
     block by block or in chunks of destinations, if that works out (see :mod:`pyg_sar.nn.strategy`). Otherwise it runs
     in one shot: PyG's own code on the rows of all blocks at once, which is exact too or raises; so it does with hooks
-    on messages and ``explain``. An ordinary ``edge_index`` runs through the kernels of layers
+    on messages and ``explain``. An ordinary ``edge_index`` on the CPU runs through the kernels of layers
     with a :meth:`stream` as a graph of a single block, which is made once for each tensor and kept as long as that
     lives (``pyg_sar.shard(edge_index, num_nodes)`` makes it by hand); without compiled kernels, under
     :func:`torch.compile`, and for other layers, it is PyG's layer.
@@ -103,18 +103,15 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
 
 def has_kernels(edge_index: Any, x: Any) -> bool:
     """Whether an ordinary ``edge_index`` can be streamed by compiled kernels."""
-    if type(edge_index) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if not ops.KERNELS or type(edge_index) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     rows = [t for t in (x if isinstance(x, (tuple, list)) else (x,)) if t is not None]
     return (
         edge_index.layout == torch.strided
-        and ops.fused(edge_index.device)
+        and edge_index.is_cpu
         and not edge_index.is_inference()  # nobody counts its changes
         and len(rows) > 0
-        and all(
-            type(t) in (Tensor, torch.nn.Parameter) and t.device == edge_index.device and t.layout == torch.strided
-            for t in rows
-        )
+        and all(type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and t.layout == torch.strided for t in rows)
     )
 
 
