@@ -97,8 +97,8 @@ def test_given_boundary():
 
 def test_choice():
     """Least traffic where it fits, less memory where it must be; nothing where even that is too much."""
-    options = Namespace(model="gat", hidden=64, heads=8, layers=4, features=64, classes=16, relations=0)
-    share = even_share(4000, 200000, 8)
+    options = Namespace(model="gat", hidden=32, heads=4, layers=3, features=64, classes=16, relations=0)
+    share = even_share(1000, 50000, 4)
 
     def model():
         return _stack(options)
