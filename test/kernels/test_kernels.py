@@ -20,7 +20,7 @@ import pyg_sar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "around a unit"])  # of the CPU's kernels
 def test_double_precision(name):
     """Every operator and choice of arguments; rows lie in all ways."""
     ways = itertools.cycle(itertools.product(LAYOUTS, (torch.int32, torch.int64)))
@@ -171,7 +171,7 @@ print(*sorted(done))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "dtype"),
-    [(("cuda", "80", "32"), "float32"), (("cuda", "90", "32"), "bfloat16"), (("hip", "gfx942", "64"), "float64")],
+    [(("cuda", "80", "32"), "bfloat16"), (("hip", "gfx942", "64"), "float64")],
 )
 def test_kernels_compile_without_a_gpu(tmp_path, target, dtype):
     """For NVIDIA's and AMD's; the interpreter knows nothing of types that Triton refuses."""
