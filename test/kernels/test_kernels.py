@@ -33,7 +33,8 @@ def test_double_precision(name):
 @pytest.mark.slow
 def test_single_precision():
     """The error of every operator on all blocks and shapes is at most twice that of the reference."""
-    shapes = [(name, shape) for name, shape in ALL if sum(BLOCKS[name][0])]
+    # With one source, gradients of scores cancel: what is left is rounding in any precision.
+    shapes = [(name, shape) for name, shape in ALL if BLOCKS[name][1] > 1 and sum(BLOCKS[name][0])]
     assert check_precision(gpu.OPS, torch.float32, 1, shapes, step=8) > 100
 
 
