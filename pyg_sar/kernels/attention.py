@@ -129,8 +129,7 @@ def join(work: Work, state: tuple[Tensor, Tensor, Tensor], parts: tuple[Tensor, 
     """Merge the pieces of hubs into their state."""
     assert work.hubs is not None and work.hub_of is not None
     (peak, total, out), (peaks, totals, outs) = state, parts
-    top, _ = highest(work, peaks, torch.zeros_like(peaks))
-    old = peak[work.hubs]
+    top, old = highest(work, peaks), peak[work.hubs]
     new = torch.maximum(old, top)
     anchor = new.masked_fill(new == -torch.inf, 0)
     decay, weight = (old - anchor).exp(), (peaks - anchor[work.hub_of]).exp()

@@ -63,23 +63,24 @@ def merge(
                type=arguments.type_of(x))  # fmt: skip
 
     run(work.rows, work.filled, best, count)
-    if work.pieces is None or work.hubs is None:
+    if work.pieces is None or work.hubs is None or work.hub_of is None:
         return
     tops = x.new_full((work.pieces.first.numel(), width), -torch.inf, dtype=best.dtype)
     ties = torch.zeros_like(tops)
     run(work.pieces, tops.size(0), tops, ties)
-    top, ties = highest(work, tops, ties)
+    top = highest(work, tops)
+    ties = merged(work, ties * (tops == top[work.hub_of]))
     old, new = best[work.hubs], torch.maximum(best[work.hubs], top)
     count[work.hubs] = count[work.hubs] * (old == new) + ties * (top == new)
     best[work.hubs] = new
 
 
-def highest(work: Work, tops: Tensor, ties: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest entries of the pieces of each hub, and how many edges attain them."""
-    assert work.pieces_ptr is not None and work.hub_of is not None
+def highest(work: Work, tops: Tensor) -> Tensor:
+    """Return the largest entries of the pieces of each hub."""
+    assert work.pieces_ptr is not None
     top = tops.new_full((work.pieces_ptr.numel() - 1, tops.size(1)), -torch.inf)
     merge(top, torch.zeros_like(top), work.pieces_ptr, tops)
-    return top, merged(work, ties * (tops == top[work.hub_of]))
+    return top
 
 
 @triton.jit
