@@ -36,6 +36,7 @@ EXTREMA = {"scatter_reduce", "scatter_reduce_"}
 KNOWN = {"__get__", "size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point",
          "__len__", "get_device", "new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like",
          "empty_like", "full_like"}  # fmt: skip
+ZEROS = {"new_zeros", "zeros_like", "zeros"}
 VALUES = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "nonzero"}
 # What gives other results for some edges than for all of them, unless it is along another dimension.
 MIXES = {"max", "min", "amax", "amin", "sum", "mean", "std", "var", "norm", "median", "sort", "argsort", "topk",
@@ -223,11 +224,18 @@ class Trace(Dropout):
         self.count = 0
         self.kinds = WeakIdKeyDictionary()  # of tensors that are not what they seem
         self.kinds[self.edges], self.kinds[row], self.kinds[col] = "edges", "row", "col"
+        self.zeros = WeakIdKeyDictionary()  # tensors that were zero at some version
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch a function of torch."""
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        out = self.watch(func, name, args, kwargs or {})
+        if name in ZEROS and not out.is_inference():
+            self.zeros[out] = out._version
+        return out
+
+    def watch(self, func: Callable, name: str, args: Any, kwargs: Any) -> Any:
+        """Let a function run or answer in its place."""
         kinds = {self.kinds.get(t) for t in _tensors(args, kwargs)}
         if name == "dropout":
             return self.drop(func, args, kwargs)
@@ -295,7 +303,7 @@ class Trace(Dropout):
         k, self.count, dim = self.count, self.count + 1, dim % target.dim()
         if target.size(dim) != self.num_dst or self.kinds.get(target) or kwargs.get("alpha", 1) != 1:
             raise NotStreamable("it reduces into something else than rows of destinations")
-        if (op == "sum" or include_self) and bool(target.detach().any()):
+        if (op == "sum" or include_self) and not self.is_zero(target):
             raise NotStreamable("it adds to what is there already")
         if op != "sum" and include_self:
             raise NotStreamable("its extrema count a row that is no message")
@@ -305,6 +313,11 @@ class Trace(Dropout):
             found = found._replace(whole=row.shape == self.row.shape)
         value = self.answer(k, found, target)
         return value if value is target or not name.endswith("_") else target.copy_(value)
+
+    def is_zero(self, target: Tensor) -> bool:
+        """Whether a tensor holds zeros; of most ones it is known, so that the host need not wait for a GPU."""
+        known = None if target.is_inference() else self.zeros.get(target)
+        return (known is not None and known == target._version) or not target.detach().any()
 
     def answer(self, k: int, found: Reduction, target: Tensor) -> Tensor:
         """Return the result of the ``k``-th reduction, or ``target`` if it is not known."""

@@ -16,17 +16,17 @@ WITH_EDGES = [*LAYERS, ("GCNConv", {"weights": 1}), ("GATConv", {"heads": 2, "ed
               ("GATv2Conv", {"heads": 2, "edge_dim": 3}), ("TransformerConv", {"heads": 2, "edge_dim": 3})]  # fmt: skip
 
 
-def problem(name, kwargs, parts=1):
+def problem(name, kwargs, parts=1, device="cuda"):
     """Return a function that runs a layer forward and backward, its input and its parameters."""
     torch.manual_seed(0)
-    kwargs, edge_index = dict(kwargs), edges().cuda()
+    kwargs, edge_index = dict(kwargs), edges().to(device)
     width = kwargs.pop("weights", 0) or kwargs.get("edge_dim", 0)
-    layer = getattr(pyg_sar.nn, name)(8, 4, **kwargs).cuda()
+    layer = getattr(pyg_sar.nn, name)(8, 4, **kwargs).to(device)
     graph = pyg_sar.shard(edge_index, NUM_NODES, parts)
-    x = torch.randn(NUM_NODES, 8, device="cuda", requires_grad=True)
-    extra = [torch.arange(edge_index.size(1), device="cuda") % 3] if name == "RGCNConv" else []
+    x = torch.randn(NUM_NODES, 8).to(device).requires_grad_()
+    extra = [torch.arange(edge_index.size(1)).to(device) % 3] if name == "RGCNConv" else []
     if width:
-        extra = [torch.rand(edge_index.size(1), width, device="cuda").squeeze(1).requires_grad_()]
+        extra = [torch.rand(edge_index.size(1), width).to(device).squeeze(1).requires_grad_()]
 
     def step():
         out = layer(x, graph, *extra)

@@ -3,87 +3,10 @@
 import pytest
 import torch
 import torch_geometric.nn
-from layer_check import GRIDS, WORKERS, check_layer
+from layer_check import FULL, GRIDS, OPTIONS, WORKERS, check_layer
 from problem import NUM_NODES, assignment, backward, close, edges, share
 
 import pyg_sar.nn
-
-S, C, A, R = "SAGEConv", "GCNConv", "GATConv", "RGCNConv"
-V, D, F, G = "GATv2Conv", "TransformerConv", "FastRGCNConv", "GINConv"
-FULL = [
-    *((S, (8, 4), {"aggr": aggr}, {}) for aggr in ("mean", "sum", "max", "min")),
-    (C, (8, 4), {}, {}),
-    (C, (8, 4), {}, {"roles": "w"}),
-    (C, (8, 4), {}, {"roles": "w", "edge_grad": False}),
-    (A, (8, 4), {"heads": 3}, {}),
-    (A, (8, 4), {"heads": 2, "edge_dim": 3}, {"roles": "a"}),
-    (V, (8, 4), {"heads": 3}, {}),
-    (V, (8, 4), {"heads": 2, "edge_dim": 3}, {"roles": "a"}),
-    (D, (8, 4), {"heads": 3}, {}),
-    (D, (8, 4), {"heads": 2, "edge_dim": 3, "beta": True}, {"roles": "a"}),
-    (R, (8, 4, 5), {}, {"roles": "t"}),
-    (R, (8, 4, 5), {"num_bases": 2}, {"roles": "t"}),
-    (S, ((8, 6), 4), {}, {"bipartite": "same"}),
-    (S, ((8, 6), 4), {}, {"bipartite": "two"}),
-    (A, ((8, 6), 4), {"heads": 2}, {"bipartite": "same"}),
-    (A, ((8, 6), 4), {"add_self_loops": False, "edge_dim": 3}, {"bipartite": "two", "roles": "a"}),
-    (R, ((8, 6), 4, 5), {}, {"bipartite": "two", "roles": "t"}),
-]
-OPTIONS = [
-    (S, (8, 4), {"normalize": True, "project": True}, {}),
-    (S, (8, 4), {"root_weight": False, "bias": False}, {}),
-    (S, (8, 10), {}, {}),
-    (S, (8, 10), {"normalize": True, "project": True}, {}),
-    (S, ((8, 6), 4), {}, {"bipartite": "same"}),
-    (S, ((8, 6), 4), {"aggr": "max"}, {"bipartite": "two"}),
-    (S, (8, 4), {"aggr": "sum"}, {"bipartite": "none"}),
-    *((S, (8, 4), {"aggr": aggr}, {}) for aggr in ("std", "softmax", ["mean", "max", "std"])),
-    (S, (8, 4), {"flow": "target_to_source"}, {}),
-    (C, (8, 4), {"improved": True}, {"roles": "w"}),
-    (C, (8, 4), {"improved": True}, {}),
-    (C, (8, 4), {"add_self_loops": False}, {"roles": "w"}),
-    (C, (8, 4), {"normalize": False}, {"roles": "w"}),
-    (C, (8, 4), {"bias": False, "cached": True}, {}),
-    (C, (8, 4), {"aggr": "mean"}, {"roles": "w"}),
-    (C, (8, 4), {"aggr": "max"}, {"roles": "w"}),
-    (C, (8, 4), {"flow": "target_to_source"}, {"roles": "w"}),
-    (A, (8, 4), {"heads": 3, "concat": False, "residual": True}, {}),
-    (A, (8, 4), {"add_self_loops": False, "bias": False, "negative_slope": 0.5}, {}),
-    (A, (8, 4), {"residual": True}, {}),
-    (A, (8, 4), {"heads": 2, "aggr": "mean"}, {}),
-    (A, (8, 4), {"heads": 2, "aggr": "max"}, {}),
-    *((A, (8, 4), {"edge_dim": 3, "fill_value": f}, {"roles": "a"}) for f in ("add", "max", "min", "mul", 2.0)),
-    (A, (8, 4), {"edge_dim": 3, "fill_value": torch.tensor([1.0, -2.0, 0.5])}, {"roles": "a"}),
-    (A, (8, 4), {"edge_dim": 3, "add_self_loops": False}, {"roles": "a", "edge_grad": False}),
-    (A, (8, 4), {"edge_dim": 1}, {"roles": "w"}),
-    (A, ((8, 6), 4), {"heads": 2, "residual": True}, {"bipartite": "same"}),
-    (A, ((8, 6), 4), {"add_self_loops": False}, {"bipartite": "two"}),
-    (A, ((8, 6), 4), {"add_self_loops": False}, {"bipartite": "none"}),
-    (V, (8, 4), {"share_weights": True, "concat": False, "residual": True}, {}),
-    (V, (8, 4), {"add_self_loops": False, "bias": False, "negative_slope": 0.5, "aggr": "mean"}, {}),
-    (V, (8, 4), {"heads": 2, "aggr": "max"}, {}),
-    (V, (8, 4), {"edge_dim": 3, "fill_value": "mul"}, {"roles": "a"}),
-    (V, (8, 4), {"edge_dim": 1, "share_weights": True}, {"roles": "w"}),
-    (V, (8, 4), {"edge_dim": 3, "add_self_loops": False}, {"roles": "a", "edge_grad": False}),
-    (V, ((8, 6), 4), {"heads": 2, "residual": True}, {"bipartite": "same"}),
-    (V, ((8, 6), 4), {"add_self_loops": False, "edge_dim": 3}, {"bipartite": "two", "roles": "a"}),
-    (D, (8, 4), {"heads": 2, "concat": False, "root_weight": False}, {}),
-    (D, (8, 4), {"heads": 2, "bias": False, "aggr": "mean"}, {}),
-    (D, (8, 4), {"edge_dim": 3}, {"roles": "a", "edge_grad": False}),
-    (D, ((8, 6), 4), {"heads": 2}, {"bipartite": "same"}),
-    (D, ((8, 6), 4), {"edge_dim": 3, "heads": 2, "concat": False, "beta": True}, {"bipartite": "two", "roles": "a"}),
-    *((G, (), {"nn": (8, 4), "aggr": aggr, "train_eps": True}, {}) for aggr in ("sum", "mean", "max", "std")),
-    (G, (), {"nn": (8, 4)}, {"bipartite": "none"}),
-    *((F, (8, 4, 5), {"aggr": aggr}, {"roles": "t"}) for aggr in ("mean", "sum")),
-    (F, (8, 4, 5), {"num_bases": 2}, {"roles": "t"}),
-    (F, (8, 4, 5), {"num_blocks": 2}, {"roles": "t"}),
-    *((R, (8, 4, 5), {"aggr": aggr}, {"roles": "t"}) for aggr in ("sum", "max", "min")),
-    (R, (8, 4, 5), {"num_blocks": 2}, {"roles": "t"}),
-    (R, (8, 4, 5), {"num_blocks": 2, "aggr": "max"}, {"roles": "t"}),
-    (R, (8, 4, 5), {"root_weight": False, "bias": False, "num_bases": 3}, {"roles": "t"}),
-    (R, ((8, 6), 4, 5), {}, {"roles": "t", "bipartite": "same"}),
-    (R, ((8, 6), 4, 5), {"num_bases": 2}, {"roles": "t", "bipartite": "two"}),
-]
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -107,7 +30,7 @@ def test_options(pool, workers, name, args, kwargs, how, device):
 
 
 def test_median(pool):
-    done = pool.run(2, check_layer, S, (8, 4), {"aggr": "median"}, "", "", "edges")
+    done = pool.run(2, check_layer, "SAGEConv", (8, 4), {"aggr": "median"}, "", "", "edges")
     assert done == [len(GRIDS["edges"])] * 2
 
 
