@@ -5,7 +5,7 @@ import torch
 
 from pyg_sar.trace import NotStreamable, Trace
 
-ROW, SRC = torch.tensor([0, 2, 2, 1]), torch.ones(4, 2)
+ROW, COL, SRC = torch.tensor([0, 2, 2, 1]), torch.tensor([0, 1, 2, 0]), torch.ones(4, 2)
 
 
 def changed(x):
@@ -30,7 +30,7 @@ OTHERS = {
 def cut_of(make):
     """Return the sums that are cut out of a sum by destination, which begins with what ``make`` returns."""
     found = []
-    with Trace(ROW, ROW, 3, {}, lambda k, reduction: found.append(reduction)):
+    with Trace(ROW, COL, 3, {}, lambda k, reduction: found.append(reduction)):
         make(SRC).index_add(0, ROW, SRC)
     return found
 
