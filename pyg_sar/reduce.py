@@ -574,7 +574,7 @@ def linear_grad(
 
 def embed(edge: Tensor, weight: Tensor) -> Tensor:
     """Map the features of edges, ``[num_edges, D]`` or ``[num_edges]``, by a matrix ``[*, D]``."""
-    return edge.view(edge.size(0), -1) @ weight.t()
+    return edge.view(edge.size(0), -1).to(weight.dtype) @ weight.t()
 
 
 def embed_grad(grad: Tensor, edge: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -584,7 +584,7 @@ def embed_grad(grad: Tensor, edge: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     """
     features = edge.view(edge.size(0), -1)
     d_weight = grad.double().t() @ features.double() if grad.size(1) <= 64 else grad.t() @ features.to(grad.dtype)
-    return (grad.to(edge.dtype) @ weight).view_as(edge), d_weight.to(weight.dtype)
+    return (grad.to(weight.dtype) @ weight).to(edge.dtype).view_as(edge), d_weight.to(weight.dtype)
 
 
 def divisor(count: Tensor, like: Tensor) -> Tensor:

@@ -268,7 +268,8 @@ class _Aggregate(torch.autograd.Function):
         saved: list[Tensor] = []
         out = None
         for k, part in enumerate(parts):
-            result, needed = call.forward(k, Rows(*flat), kept)
+            with torch.autocast(call.graph.device.type, enabled=False):  # backward, which knows none, rebuilds this
+                result, needed = call.forward(k, Rows(*flat), kept)
             saved += needed
             if len(parts) > 1:
                 out = result.new_empty(*result.shape[:-1], parts[-1].out.stop) if out is None else out

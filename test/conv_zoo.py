@@ -447,7 +447,7 @@ def numbers(what: str, count: int) -> Tensor:
 
 
 def arguments(
-    case: Case, shares: list[Share], counts: dict[str, int], device: str = "cpu"
+    case: Case, shares: list[Share], counts: dict[str, int], device: str = "cpu", cast: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the layer is called with on a device, and the inputs that get gradients, which stay on the CPU."""
     leaves: dict[str, Any] = {}
@@ -459,6 +459,7 @@ def arguments(
             value = numbers(what, 0)
             return value if value is None else value.to(device)
         value = numbers(what, counts[level])[rows[level]].clone()
+        value = value.float() if cast and value.is_floating_point() else value
         if value.is_floating_point():
             leaves[what] = value.requires_grad_()
         return value.to(device)
@@ -499,12 +500,15 @@ def output(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def forward_and_backward(case: Case, shares: list[Share], device: str = "cpu") -> Result:
+def forward_and_backward(case: Case, shares: list[Share], device: str = "cpu", cast: bool = False) -> Result:
+    """Run a layer on a device; if ``cast``, in single precision under autocast to bfloat16."""
     counts, layer = sizes(case), layer_of(case).to(device)
+    layer = layer.float() if cast else layer
     if device != "cpu":
         shares = [dataclasses.replace(it, edge_index=it.edge_index.to(device)) for it in shares]
-    given, leaves = arguments(case, shares, counts, device)
-    out = output(layer(**given)).cpu()
+    given, leaves = arguments(case, shares, counts, device, cast)
+    with default(torch.float32 if cast else case.dtype), torch.autocast(device, torch.bfloat16, enabled=cast):
+        out = output(layer(**given)).cpu()
     rows, total = (shares[0].src, NUM_NODES) if HYPER in given else (shares[0].dst, counts["dst"])
     if out.requires_grad:
         backward(out, rows, total)
@@ -516,9 +520,7 @@ def forward_and_backward(case: Case, shares: list[Share], device: str = "cpu") -
 @functools.cache
 def whole(name: str) -> Result:
     """What PyG computes on the whole graph, once in every process."""
-    case, (n, dst, e) = CASES[name], sizes(CASES[name]).values()
-    shares = [Share(edges(n, dst, seed), torch.arange(n), torch.arange(dst), torch.arange(e)) for seed in (0, 1)]
-    return forward_and_backward(case, shares)
+    return forward_and_backward(CASES[name], in_one_process(CASES[name], 0))
 
 
 def parts(method: str, size: int, num_nodes: int) -> Tensor:
@@ -581,14 +583,23 @@ def check_refused(group: Any, case: Case, name: str, method: str, device: str = 
     return ["it ran"]
 
 
+def in_one_process(case: Case, parts: int) -> list[Share]:
+    """Return all of the graph, in so many shards or, if there are none, as an ordinary ``edge_index``."""
+    n, dst, e = sizes(case).values()
+
+    def graph(seed: int) -> Any:
+        it = edges(n, dst, seed)
+        return shard(it, (n, dst) if case.two else n, parts) if parts else it
+
+    return [Share(graph(seed), torch.arange(n), torch.arange(dst), torch.arange(e)) for seed in (0, 1)]
+
+
 def refusal(name: str) -> str:
     """What a refused case says on a graph that is cut within this process."""
     case = CASES[name]
-    n, dst, e = sizes(case).values()
-    rows = torch.arange(n), torch.arange(dst), torch.arange(e)
     try:
         with default(case.dtype):
-            forward_and_backward(case, [Share(shard(edges(n, dst, seed), (n, dst), 2), *rows) for seed in (0, 1)])
+            forward_and_backward(case, in_one_process(case, 2))
     except NotImplementedError as error:
         return str(error)
     return ""
@@ -641,12 +652,9 @@ def converted(name: str, group: Any = None) -> Case:
 def strategies(name: str) -> list[str]:
     """How the converted layers of an exact case stream on a graph that is cut within this process."""
     case = converted(name)
-    n, dst, e = sizes(case).values()
-    rows = torch.arange(n), torch.arange(dst), torch.arange(e)
     with default(case.dtype):
         layer = layer_of(case)
-        edge_index = [shard(edges(n, dst, seed), (n, dst) if case.two else n, 2) for seed in (0, 1)]
-        forward_and_backward(case._replace(make=lambda: layer), [Share(it, *rows) for it in edge_index])
+        forward_and_backward(case._replace(make=lambda: layer), in_one_process(case, 2))
     return [line.split(maxsplit=2)[2] for line in describe(layer).splitlines()]
 
 

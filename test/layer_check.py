@@ -121,16 +121,16 @@ def leaf(x: Tensor, grad: bool = True) -> Tensor:
 
 
 def run(
-    layer: Any, x: Any, edge_index: Tensor, extra: list[Tensor], rows: Tensor, total: int, device: str = "cpu"
-) -> dict[str, Any]:
-    """Forward and backward on a device; returns the output and all gradients by name."""
+    layer: Any, x: Any, edge_index: Tensor, extra: list[Tensor], rows: Tensor, total: int, device: str = "cpu",
+    cast: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Forward, perhaps under autocast, and backward on a device; returns the output and all gradients by name."""
     layer.zero_grad()
     nodes = x if isinstance(x, tuple) else (x,)
     there = [None if t is None else t.to(device) for t in nodes]
-    out = layer(
-        tuple(there) if isinstance(x, tuple) else there[0], edge_index.to(device), *(t.to(device) for t in extra)
-    )
-    out = out.cpu()
+    given = tuple(there) if isinstance(x, tuple) else there[0]
+    with torch.autocast(device, torch.bfloat16, enabled=cast):
+        out = layer(given, edge_index.to(device), *(t.to(device) for t in extra)).cpu()
     backward(out, rows, total)
     return {
         "out": out.detach(),

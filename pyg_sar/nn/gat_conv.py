@@ -57,42 +57,48 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
         res = None if self.res is None or x_dst is None else self.res(x_dst)
-        lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
         if self.add_self_loops:
             graph, edge_attr = replace_self_loops(graph, edge_attr, self.fill_value)
         edge = None
         if edge_attr is not None and self.lin_edge is not None:
             edge = edge_attr, through(self.lin_edge.weight, self.att_edge)
-        query = None if x_dst is None else self.terms(lin_dst, x_dst, self.att_dst)
-        rows, lin, project = self.rows(graph, lin_src, x_src)
+        rows, query, lin, project = self.inputs(graph, x_src, x_dst)
         return attend(
             self, graph, ADDITIVE, self.negative_slope, rows, query, edge, project=project, res=res, bias=self.bias,
             lin=lin,
         )  # fmt: skip
 
-    def rows(self, graph: ShardedGraph, lin: Any, x: Tensor) -> tuple[Tensor, Lin | None, tuple[Tensor, ...]]:
-        """Return packed source rows, transformed features and their terms of the scores; or features and the map to
-        such rows; or features and the maps to both, where features are not the wider ones and no rows travel, or where
-        they are at most half as wide and constant: each worker then transforms the rows that it reads, no gradient of
-        rows travels, and what is fetched is the same in every step.
+    def inputs(
+        self, graph: ShardedGraph, x_src: Tensor, x_dst: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Lin | None, tuple[Tensor, ...]]:
+        """Return source rows, terms of destinations, and the maps that have yet to be applied to rows."""
+        lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
+        if is_matrix(lin_src) and is_matrix(lin_dst) and not torch.is_autocast_enabled(x_src.device.type):
+            query = None if x_dst is None else F.linear(x_dst, through(lin_dst.weight, self.att_dst))
+            rows, lin, project = self.rows(graph, lin_src.weight, x_src)
+            return rows, query, lin, project
+        # Under autocast, too, as PyG does it: terms of half the digits are not near enough.
+        z = lin_src(x_src)
+        z_dst = z if x_dst is x_src and lin_dst is lin_src else None if x_dst is None else lin_dst(x_dst)
+        query = None if z_dst is None else self.terms(z_dst, self.att_dst)
+        return pack(z, self.terms(z, self.att_src), self.heads, travelling(self, graph), 1), query, None, ()
+
+    def rows(self, graph: ShardedGraph, weight: Tensor, x: Tensor) -> tuple[Tensor, Lin | None, tuple[Tensor, ...]]:
+        """Return features and the map to packed source rows, transformed features and their terms of the scores; or
+        features and the maps to both, where features are not the wider ones and no rows travel, or where they are at
+        most half as wide and constant: each worker then transforms the rows that it reads, no gradient of rows travels,
+        and what is fetched is the same in every step.
         """
-        groups = travelling(self, graph)
-        if not is_matrix(lin):
-            z = lin(x)
-            key = (z.view(-1, self.heads, self.out_channels) * self.att_src).sum(-1)
-            return pack(z, key, self.heads, groups, 1), None, ()
-        maps, width = (lin.weight, through(lin.weight, self.att_src)), lin.weight.size(0)
+        maps, width = (weight, through(weight, self.att_src)), weight.size(0)
         alone = graph.exchange.alone and len(graph.blocks) == 1
         narrow = x.size(1) <= width if alone else 2 * x.size(1) <= width and not x.requires_grad
-        if (narrow or graph.is_constant(x)) and not torch.is_autocast_enabled(x.device.type):
+        if narrow or graph.is_constant(x):
             return x, None, maps
-        return x, (pack(*maps, self.heads, groups, 0), None), ()
+        return x, (pack(*maps, self.heads, travelling(self, graph), 0), None), ()
 
-    def terms(self, lin: Any, x: Tensor, att: Tensor) -> Tensor:
-        """Return the terms of destinations, one for each head."""
-        if is_matrix(lin):
-            return F.linear(x, through(lin.weight, att))
-        return (lin(x).view(-1, self.heads, self.out_channels) * att).sum(-1)
+    def terms(self, z: Tensor, att: Tensor) -> Tensor:
+        """Return the terms of transformed rows, one for each head."""
+        return (z.view(-1, self.heads, self.out_channels) * att).sum(-1)
 
 
 def is_matrix(lin: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch_geometric.nn
 from torch import Tensor
 
@@ -61,7 +62,8 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
         if edge_attr is not None:
             assert self.lin_edge is not None
             edge = edge_attr, self.lin_edge.weight
-        return attend(
+        out = attend(
             self, graph, GATV2, self.negative_slope, rows, query, edge, self.att, res=res, bias=self.bias,
             lin=None if shared else lin,
         )  # fmt: skip
+        return out.to(torch.promote_types(out.dtype, self.att.dtype))  # as PyG's under autocast

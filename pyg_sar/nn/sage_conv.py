@@ -54,7 +54,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         if root is not None:
             out = add(root, out)
         elif bias is not None:
-            out = out + bias
+            out = out + bias.to(out.dtype)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     def root(self, x: Tensor | None, bias: Tensor | None) -> Tensor | None:
