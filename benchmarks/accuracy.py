@@ -26,6 +26,16 @@ TASKS = [
     ("Entities/AIFB", "rgcn", 16, 10, 3),
     ("Coauthor/Physics", "gcn", 16, 10, 3),
 ]
+HOW = {"bf16 travels": "narrow", "autocast to bf16": "autocast"}
+# number of workers (0: PyG), how they are called, what else is so
+COLUMNS = [
+    (0, "PyG, 1 process", ""),
+    (2, "2 workers", ""),
+    (4, "4 workers", ""),
+    (2, "2 workers", "bf16 travels"),
+    (0, "PyG", "autocast to bf16"),
+    (2, "2 workers", "autocast to bf16"),
+]
 
 
 class Net(torch.nn.Module):
@@ -45,8 +55,10 @@ class Net(torch.nn.Module):
         return self.convs[1](x, *edges)
 
 
-def fit(nn: Any, data: Any, kind: str, hidden: int, epochs: int, seed: int, rank: int) -> float:
-    """Train, and return the test accuracy at the best validation accuracy (at the end where there is no such mask)."""
+def fit(nn: Any, data: Any, kind: str, hidden: int, epochs: int, seed: int, rank: int, casts: bool) -> float:
+    """Train, under autocast if ``casts``, and return the test accuracy at the best validation accuracy (at the end
+    where there is no such mask).
+    """
     torch.manual_seed(seed)
     x = data.get("x")
     width = data.total_nodes if x is None else x.size(1)
@@ -60,14 +72,15 @@ def fit(nn: Any, data: Any, kind: str, hidden: int, epochs: int, seed: int, rank
     for epoch in range(epochs):
         model.train()
         optimizer.zero_grad()
-        out = model(x, *edges)
-        pyg_sar.global_mean(F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none")).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            out = model(x, *edges)[data.train_mask]
+        pyg_sar.global_mean(F.cross_entropy(out.float(), data.y[data.train_mask], reduction="none")).backward()
         pyg_sar.sum_gradients(model)
         optimizer.step()
         if "val_mask" not in data and epoch < epochs - 1:
             continue
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=casts):
             pred = model(x, *edges).argmax(-1)
         val = pyg_sar.accuracy(pred, data.y, data.val_mask) if "val_mask" in data else 0.0
         if val > best:
@@ -79,15 +92,16 @@ def worker(args: argparse.Namespace) -> None:
     with pyg_sar.process_group() as rank:
         torch.manual_seed(args.seeds)
         if args.folder:
-            nn, data = pyg_sar.nn, pyg_sar.load(args.folder, wire=torch.bfloat16 if args.narrow else None)
+            nn, data = pyg_sar.nn, pyg_sar.load(args.folder, wire=torch.bfloat16 if args.how == "narrow" else None)
         else:
             nn, data = torch_geometric.nn, dataset(args.task, args.root)
             data.total_nodes = data.num_nodes
-        answer([fit(nn, data, args.kind, args.hidden, args.epochs, seed, rank) for seed in range(args.seeds)])
+        settings = args.kind, args.hidden, args.epochs
+        answer([fit(nn, data, *settings, seed, rank, args.how == "autocast") for seed in range(args.seeds)])
 
 
 def main(args: argparse.Namespace) -> None:
-    columns = ["graph", "layer", "PyG, 1 process", "2 workers", "4 workers", "2 workers, bf16 travels"]
+    columns = ["graph", "layer", *(f"{who}{what and ', '}{what}" for _, who, what in COLUMNS)]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory() as scratch:
         for name, kind, hidden, epochs, seeds in TASKS:
@@ -96,14 +110,14 @@ def main(args: argparse.Namespace) -> None:
             common = ["--task", name, "--root", args.root, "--kind", kind, "--hidden", str(hidden)]
             common += ["--epochs", str(epochs), "--seeds", str(seeds)]
             cells = []
-            for workers, narrow in ((0, False), (2, False), (4, False), (2, True)):
+            for workers, who, what in COLUMNS:
                 folder = Path(scratch) / f"{name.replace('/', '-')}-{workers}"
                 if workers and not folder.exists():
                     pyg_sar.partition(dataset(name, args.root), workers, folder)
-                where = [*(["--folder", str(folder)] if workers else []), *(["--narrow"] if narrow else [])]
+                where = [*(["--folder", str(folder)] if workers else []), *(["--how", HOW[what]] if what else [])]
                 accs = launch(__file__, workers, common + where, threads=1 if workers else 2)[0]
                 cells.append(f"{100 * statistics.mean(accs):.1f} ± {100 * statistics.stdev(accs):.1f}")
-                print(name, kind, workers, narrow, accs, file=sys.stderr)
+                print(name, kind, who, what, accs, file=sys.stderr)
             print(f"| {name} | {kind.upper()} | {' | '.join(cells)} |", flush=True)
 
 
@@ -111,9 +125,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
     parser.add_argument("--only", help="only data sets whose name contains this")
-    for option in ("--worker", "--narrow", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
+    for option in ("--worker", "--how", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
         number = option in ("--hidden", "--epochs", "--seeds")
-        if option in ("--worker", "--narrow"):
+        if option == "--worker":
             parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
         else:
             parser.add_argument(option, type=int if number else str, help=argparse.SUPPRESS)

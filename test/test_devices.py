@@ -108,8 +108,8 @@ def job(group, folder, device):
     conv, y = conv.double().to(device), x[flow.rows]
     for layer in flow.layers:
         y = conv(y, layer)
-    torch.manual_seed(0)
-    pairs = pyg_sar.corrupt(graph, data.n_id, group=group)
+    assert pyg_sar.corrupt(graph, data.n_id, group=group).device.type == device  # which draws its own numbers
+    pairs = torch.randint(200, (2, 500), generator=torch.Generator().manual_seed(0)).to(device)
     index, mine = pyg_sar.links(pairs, data.n_id, group)
     pools = [getattr(pyg_sar.nn, f"global_{kind}_pool")(out, data.y, group=group) for kind in ("add", "mean", "max")]
     told = pyg_sar.accuracy(out.argmax(-1), data.y % 3, data.test_mask, group)
@@ -124,10 +124,11 @@ def pretended(group, folder):
         return job(group, folder, DEVICE)
 
 
-def test_jobs(pool, machines, tmp_path):
+@pytest.mark.parametrize("where", [DEVICE, pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_jobs(pool, machines, tmp_path, where):
     pyg_sar.partition(community_graph(200, 2000), 2, folder := tmp_path / "graph")
-    ranks = zip(pool.run(2, job, folder, "cpu"), machines.run(2, pretended, folder), strict=True)
-    for expected, found in ranks:
+    there = pool.run(2, job, folder, where) if where == "cuda" else machines.run(2, pretended, folder)
+    for expected, found in zip(pool.run(2, job, folder, "cpu"), there, strict=True):
         for k, (one, other) in enumerate(zip(expected, found, strict=True)):
             close(other, one, f"number {k}")
 

@@ -37,7 +37,7 @@ def test_the_page_is_current():
 @pytest.mark.parametrize(
     ("size", "method"), [(1, "all"), *((n, m) for n in (2, 3) for m in ("random", "empty", "edgeless", "contiguous"))]
 )
-def test_exact_or_refused(pool, size, method):
+def test_exact_or_refused(pool, size, method, device):
     names = [name for name, case in CASES.items() if method in (*case.methods, "all")]
-    problems = pool.run(size, conv_zoo.check, names, method, timeout=200)
+    problems = pool.run(size, conv_zoo.check, names, method, False, device, timeout=200)
     assert not any(problems), "\n".join(p for rank in problems for p in rank)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pyg_sar.kernels import arguments
 from pyg_sar.kernels.device import program, tile, units_of
-from pyg_sar.kernels.sum import COLUMNS, in_units, merged
-from pyg_sar.kernels.work import Outs, Units, Work, launch, work_of
+from pyg_sar.kernels.sum import in_units, merged
+from pyg_sar.kernels.work import Outs, Units, Work, launch, tiles, work_of
 from pyg_sar.reference import accumulator
 
 
@@ -58,7 +58,7 @@ def merge(
     work, width = work_of(ptr, x.size(0) if col is None else col.numel()), x.size(1)
 
     def run(units: Units, num_units: int, best: Tensor, count: Tensor) -> None:
-        launch(_extremum, units, num_units, -(-width // COLUMNS), min(width, COLUMNS), best, count, col, x,
+        launch(_extremum, units, num_units, *tiles(width), best, count, col, x,
                best.stride(0), count.stride(0), x.stride(0), width, largest=largest,
                type=arguments.type_of(x))  # fmt: skip
 
@@ -118,7 +118,7 @@ def extremum_grad_(out: Tensor, ptr: Tensor, row: Tensor, x: Tensor, best: Tenso
     def run(units: Units, count: int, outs: Outs, once: bool) -> None:
         (into,) = outs
         strides = arguments.stride(into), x.stride(0), best.stride(0), share.stride(0)
-        launch(_extremum_grad, units, count, -(-width // COLUMNS), min(width, COLUMNS), into, row, x, best, share,
+        launch(_extremum_grad, units, count, *tiles(width), into, row, x, best, share,
                *strides, width, type=type)  # fmt: skip
 
     in_units(work_of(ptr, row.numel()), [out], run)

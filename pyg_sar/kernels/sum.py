@@ -11,10 +11,8 @@ from torch import Tensor
 
 from pyg_sar.kernels import arguments
 from pyg_sar.kernels.device import program, tile, units_of
-from pyg_sar.kernels.work import CELLS, Outs, Units, Work, launch, work_of
+from pyg_sar.kernels.work import CELLS, Outs, Units, Work, launch, tiles, work_of
 from pyg_sar.reference import accumulator
-
-COLUMNS = 128  # of a tile, at most
 
 
 @triton.jit
@@ -80,7 +78,7 @@ def add_rows(
     def run(units: Units, count: int, outs: Outs, once: bool) -> None:
         (into,) = outs
         strides = arguments.stride(into), x.stride(0), arguments.stride(weight)
-        launch(_sum, units, count, -(-width // COLUMNS), min(width, COLUMNS), into, col, x, weight, perm, *strides,
+        launch(_sum, units, count, *tiles(width), into, col, x, weight, perm, *strides,
                width, once=once, **settings)  # fmt: skip
 
     in_units(work_of(ptr, x.size(0) if col is None else col.numel()), [out], run, once)

@@ -22,6 +22,7 @@ from pyg_sar.reference import rows_of
 CUT = 512  # edges of a unit at most
 CELLS = 1024  # numbers of sums that a program holds, about
 ROWS = 64  # units of a program at most
+COLUMNS = 128  # of a tile at most, where columns do not depend on each other
 
 Outs = Sequence[Any]  # tensors, or None for those that nobody wants
 
@@ -101,6 +102,11 @@ def share_out(ptr: Tensor) -> Work:
         last = torch.minimum(first + CUT, ptr[hubs + 1][hub])
         work.pieces, work.hub_of = Units(first, last.to(ptr.dtype), hubs[hub].to(ptr.dtype), place), hub
     return work
+
+
+def tiles(width: int) -> tuple[int, int]:
+    """Return into how many tiles columns are cut, and the width of one."""
+    return -(-width // COLUMNS), min(width, COLUMNS)
 
 
 def launch(

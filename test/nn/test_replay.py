@@ -27,10 +27,10 @@ def check(problems):
     [(3, "random"), *(pytest.param(n, m, marks=pytest.mark.slow)
                       for n, m in [(1, "all"), (2, "edgeless"), (3, "empty"), (2, "contiguous")])],
 )  # fmt: skip
-def test_exact_or_refused(pool, size, method):
+def test_exact_or_refused(pool, size, method, device):
     names = [n for n in CASES if n not in conv_zoo.NOT_CONVERTED]
     names = [n for n in names if method in (*conv_zoo.converted(n).methods, "all")]
-    check(pool.run(size, conv_zoo.check, names, method, True, timeout=200))
+    check(pool.run(size, conv_zoo.check, names, method, True, device, timeout=200))
 
 
 class Attention(gnn.MessagePassing):
