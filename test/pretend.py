@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -83,6 +83,7 @@ class Pretence(TorchDispatchMode):
     def __init__(self, kernels: Any = None) -> None:
         super().__init__()
         self.kernels, self.waits = kernels, []
+        self.keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func._schema.name.partition("::")[2]
@@ -98,7 +99,9 @@ class Pretence(TorchDispatchMode):
         into = isinstance(args[0], There) if name == "copy_" else is_there(asked) or asked is None
         self.look(name, args, kwargs, tensors, into)
         kwargs.update((key, value) for key, value in {"device": "cpu", "pin_memory": False}.items() if key in kwargs)
-        out = func(*here(args), **here(kwargs))
+        # Our operators in plain PyTorch may use autograd, which is otherwise behind us here.
+        with torch._C._ForceDispatchKeyGuard(*self.keys) if func.namespace == "pyg_sar" else nullcontext():
+            out = func(*here(args), **here(kwargs))
         return tree_map_only(Tensor, lambda t: there[id(t)] if id(t) in there else There(t), out) if into else out
 
     def look(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], into: bool) -> None:
