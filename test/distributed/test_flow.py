@@ -129,12 +129,10 @@ V, D, F, G = "GATv2Conv", "TransformerConv", "FastRGCNConv", "GINConv"
 LAYERS = [
     *((S, (8, 8), {"aggr": aggr}, "") for aggr in ("mean", "max")),
     (S, (8, 8), {"project": True, "normalize": True}, ""),
-    (S, (8, 8), {"aggr": "std"}, ""),  # in one shot
     *((C, (8, 8), options, "") for options in ({}, {"improved": True}, {"add_self_loops": False})),
     (C, (8, 8), {"normalize": False}, "w"),
     (G, (), {"nn": (8, 8), "train_eps": True}, ""),
     (A, (8, 4), {"heads": 2, "residual": True}, ""),
-    (A, (8, 4), {"heads": 2, "aggr": "max"}, ""),  # in one shot
     (A, (8, 4), {"heads": 2, "edge_dim": 3, "fill_value": "mean"}, "a"),
     (A, (8, 4), {"heads": 2, "add_self_loops": False}, ""),
     (V, (8, 4), {"heads": 2}, ""),
@@ -145,6 +143,7 @@ LAYERS = [
     (R, (8, 8, 5), {"aggr": "max"}, "t"),
     (F, (8, 8, 5), {"num_blocks": 2}, "t"),
 ]
+ONE_SHOT = [(S, (8, 8), {"aggr": "std"}, ""), (A, (8, 4), {"heads": 2, "aggr": "max"}, "")]
 
 
 def stack(nn, name, args, kwargs):
@@ -225,14 +224,18 @@ def check(group, name, args, kwargs, roles):
     return len(GRID)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize(("name", "args", "kwargs", "roles"), LAYERS)
+@pytest.mark.parametrize(
+    ("workers", "name", "args", "kwargs", "roles"),
+    [*((n, *layer) for layer in LAYERS for n in (1, 2, 4)), *((2, *layer) for layer in ONE_SHOT)],
+)
 def test_equals_pyg_on_the_whole_graph(pool, workers, name, args, kwargs, roles):
     assert pool.run(workers, check, name, args, kwargs, roles) == [len(GRID)] * workers
 
 
-@pytest.mark.parametrize("num_parts", [1, 3])
-@pytest.mark.parametrize(("name", "args", "kwargs", "roles"), LAYERS)
+@pytest.mark.parametrize(
+    ("num_parts", "name", "args", "kwargs", "roles"),
+    [*((n, *layer) for layer in LAYERS for n in (1, 3)), *((3, *layer) for layer in ONE_SHOT)],
+)
 def test_equals_pyg_in_pieces_of_one_process(num_parts, name, args, kwargs, roles):
     known = {}
     for mode, method, target in itertools.product((1, 2, 3), ("contiguous", "empty"), ("few", "lonely", "none")):
