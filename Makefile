@@ -8,6 +8,10 @@ TORCH ?= torch==2.13.0
 PYG ?=
 ARGS ?=
 
+# Epochs of `make train`, of GraphSAGE and of GAT
+EPOCHS ?= 30
+GAT_EPOCHS ?= 10
+
 VENV := .venv/stamp
 BIN := $(CURDIR)/.venv/bin
 DATA := runs/community-2
@@ -16,9 +20,9 @@ TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 .PHONY: train test lint sanitize venv clean
 
 train: $(DATA)
-	$(TORCHRUN) examples/train.py $(DATA) --model sage --epochs 30 --save runs/sage.safetensors
+	$(TORCHRUN) examples/train.py $(DATA) --model sage --epochs $(EPOCHS) --save runs/sage.safetensors
 	$(TORCHRUN) examples/check.py $(DATA) Community --model sage --weights runs/sage.safetensors
-	$(TORCHRUN) examples/train.py $(DATA) --model gat --epochs 10 --save runs/gat.safetensors
+	$(TORCHRUN) examples/train.py $(DATA) --model gat --epochs $(GAT_EPOCHS) --save runs/gat.safetensors
 	$(TORCHRUN) examples/check.py $(DATA) Community --model gat --weights runs/gat.safetensors
 
 # A release asked for by name stands before the one in .venv on the path.

@@ -116,6 +116,13 @@ def make(package: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return getattr(package, name)(*args, **{**kwargs, **inner})
 
 
+def shape(args: tuple[Any, ...], kwargs: dict[str, Any], bipartite: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the numbers of sources and destinations, and the widths of their rows."""
+    width = args[0] if args else kwargs["nn"][0]
+    counts = NUM_NODES, 47 if bipartite == "two" else NUM_NODES
+    return counts, width if isinstance(width, tuple) else (width, width)
+
+
 def leaf(x: Tensor, grad: bool = True) -> Tensor:
     return x.detach().clone().requires_grad_(grad and x.is_floating_point())
 
@@ -153,7 +160,7 @@ def check_layer(
     device: str = "cpu",
 ) -> int:
     """Compare ``pyg_sar.nn.<name>`` with PyG's; ``bipartite`` is "same" (two inputs), "none" or "two" (node sets)."""
-    num_src, num_dst = NUM_NODES, 47 if bipartite == "two" else NUM_NODES
+    (num_src, num_dst), widths = shape(args, kwargs, bipartite)
     edge_index = edges(num_src, num_dst)
     torch.manual_seed(0)
     reference = make(torch_geometric.nn, name, args, kwargs).to(dtype)
@@ -161,8 +168,6 @@ def check_layer(
     layer.load_state_dict(reference.state_dict(), strict=True)
     reference.load_state_dict(layer.state_dict(), strict=True)
     layer.to(device)
-    width = args[0] if args else kwargs["nn"][0]
-    widths = width if isinstance(width, tuple) else (width, width)
     x_all = tuple(torch.randn(n, w).to(dtype) for n, w in zip((num_src, num_dst), widths, strict=True))
     extra_all = inputs(roles, edge_index.size(1), dtype)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conv_zoo import CASES
-from layer_check import FULL, OPTIONS, check_layer, inputs, leaf, make
+from layer_check import FULL, OPTIONS, check_layer, inputs, leaf, make, shape
 from pool import Pool
 from pretend import DEVICE, here, pretence
 from problem import NUM_NODES, close, edges
@@ -81,7 +81,7 @@ def layers_of_pyg(group, names, converts):
 def test_layers_of_pyg(machines, converts):
     names = [n for n, case in CASES.items() if "random" in case.methods and n not in CELLS]
     if converts:  # which takes some time; that options stream as well is shown on the CPU
-        names = [n for n in names if n in conv_zoo.LAYERS | conv_zoo.AGGREGATIONS]
+        names = [n for n in names if n in conv_zoo.LAYERS]
     problems = machines.run(2, layers_of_pyg, names, converts, timeout=400)
     assert not any(problems), "\n".join(p for rank in problems for p in rank)
 
@@ -169,11 +169,9 @@ def test_kernels_never_wait(machines, name, kwargs):
 
 def step_of(name, args, kwargs, roles="", bipartite="", edge_grad=True):
     """Return a function that runs a layer forward and backward on three shards."""
-    counts = NUM_NODES, 47 if bipartite == "two" else NUM_NODES
+    counts, widths = shape(args, kwargs, bipartite)
     layer, edge_index = make(pyg_sar.nn, name, args, kwargs).to(DEVICE), edges(*counts)
     graph = pyg_sar.shard(edge_index.to(DEVICE), counts if bipartite == "two" else NUM_NODES, 3)
-    width = args[0] if args else kwargs["nn"][0]
-    widths = width if isinstance(width, tuple) else (width, width)
     src, dst = (torch.randn(n, w).to(DEVICE).requires_grad_() for n, w in zip(counts, widths, strict=True))
     x = (src, None if bipartite == "none" else dst) if bipartite else src
     extra = [leaf(t.to(DEVICE), edge_grad) for t in inputs(roles, edge_index.size(1), torch.float32)]

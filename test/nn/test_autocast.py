@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch_geometric.nn
 from conv_zoo import CASES
-from layer_check import FULL, OPTIONS, inputs, leaf, make, run
+from layer_check import FULL, OPTIONS, inputs, leaf, make, run, shape
 from problem import NUM_NODES, edges
 
 import pyg_sar
@@ -33,11 +33,9 @@ def test_layers(rows, device):
     problems = []
     for name, args, kwargs, how in [*FULL, *OPTIONS]:
         two, learn = how.get("bipartite", ""), how.get("edge_grad", True)
-        counts = NUM_NODES, 47 if two == "two" else NUM_NODES
+        counts, widths = shape(args, kwargs, two)
         edge_index = edges(*counts)
         graph = pyg_sar.shard(edge_index, counts if two == "two" else NUM_NODES, 3)
-        width = args[0] if args else kwargs["nn"][0]
-        widths = width if isinstance(width, tuple) else (width, width)
         torch.manual_seed(0)
         x = [torch.randn(n, w, dtype=torch.float64) for n, w in zip(counts, widths, strict=True)]
         extra, state, results = inputs(how.get("roles", ""), edge_index.size(1), torch.float64), None, []
