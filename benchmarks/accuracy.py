@@ -26,15 +26,14 @@ TASKS = [
     ("Entities/AIFB", "rgcn", 16, 10, 3),
     ("Coauthor/Physics", "gcn", 16, 10, 3),
 ]
-HOW = {"bf16 travels": "narrow", "autocast to bf16": "autocast"}
-# number of workers (0: PyG), how they are called, what else is so
+# number of workers (0: PyG), title, what is in bfloat16
 COLUMNS = [
-    (0, "PyG, 1 process", ""),
-    (2, "2 workers", ""),
-    (4, "4 workers", ""),
-    (2, "2 workers", "bf16 travels"),
-    (0, "PyG", "autocast to bf16"),
-    (2, "2 workers", "autocast to bf16"),
+    (0, "PyG, 1 process", "nothing"),
+    (2, "2 workers", "nothing"),
+    (4, "4 workers", "nothing"),
+    (2, "2 workers, bf16 travels", "wire"),
+    (0, "PyG, autocast to bf16", "autocast"),
+    (2, "2 workers, autocast to bf16", "autocast"),
 ]
 
 
@@ -92,16 +91,16 @@ def worker(args: argparse.Namespace) -> None:
     with pyg_sar.process_group() as rank:
         torch.manual_seed(args.seeds)
         if args.folder:
-            nn, data = pyg_sar.nn, pyg_sar.load(args.folder, wire=torch.bfloat16 if args.how == "narrow" else None)
+            nn, data = pyg_sar.nn, pyg_sar.load(args.folder, wire=torch.bfloat16 if args.narrow == "wire" else None)
         else:
             nn, data = torch_geometric.nn, dataset(args.task, args.root)
             data.total_nodes = data.num_nodes
         settings = args.kind, args.hidden, args.epochs
-        answer([fit(nn, data, *settings, seed, rank, args.how == "autocast") for seed in range(args.seeds)])
+        answer([fit(nn, data, *settings, seed, rank, args.narrow == "autocast") for seed in range(args.seeds)])
 
 
 def main(args: argparse.Namespace) -> None:
-    columns = ["graph", "layer", *(f"{who}{what and ', '}{what}" for _, who, what in COLUMNS)]
+    columns = ["graph", "layer", *(title for _, title, _ in COLUMNS)]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory() as scratch:
         for name, kind, hidden, epochs, seeds in TASKS:
@@ -110,14 +109,14 @@ def main(args: argparse.Namespace) -> None:
             common = ["--task", name, "--root", args.root, "--kind", kind, "--hidden", str(hidden)]
             common += ["--epochs", str(epochs), "--seeds", str(seeds)]
             cells = []
-            for workers, who, what in COLUMNS:
+            for workers, title, narrow in COLUMNS:
                 folder = Path(scratch) / f"{name.replace('/', '-')}-{workers}"
                 if workers and not folder.exists():
                     pyg_sar.partition(dataset(name, args.root), workers, folder)
-                where = [*(["--folder", str(folder)] if workers else []), *(["--how", HOW[what]] if what else [])]
+                where = ["--narrow", narrow, *(["--folder", str(folder)] if workers else [])]
                 accs = launch(__file__, workers, common + where, threads=1 if workers else 2)[0]
                 cells.append(f"{100 * statistics.mean(accs):.1f} ± {100 * statistics.stdev(accs):.1f}")
-                print(name, kind, who, what, accs, file=sys.stderr)
+                print(name, kind, title, accs, file=sys.stderr)
             print(f"| {name} | {kind.upper()} | {' | '.join(cells)} |", flush=True)
 
 
@@ -125,7 +124,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
     parser.add_argument("--only", help="only data sets whose name contains this")
-    for option in ("--worker", "--how", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
+    for option in ("--worker", "--narrow", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
         number = option in ("--hidden", "--epochs", "--seeds")
         if option == "--worker":
             parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)

@@ -106,7 +106,8 @@ def test_choice(monkeypatch):
     needs = {need.mode: need for need in plan(model, share, 64)}
     assert needs[1].total < needs[2].total < needs[3].total
     assert needs[1].received > needs[2].received == needs[3].received
-    monkeypatch.setattr("pyg_sar.distributed.plan.plan", lambda *args: list(needs.values()))  # what it would find again
+    answers = {(model, share, 64): list(needs.values())}  # without planning again
+    monkeypatch.setattr("pyg_sar.distributed.plan.plan", lambda *args: answers[args])
     for budget, mode in ((needs[3].total, 2), (needs[2].total, 2), (needs[2].total - 1, 1), (needs[1].total, 1)):
         assert choose(model, share, 64, budget) == needs[mode]
     assert choose(model, share, 64, needs[1].total - 1) is None

@@ -13,17 +13,18 @@ import pyg_sar
 UNIT = torch.finfo(torch.bfloat16).eps / 2  # what rounding to bfloat16 changes a number by, at most
 
 
-def far_off(found, reference, truth, slack):
-    """Say what is further from the truth than twice as far as the reference is, and a rounding; for gradients, and
-    ``slack``, because rounding changes signs, and behind a ReLU a gradient is there or not.
+def compare(what, found, reference, truth, slack):
+    """Say what is of another type, or further from the truth than twice as far as the reference is, and a rounding; for
+    gradients, and ``slack``, because rounding changes signs, and behind a ReLU a gradient is there or not.
     """
-    problems = []
+    types = found["out"].dtype, reference["out"].dtype
+    problems = [] if types[0] == types[1] else [f"{what} returns {types[0]} instead of {types[1]}"]
     for name, value in truth.items():
         if value is None or value.norm() < 1e-9:
             continue  # a bias before a softmax, for example: all is rounding
         one, other = (float((it[name].double() - value).norm() / value.norm()) for it in (found, reference))
         if not one <= 2 * other + (UNIT if name == "out" else slack):
-            problems.append(f"{name}: {one:.1e} off, and the reference {other:.1e}")
+            problems.append(f"{what} {name}: {one:.1e} off, and the reference {other:.1e}")
     return problems
 
 
@@ -50,9 +51,7 @@ def test_layers(rows, device):
             other = [leaf(t.to(dtype) if t.is_floating_point() else t, learn) for t in extra]
             results.append(run(layer.to(device), given, at, other, torch.arange(counts[1]), counts[1], device, cast))
         truth, reference, found = results
-        if found["out"].dtype != reference["out"].dtype:
-            problems.append(f"{name} {kwargs} returns {found['out'].dtype} instead of {reference['out'].dtype}")
-        problems += [f"{name} {kwargs} {problem}" for problem in far_off(found, reference, truth, 8 * UNIT)]
+        problems += compare(f"{name} {kwargs}", found, reference, truth, 8 * UNIT)
     assert not problems, "\n".join(problems)
 
 
@@ -72,7 +71,5 @@ def test_layers_of_pyg(device):
                 conv_zoo.forward_and_backward(CASES[name], conv_zoo.in_one_process(case, 0), device, True)
             )
             found = named(conv_zoo.forward_and_backward(case, conv_zoo.in_one_process(case, 3), device, True))
-        if found["out"].dtype != reference["out"].dtype:
-            problems.append(f"{name} returns {found['out'].dtype} instead of {reference['out'].dtype}")
-        problems += [f"{name} {problem}" for problem in far_off(found, reference, truth, 64 * UNIT)]
+        problems += compare(name, found, reference, truth, 64 * UNIT)
     assert not problems, "\n".join(problems)
