@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pyg_sar.distributed.exchange import Local, Log, Peers
+from pyg_sar.distributed.group import Group
 from pyg_sar.distributed.split import Topology
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Block, Index, Seeds, ShardedGraph, cut
@@ -17,7 +17,7 @@ from pyg_sar.graph import Block, Index, Seeds, ShardedGraph, cut
 def assemble(
     topology: Topology,
     rank: int,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     remat: bool = True,
     prefetch: int = 1,
     seed: int = 0,

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from pyg_sar.distributed import group as workers
+from pyg_sar.distributed.group import current, rank_of, size_of
 
 
 def grouped(group: Any = None) -> bool:
     """Whether there are other workers."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return size_of(group) > 1
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def talking(doing: str, group: Any = None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"[rank {dist.get_rank(group)}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). "
+            f"[rank {rank_of(group)}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). "
             f"Either a worker ended (look for the first error among all ranks), or the workers ran different code: "
             f"every rank must call the same layers in the same order with inputs of the same width, 'dtype' and "
             f"'requires_grad', even if it holds no nodes, edges or labels."
@@ -37,7 +39,7 @@ def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
     tensor = tensor.detach().clone()
     if grouped(group):
         with talking("summing over all of them", group):
-            dist.all_reduce(tensor, group=group)
+            workers.all_reduce_(tensor, group)
     return tensor
 
 
@@ -46,7 +48,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+        ctx.group = current(group)
         return all_reduce(tensor, group)
 
     @staticmethod
@@ -88,20 +90,16 @@ def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the tensors of all workers, stacked in the order of ranks, without a gradient."""
     if not grouped(group):
         return tensor.detach().unsqueeze(0)
-    out = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     with talking("gathering from all of them", group):
-        dist.all_gather(out, tensor.detach().contiguous(), group=group)
-    return torch.stack(out)
+        return torch.stack(workers.all_gather(tensor.detach().contiguous(), group))
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Return the values of all workers, in the order of ranks."""
     if not grouped(group):
         return [value]
-    out: list[Any] = [None] * dist.get_world_size(group)
     with talking("gathering from all of them", group):
-        dist.all_gather_object(out, value, group=group)
-    return out
+        return workers.gather_objects(value, group)
 
 
 @torch.no_grad()
@@ -144,7 +142,7 @@ def agree(what: str, mine: list[Any], group: Any = None) -> None:
     odd = sorted({m for one in everything for m in one if any(m not in other for other in everything)})
     same = [r for r, s in enumerate(said) if s == said[0]]
     raise RuntimeError(
-        f"[rank {dist.get_rank(group)}] The workers differ in {what}: ranks {same} have others than the rest "
+        f"[rank {rank_of(group)}] The workers differ in {what}: ranks {same} have others than the rest "
         f"({', '.join(odd[:3]) or 'in another order'}{', ...' if len(odd) > 3 else ''}). Make them all alike."
     )
 
@@ -155,7 +153,7 @@ def sum_flat(parameters: list[torch.nn.Parameter], group: Any) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([some, *(g.reshape(-1) for g in grads)])
     with talking("summing gradients", group):
-        dist.all_reduce(flat, group=group)
+        workers.all_reduce_(flat, group)
     counts, *sums = flat.split([len(parameters), *(p.numel() for p in parameters)])
     for parameter, count, total in zip(parameters, counts.tolist(), sums, strict=True):
         if count == 0:
@@ -174,7 +172,7 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
     agree("their parameters and buffers", describe(module), group)
     for tensor in [*module.parameters(), *module.buffers()]:
         with talking("waiting for the parameters of rank 0", group):
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+            workers.broadcast_(tensor.detach(), group)
 
 
 def global_mean(values: Tensor, group: Any = None) -> Tensor:

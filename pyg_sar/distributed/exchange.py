@@ -39,11 +39,11 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pyg_sar.distributed import staging
 from pyg_sar.distributed.collectives import global_max, talking
+from pyg_sar.distributed.group import Group, Message, current, rank_of, size_of, start
 from pyg_sar.graph import Index, length, renumber
 
 Visits = Sequence[Sequence[int]]
@@ -198,14 +198,14 @@ class Peers:
         self,
         serve: Sequence[Tensor],
         num_src: Sequence[int],
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         prefetch: int = 1,
         log: Log | None = None,
         wire: torch.dtype | None = None,
     ) -> None:
-        self.serve, self.num_src, self.group, self.prefetch = list(serve), list(num_src), group, prefetch
+        self.serve, self.num_src, self.group, self.prefetch = list(serve), list(num_src), current(group), prefetch
         self.wire = wire
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = rank_of(group), size_of(group)
         self.log, self.alone = log or Log(), self.size == 1
         self.others = [(self.rank + t) % self.size for t in range(1, self.size)]
         self.num_halo = sum(n for q, n in enumerate(num_src) if q != self.rank)
@@ -328,21 +328,19 @@ class Peers:
             out = staging.to_host(out) if out.numel() > 0 else out
             landing = staging.Landing(into) if into.numel() > 0 else None
             into = into if landing is None else landing.host
-        ops, transfers = [], []
         # gloo tells the other side that it may send through the same connection: never behind what is sent there.
-        for op, tensor, peer in ((dist.irecv, into, src), (dist.isend, out, dst)):
-            if tensor.numel() > 0:
-                ops.append(dist.P2POp(op, tensor, group=self.group, tag=self.tag(what, tensor), group_peer=peer))
-                transfers.append((tensor, peer, "sending" if op is dist.isend else "receiving"))
+        both = ((into, src, False), (out, dst, True))
+        messages = [Message(t, peer, self.tag(what, t), sends) for t, peer, sends in both if t.numel() > 0]
         meter(out.numel() * out.element_size(), into.numel() * into.element_size())
-        if not ops:
+        if not messages:
             return []
         with talking(f"starting to exchange {what} with workers {dst} and {src}", self.group):
-            works = dist.batch_isend_irecv(ops)
+            works = start(messages, self.group)
         # A backend that groups transfers returns one handle for all of them.
-        pairs = zip(works, transfers, strict=True) if len(works) == len(transfers) else [(works[0], transfers[0])]
+        pairs = zip(works, messages, strict=True) if len(works) == len(messages) else [(works[0], messages[0])]
         found = [
-            Transfer(self, work, transfers, f"{verb} {what}, worker {peer}", meter) for work, (_, peer, verb) in pairs
+            Transfer(self, work, messages, f"{'sending' if m.sends else 'receiving'} {what}, worker {m.peer}", meter)
+            for work, m in pairs
         ]
         if landing is not None:
             found[0].landing = landing  # receiving comes first
@@ -354,8 +352,8 @@ class Transfer:
     """One message under way; keeps its memory alive until it has arrived."""
 
     peers: Peers
-    work: dist.Work
-    tensors: list[tuple[Tensor, int, str]]
+    work: Any
+    messages: list[Message]
     doing: str
     meter: Meter
     landing: staging.Landing | None = None
@@ -368,7 +366,7 @@ class Transfer:
         self.meter(wait=time.perf_counter() - start)
         if self.landing is not None:
             self.landing.finish()
-        self.tensors, self.landing = [], None
+        self.messages, self.landing = [], None
 
 
 def arrived(queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> tuple[int, Tensor]:

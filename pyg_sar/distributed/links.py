@@ -6,11 +6,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max, grouped
 from pyg_sar.distributed.exchange import Local, Peers
+from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds, ShardedGraph, cut
 
@@ -57,7 +57,7 @@ def links(pairs: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex
     col = directory.rows(source)
     asked = source[col < 0].unique()
     owner, serve = ask(asked, directory, group)
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if serve else (0, 1)
+    rank, size = (rank_of(group), size_of(group)) if serve else (0, 1)
     # Local-first numbers: those that were asked for follow the own ones, by their owners.
     part, others = torch.full_like(col, rank), torch.searchsorted(asked, source[col < 0])
     part[col < 0], col[col < 0] = owner[others], src_id.numel() + owner.argsort(stable=True).argsort()[others]
@@ -104,7 +104,7 @@ def ask(asked: Tensor, directory: Directory, group: Any) -> tuple[Tensor, list[T
     sent = torch.full((most,), -1, dtype=torch.int64, device=asked.device)
     sent[: asked.numel()] = asked
     by_worker = all_gather(sent, group)
-    rank = dist.get_rank(group) if grouped(group) else 0
+    rank = rank_of(group)
     rows = directory.rows(by_worker)
     owners = all_reduce(torch.where(rows >= 0, rank + 1, 0), group) - 1
     lost = by_worker[(owners < 0) & (by_worker >= 0)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 import torch
-import torch.distributed as dist
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.distributed import hetero
 from pyg_sar.distributed.assemble import assemble
 from pyg_sar.distributed.collectives import all_reduce, gather_objects
 from pyg_sar.distributed.exchange import Log
+from pyg_sar.distributed.group import Group, rank_of
 from pyg_sar.distributed.split import Topology
 from pyg_sar.distributed.store import Shard, read_info, read_part
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -20,7 +20,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 def load(
     path: str | os.PathLike[str],
     device: torch.device | str = "cpu",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     remat: bool = True,
     prefetch: int = 1,
     wire: torch.dtype | None = None,
@@ -54,8 +54,7 @@ def load(
     Raises:
         RuntimeError: On every worker, if any worker cannot read its part, or the parts do not belong together.
     """
-    together = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank(group) if together else 0
+    rank = rank_of(group)
     shard: Shard | hetero.HeteroShard | None = None
     error = ""
     try:

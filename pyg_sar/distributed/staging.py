@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyg_sar.distributed.group import Group, Member
 
-def is_staged(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
+
+def is_staged(tensor: Tensor, group: Group) -> bool:
     """Whether a tensor does not travel by itself."""
-    return tensor.is_cuda and "cuda:gloo" in dist.get_backend_config(group)
+    return tensor.is_cuda and not isinstance(group, Member) and "cuda:gloo" in dist.get_backend_config(group)
 
 
 @functools.cache

@@ -1,0 +1,228 @@
+r"""Who the workers are, and the few ways in which they talk: through :mod:`torch.distributed`, or, if workers are
+simulated by threads of one process, through its memory.
+
+Everything else that communicates is made of what is here. ``group`` is a process group, a :class:`Member` of simulated
+workers, or None: the simulated workers to which this thread belongs, if there are some, else the default process group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = Any
+_here = threading.local()  # whose `member` this thread is
+
+
+class Message(NamedTuple):
+    """A tensor to be sent to a worker, or to be received from it; both sides must give it the same tag."""
+
+    tensor: Tensor
+    peer: int
+    tag: int
+    sends: bool
+
+
+def current(group: Group = None) -> Group:
+    """Return the group that ``group`` stands for; None for the default one of :mod:`torch.distributed`."""
+    return getattr(_here, "member", None) if group is None else group
+
+
+def connected(group: Group = None) -> bool:
+    """Whether there is a group, if only of one worker."""
+    return isinstance(current(group), Member) or (dist.is_available() and dist.is_initialized())
+
+
+def rank_of(group: Group = None) -> int:
+    """Return the number of this worker; 0 where there is no group."""
+    group = current(group)
+    if isinstance(group, Member):
+        return group.rank
+    return dist.get_rank(group) if connected() else 0
+
+
+def size_of(group: Group = None) -> int:
+    """Return the number of workers; 1 where there is no group."""
+    group = current(group)
+    if isinstance(group, Member):
+        return group.workers.size
+    return dist.get_world_size(group) if connected() else 1
+
+
+def all_reduce_(tensor: Tensor, group: Group = None) -> None:
+    """Add up a tensor over all workers, in place."""
+    group = current(group)
+    if isinstance(group, Member):
+        tensor.copy_(torch.stack(group.gather("all_reduce", tensor)).sum(0))
+    else:
+        dist.all_reduce(tensor, group=group)
+
+
+def all_gather(tensor: Tensor, group: Group = None) -> list[Tensor]:
+    """Return the tensors of all workers."""
+    group = current(group)
+    if isinstance(group, Member):
+        return group.gather("all_gather", tensor)
+    out = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(out, tensor, group=group)
+    return out
+
+
+def gather_objects(value: Any, group: Group = None) -> list[Any]:
+    """Return the values of all workers."""
+    group = current(group)
+    if isinstance(group, Member):
+        return group.workers.meet(group.rank, "gather_objects", value)
+    out: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, value, group=group)
+    return out
+
+
+def broadcast_(tensor: Tensor, group: Group = None) -> None:
+    """Take the values of rank 0, in place."""
+    group = current(group)
+    if isinstance(group, Member):
+        tensor.copy_(group.gather("broadcast", tensor)[0])
+    else:
+        dist.broadcast(tensor, group=group, group_src=0)
+
+
+def start(messages: Sequence[Message], group: Group = None) -> list[Any]:
+    """Start to send and to receive; return handles with ``wait()``, one for each message or one for all."""
+    group = current(group)
+    if isinstance(group, Member):
+        return [group.start(message) for message in messages]
+    ops = [
+        dist.P2POp(dist.isend if m.sends else dist.irecv, m.tensor, group=group, tag=m.tag, group_peer=m.peer)
+        for m in messages
+    ]
+    return dist.batch_isend_irecv(ops)
+
+
+class Member(NamedTuple):
+    """One of simulated workers."""
+
+    workers: Workers
+    rank: int
+
+    def gather(self, what: str, tensor: Tensor) -> list[Tensor]:
+        """Return copies of the tensors of all workers, which must be alike."""
+        found = self.workers.meet(self.rank, what, tensor.detach().clone())
+        kinds = [(t.dtype, list(t.shape)) for t in found]
+        if any(kind != kinds[0] for kind in kinds):
+            raise RuntimeError(f"'{what}' of tensors that differ between workers: {', '.join(map(str, kinds))}")
+        return [t.clone() for t in found]
+
+    def start(self, message: Message) -> Arrival | Sent:
+        """Send, or say what shall be received."""
+        key = (self.rank, message.peer) if message.sends else (message.peer, self.rank)
+        if message.sends:
+            self.workers.post((*key, message.tag), message.tensor.detach().clone())
+            return Sent()
+        return Arrival(self, (*key, message.tag), message.tensor)
+
+
+class Sent:
+    """A message that is already there."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+class Arrival(NamedTuple):
+    """A message that somebody will have sent."""
+
+    member: Member
+    key: tuple[int, int, int]
+    into: Tensor
+
+    def wait(self) -> None:
+        """Take it."""
+        self.into.copy_(self.member.workers.take(self.member.rank, self.key))
+
+
+class Workers:
+    """Simulated workers: threads of this process, of which each runs the same function.
+
+    A worker that waits for what cannot come any more raises at once, as all others then do: because a peer ended, or
+    because all that are left wait for something else.
+
+    Args:
+        size: How many there are.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.box: dict[Any, Any] = {}  # messages that nobody has taken yet
+        # What each of those that wait is waiting for, and whether it is there.
+        self.waits: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self.turns = [0] * size  # how often each of them has met all others
+        self.ended: set[int] = set()
+        self.broken = ""
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """Return what ``work(rank)`` returns, or the exception that it raises, for each worker."""
+        results: list[Any] = [None] * self.size
+
+        def worker(rank: int) -> None:
+            _here.member = Member(self, rank)
+            try:
+                results[rank] = work(rank)
+            except BaseException as error:
+                results[rank] = error
+            with self.changed:
+                self.ended.add(rank)
+                self.changed.notify_all()
+
+        threads = [threading.Thread(target=worker, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    def post(self, key: Any, value: Any) -> None:
+        """Leave something for somebody."""
+        with self.changed:
+            self.box[key] = value
+            self.changed.notify_all()
+
+    def take(self, rank: int, key: tuple[int, int, int]) -> Any:
+        """Wait for a message and take it."""
+        with self.changed:
+            self.wait(rank, f"a message of worker {key[0]}", lambda: key in self.box, {key[0]})
+            return self.box.pop(key)
+
+    def meet(self, rank: int, what: str, value: Any) -> list[Any]:
+        """Wait until all workers have come, and return what they brought."""
+        with self.changed:
+            turn, self.turns[rank] = self.turns[rank], self.turns[rank] + 1
+            met = self.box.setdefault(turn, {})
+            met[rank] = what, value
+            self.changed.notify_all()
+            self.wait(rank, f"all others, in '{what}'", lambda: len(met) == self.size, set(range(self.size)) - {rank})
+        names = [met[r][0] for r in range(self.size)]
+        if len(set(names)) > 1:
+            raise RuntimeError(f"the workers called different things: {', '.join(names)}")
+        return [met[r][1] for r in range(self.size)]
+
+    def wait(self, rank: int, what: str, ready: Callable[[], bool], of: set[int]) -> None:
+        """Wait until something is there, or cannot come any more."""
+        self.waits[rank] = what, ready
+        while not ready():
+            all_wait = len(self.waits) + len(self.ended) == self.size
+            if not self.broken and (lost := sorted(of & self.ended)):
+                self.broken = f"worker {lost[0]} ended while worker {rank} waited for {what}"
+            elif not self.broken and all_wait and not any(comes() for _, comes in self.waits.values()):
+                self.broken = "; ".join(f"worker {r} waits for {w}" for r, (w, _) in sorted(self.waits.items()))
+            if self.broken:
+                self.changed.notify_all()
+                raise RuntimeError(self.broken)
+            self.changed.wait()
+        del self.waits[rank]

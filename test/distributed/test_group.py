@@ -1,0 +1,98 @@
+"""Simulated workers: the same numbers as in one process, and an error at once where real ones would wait."""
+
+import pytest
+import torch
+from problem import NUM_NODES, assignment, close, edges
+from torch import Tensor
+
+import pyg_sar
+from pyg_sar.distributed.assemble import assemble
+from pyg_sar.distributed.collectives import all_gather, gather_objects
+from pyg_sar.distributed.group import Member, Workers, all_reduce_, current, rank_of, size_of
+from pyg_sar.distributed.split import split
+from pyg_sar.edge_index import ShardedEdgeIndex
+
+
+def run(size: int, work: object) -> list:
+    """Return what every worker returns, or raise what the first of them raised."""
+    results = Workers(size).run(work)  # type: ignore[arg-type]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def test_numbers_of_workers() -> None:
+    assert (rank_of(), size_of(), current()) == (0, 1, None)
+    assert run(3, lambda rank: (rank_of(), size_of(), rank)) == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+    assert current() is None  # nothing is left behind
+
+
+def test_collectives() -> None:
+    def work(rank: int) -> tuple[float, list, list]:
+        total = torch.tensor([float(rank + 1)])
+        all_reduce_(total)
+        module = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(module.weight, rank + 5)
+        pyg_sar.broadcast_parameters(module)
+        assert module.weight.item() == 5
+        return total.item(), all_gather(torch.tensor([rank])).tolist(), gather_objects(str(rank))
+
+    assert run(3, work) == [(6.0, [[0], [1], [2]], ["0", "1", "2"])] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_layer_and_its_gradients(size: int) -> None:
+    part = assignment("random", size)
+    topologies = list(split(edges(), part, part, size))
+    x = torch.randn(NUM_NODES, 8, dtype=torch.float64)
+    layer = pyg_sar.nn.GATConv(8, 4, heads=2).double()
+
+    def work(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        topology = topologies[rank]
+        own = x[topology.src_id].requires_grad_()
+        out = layer(own, ShardedEdgeIndex(assemble(topology, rank)))
+        return topology.src_id, out.detach(), torch.autograd.grad(out.square().sum(), own)[0]
+
+    whole = x.clone().requires_grad_()
+    expected = layer(whole, edges())
+    (grad,) = torch.autograd.grad(expected.square().sum(), whole)
+    for ids, out, d_x in run(size, work):
+        close(out, expected.detach()[ids], "out")
+        close(d_x, grad[ids], "d_x")
+
+
+def test_an_error_of_one_ends_the_others() -> None:
+    def work(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("mine")
+        all_reduce_(torch.zeros(1))
+
+    one, other = Workers(2).run(work)
+    assert isinstance(other, ValueError)
+    assert isinstance(one, RuntimeError) and "worker 1 ended while worker 0 waited" in str(one)
+
+
+def test_workers_that_wait_for_each_other() -> None:
+    def work(rank: int) -> None:
+        member = current()
+        assert isinstance(member, Member)
+        if rank == 0:
+            all_reduce_(torch.zeros(1))
+        member.workers.take(rank, (0, rank, 7))
+
+    for error in Workers(2).run(work):
+        assert isinstance(error, RuntimeError)
+        assert str(error) == "worker 0 waits for all others, in 'all_reduce'; worker 1 waits for a message of worker 0"
+
+
+def test_different_collectives_and_shapes() -> None:
+    def names(rank: int) -> None:
+        gather_objects(1) if rank else all_reduce_(torch.zeros(1))
+
+    def shapes(rank: int) -> None:
+        all_reduce_(torch.zeros(rank + 1))
+
+    for work, text in ((names, "different things: all_reduce, gather_objects"), (shapes, r"\[1\].*\[2\]")):
+        with pytest.raises(RuntimeError, match=text):
+            run(2, work)
