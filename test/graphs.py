@@ -1,0 +1,105 @@
+"""Small random data sets in the shape of those that PyG's examples train on."""
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+NODES, EDGES, FEATURES, CLASSES = 120, 600, 9, 4
+
+
+class Dataset:
+    """A data set of one graph, with the numbers that scripts ask it for."""
+
+    def __init__(self, data: Data | HeteroData, **numbers: int) -> None:
+        self.data = data
+        self.__dict__.update(numbers)
+
+    def __getitem__(self, index: int) -> Data | HeteroData:
+        assert index == 0
+        return self.data
+
+    def __len__(self) -> int:
+        return 1
+
+
+def draw(*size: int) -> Tensor:
+    return torch.randn(*size, dtype=torch.float64)
+
+
+def edges(num_src: int = NODES, num_dst: int = NODES, count: int = EDGES) -> Tensor:
+    return torch.stack([torch.randint(n, (count,)) for n in (num_src, num_dst)])
+
+
+def masks(data: Data) -> Data:
+    place = torch.randperm(data.num_nodes) * 3 // data.num_nodes
+    data.train_mask, data.val_mask, data.test_mask = place == 0, place == 1, place == 2
+    return data
+
+
+def citations() -> Dataset:
+    """Cora's: features, one label for each node, masks; and what scripts would draw at random."""
+    torch.manual_seed(1)
+    data = masks(Data(x=draw(NODES, FEATURES), y=torch.randint(CLASSES, (NODES,)), edge_index=edges()))
+    data.shuffled = data.x[torch.randperm(NODES)]
+    data.hint_mask = data.train_mask & (torch.rand(NODES) < 0.6)
+    return Dataset(data, num_features=FEATURES, num_classes=CLASSES)
+
+
+def links() -> Dataset:
+    """The same with edges held back, and pairs that are none."""
+    dataset = citations()
+    data = dataset[0]
+    data.pos_edge_label_index, data.neg_edge_label_index = data.edge_index[:, :200], edges(count=150)
+    data.edge_index = data.edge_index[:, 200:]
+    return dataset
+
+
+def wikipedia() -> Dataset:
+    """Chameleon's: several splits, a column of each mask."""
+    dataset = citations()
+    for name in ("train_mask", "val_mask", "test_mask"):
+        mask = dataset[0][name]
+        dataset[0][name] = torch.stack([mask, mask.flip(0)], 1)
+    return dataset
+
+
+def entities() -> Dataset:
+    """AIFB's: edge types, and ids of labelled nodes with their labels."""
+    torch.manual_seed(2)
+    data = Data(edge_index=edges(), edge_type=torch.randint(5, (EDGES,)), num_nodes=NODES)
+    data.train_idx, data.test_idx = torch.randperm(NODES)[:70].split([40, 30])
+    data.train_y, data.test_y = torch.randint(CLASSES, (40,)), torch.randint(CLASSES, (30,))
+    return Dataset(data, num_relations=5, num_classes=CLASSES)
+
+
+def proteins() -> Dataset:
+    """ogbn-proteins': features of edges, several labels for each node."""
+    torch.manual_seed(3)
+    data = Data(edge_index=edges(), edge_attr=draw(EDGES, 8).abs(), num_nodes=NODES)
+    data.x, data.y = draw(NODES, 5), torch.randint(2, (NODES, 6)).to(torch.float64)
+    return Dataset(masks(data))
+
+
+def dblp() -> Dataset:
+    """DBLP's: types of nodes, of which one is labelled."""
+    torch.manual_seed(4)
+    data, sizes = HeteroData(), {"author": 60, "paper": 80, "term": 30}
+    for node_type, size in sizes.items():
+        data[node_type].x = draw(size, FEATURES)
+    for one, other in (("author", "paper"), ("term", "paper")):
+        data[one, "to", other].edge_index = edges(sizes[one], sizes[other], 300)
+        data[other, "to", one].edge_index = data[one, "to", other].edge_index.flip(0)
+    authors = data["author"]
+    authors.y, authors.train_mask = torch.randint(CLASSES, (60,)), torch.rand(60) < 0.5
+    return Dataset(data)
+
+
+def imdb() -> Dataset:
+    """IMDB's after its meta-paths: edges of several types among movies."""
+    torch.manual_seed(5)
+    data = HeteroData()
+    data["movie"].x, data["movie"].y = draw(NODES, FEATURES), torch.randint(CLASSES, (NODES,))
+    data["movie"].train_mask = torch.rand(NODES) < 0.5
+    for k in range(2):
+        data["movie", f"path_{k}", "movie"].edge_index = edges()
+    return Dataset(data)
