@@ -6,18 +6,18 @@ from typing import Any
 from pyg_sar import nn
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.distributed.collectives import (
-    accuracy,
     all_reduce,
     broadcast_parameters,
     degree_histogram,
-    global_mean,
     global_sum,
     sum_gradients,
 )
 from pyg_sar.distributed.exchange import record_traffic
 from pyg_sar.distributed.flow import MessageFlow, message_flow
+from pyg_sar.distributed.gather import gather
 from pyg_sar.distributed.links import corrupt, links
 from pyg_sar.distributed.load import load
+from pyg_sar.distributed.loss import accuracy, global_mean, replicated
 from pyg_sar.distributed.process_group import process_group
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Block, ShardedGraph
@@ -54,6 +54,7 @@ __all__ = [
     "corrupt",
     "degree_histogram",
     "even_share",
+    "gather",
     "global_mean",
     "global_sum",
     "inference",
@@ -66,6 +67,7 @@ __all__ = [
     "plan",
     "process_group",
     "record_traffic",
+    "replicated",
     "shard",
     "shares_of",
     "sum_gradients",

@@ -1,4 +1,4 @@
-r"""Sums over workers: gradients, losses, metrics, and the parameters they start from."""
+r"""Sums over workers, of gradients above all, and the parameters they start from."""
 
 from __future__ import annotations
 
@@ -173,28 +173,3 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
     for tensor in [*module.parameters(), *module.buffers()]:
         with talking("waiting for the parameters of rank 0", group):
             workers.broadcast_(tensor.detach(), group)
-
-
-def global_mean(values: Tensor, group: Any = None) -> Tensor:
-    r"""Return the mean of the values of all workers, for use as a loss.
-
-    Its value is the same on every worker; its gradient is this worker's share, so that :func:`sum_gradients` after
-    ``backward`` gives the gradient of the mean over the whole graph. A worker may hold no values.
-
-    Args:
-        values (torch.Tensor): For example the losses of this worker's labelled nodes (``reduction="none"``).
-        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
-    """
-    # Half precision would overflow. Counts beyond 2^24 must stay exact, so both travel in double precision.
-    share = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
-    both = all_reduce(torch.stack([share.double(), share.new_tensor(values.numel(), dtype=torch.float64)]), group)
-    share = share / both[1].to(share.dtype)
-    return share + ((both[0] / both[1]).to(share.dtype) - share).detach()
-
-
-def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None, group: Any = None) -> float:
-    """Return the fraction of right predictions among the (masked) nodes of all workers."""
-    hit = pred == y
-    hit = hit if mask is None else hit[mask]
-    both = all_reduce(torch.tensor([int(hit.sum()), hit.numel()], device=hit.device), group).tolist()
-    return both[0] / max(both[1], 1)

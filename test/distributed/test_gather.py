@@ -1,0 +1,72 @@
+"""Rows of all workers in the order of the graph."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import NUM_NODES, assignment
+from simulate import raised, simulate
+
+from pyg_sar import gather
+from pyg_sar.distributed.gather import join
+
+ROWS = torch.arange(NUM_NODES * 6).view(NUM_NODES, 2, 3)
+TYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
+
+
+def shuffled(rank, size, method):
+    """Nodes of a worker, in any order; the last of several may own nothing."""
+    ids = torch.randperm(NUM_NODES, generator=torch.Generator().manual_seed(2))
+    return ids[assignment(method, size)[ids] == rank]
+
+
+def check(group, method):
+    rank, size = dist.get_rank(group), group.size()
+    all_ids = [shuffled(r, size, method) for r in range(size)]
+    ids, last = all_ids[rank], size - 1
+    for dtype in TYPES:
+        rows = ROWS.remainder(5).to(dtype)
+        found = gather(rows[ids], ids, group=group), gather(rows[ids].transpose(1, 2), ids, last, group)
+        for out, dst, expected in zip(found, (0, last), (rows, rows.transpose(1, 2)), strict=True):
+            assert torch.equal(out, expected) if rank == dst else out is None
+    some = ids[ids % 3 == 1]
+    x = ROWS[:, 0, 0].double().requires_grad_()
+    out = gather(x[some], some, None, group)
+    assert torch.equal(out, x[1::3]) and not out.requires_grad
+    assert gather(x[some][:0], some[:0], None, group).shape == (0,)
+    assert gather(x[some].new_empty(len(some), 0), some, None, group).shape == (len(x[1::3]), 0)
+    assert torch.equal(join(some, group), torch.cat([i[i % 3 == 1] for i in all_ids]))
+
+
+@pytest.mark.parametrize(("size", "method"), [(1, "random"), (2, "random"), (3, "empty")])
+def test_rows_of_all_workers(pool, size, method):
+    pool.run(size, check, method)
+
+
+def test_simulated_workers():
+    def work(rank):
+        ids = shuffled(rank, 3, "empty")
+        return gather(ROWS[ids], ids, dst=1)
+
+    one, other, third = simulate(3, work)
+    assert one is None and third is None and torch.equal(other, ROWS)
+
+
+X = torch.zeros(3, 2)
+WRONG = {
+    "fewer ids": (lambda rank: gather(X, torch.arange(3 - rank)), r"rank 1 has rows of shape \[3, 2\]"),
+    "a mask": (lambda rank: gather(X, torch.ones(3).bool()), "ids of type torch.bool and shape .3."),
+    "types": (lambda rank: gather(X.to((torch.int, torch.bool)[rank]), torch.arange(3)), "type torch.bool"),
+    "widths": (lambda rank: gather(X[:, rank:], torch.arange(3)), r"\['n', 2\].*\['n', 1\]"),
+    "local ids": (lambda rank: gather(X, torch.arange(3)), r"rank 0 has \[0, 1, 2\] more than once"),
+    "no such rank": (lambda rank: gather(X, torch.arange(3), 2), "'dst' 2 of 2 workers"),
+    "other ranks": (lambda rank: gather(X, torch.arange(3), rank), "for rank 0.*for rank 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_an_error_on_all_workers(name):
+    call, says = WRONG[name]
+    for rank, error in enumerate(raised(2, call)):
+        assert re.match(rf"\[rank {rank}\] Cannot gather: .*{says}", error), error
