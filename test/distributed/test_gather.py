@@ -70,3 +70,37 @@ def test_what_does_not_fit_is_an_error_on_all_workers(name):
     call, says = WRONG[name]
     for rank, error in enumerate(raised(2, call)):
         assert re.match(rf"\[rank {rank}\] Cannot gather: .*{says}", error), error
+
+
+# Metrics of torchmetrics: of gathered rows on one rank, or on workers that all have some.
+
+LOGITS = torch.randn(NUM_NODES, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(4, (NUM_NODES,), generator=torch.Generator().manual_seed(1))
+
+
+def measure(group, method):
+    import torchmetrics.classification as metrics
+
+    ids = shuffled(dist.get_rank(group), group.size(), method)
+    scores, y = gather(LOGITS[ids], ids, group=group), gather(Y[ids], ids, group=group)
+    found = []
+    for make, options in ((metrics.MulticlassF1Score, {"average": "macro"}), (metrics.MulticlassAUROC, {})):
+        whole = make(4, sync_on_compute=False, **options)
+        whole.update(LOGITS, Y)
+        if scores is not None:  # where the others do not come
+            metric = make(4, sync_on_compute=False, **options)
+            metric.update(scores, y)
+            assert metric.compute() == whole.compute()
+        if method != "empty":
+            metric = make(4, process_group=group, **options)
+            metric.update(LOGITS[ids], Y[ids])
+            torch.testing.assert_close(metric.compute(), whole.compute())
+            found.append(make.__name__)
+    return found
+
+
+@pytest.mark.parametrize(("size", "method"), [(2, "random"), (3, "empty")])
+def test_torchmetrics(pool, size, method):
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+    found = pool.run(size, measure, method)
+    assert found == [["MulticlassF1Score", "MulticlassAUROC"] * (method != "empty")] * size
