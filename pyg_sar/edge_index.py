@@ -442,6 +442,7 @@ REASONS = {
     "takes 'lambda_max' from all edge weights unless it is given (2.0 suits the normalisation 'sym')": "ChebConv",
     "attends over all nodes": "GPSConv torch_geometric.nn.attention",
     "averages over all nodes in its semantic attention": "HANConv",
+    "averages its losses over nodes and pairs of nodes": "GAE",
     "averages its training loss over sampled edges": "SuperGATConv",
     "chooses its code by a worker's edges (unless 'torch_geometric.backend.use_segment_matmul' is set)": "RGCNConv",
     "compares all nodes": "torch_geometric.nn.pool",

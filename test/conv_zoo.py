@@ -415,6 +415,7 @@ OPTIONS: dict[str, Case] = {
         lambda: gnn.DeepGraphInfomax(F, gnn.SAGEConv(F, F), lambda z, *args: z.mean(0), lambda *args: args),
         says="sums up all nodes",
     ),
+    "GAE": Case(lambda: gnn.GAE(gnn.SAGEConv(F, F)), says="averages its losses"),
     "LINKX": Case(lambda: gnn.LINKX(NUM_NODES, F, 8, F, 2), says="takes its statistics"),
     **{f"Net {norm}": Case(lambda make=make: Net(make()), says=says) for norm, (make, says) in NORMS.items()},
     "Net attention": Case(lambda: Net(gnn.attention.PerformerAttention(F, 2)), says="attends over all nodes"),
@@ -633,12 +634,19 @@ REFUSED_CONVERTED = {
     **{name: "" for name, case in (AGGREGATIONS | OPTIONS).items() if case.says == ORDER},
 }
 # LINKX learns a weight for each node of the whole graph: refused on several workers, see test_edge_index.py. The types
-# of rows that HeteroBatchNorm asks for are no input here, see test_hetero.py.
-NOT_CONVERTED = {"LINKX", "Net HeteroBatchNorm"}
+# of rows that HeteroBatchNorm asks for are no input here, see test_hetero.py. A summary has no rows, see
+# test_deep_graph_infomax.py.
+NOT_CONVERTED = {"LINKX", "Net HeteroBatchNorm", "DeepGraphInfomax"}
 # It differentiates in its message, which autograd does in a thread of the device, where operations are counted anew:
 # they seem to be older than the message, and it is refused as it is.
 REFUSED_SOONER = {"EquilibriumAggregation"}
-SEES_ALL = ("'BatchNorm1d' in", "unless mode='node'", "normalises over all nodes", "takes its statistics")
+SEES_ALL = (
+    "'BatchNorm1d' in",
+    "unless mode='node'",
+    "normalises over all nodes",
+    "takes its statistics",
+    "averages its losses",
+)
 
 
 def converted(name: str, group: Any = None) -> Case:

@@ -155,3 +155,34 @@ def corrupt(
     total = int(all_reduce(torch.tensor(src_id.numel(), device=src_id.device), group))
     source = torch.randint(max(total, 1), destination.shape, generator=generator, device=src_id.device)
     return torch.stack([source, destination])
+
+
+def non_edges(index: ShardedEdgeIndex, group: Any = None) -> tuple[Tensor, Tensor]:
+    r"""Draw as many pairs of different nodes as ``index`` has on all workers, uniformly among those that it has not.
+
+    If nearly all pairs are edges, fewer are found. What is drawn depends on torch's generator and the rank.
+
+    Returns:
+        Global ids :math:`(2, k)` of pairs whose destinations this worker owns, and the global ids of its nodes.
+    """
+    graph, rank = index.graph, rank_of(group)
+    n, device = graph.num_dst, graph.device
+    n_id = torch.arange(n, device=device) if graph.n_id is None else graph.n_id
+    counts = all_gather(torch.tensor([n, graph.num_edges], device=device), group)
+    total, wanted = counts.sum(0).tolist()
+    begin = int(counts[:rank, 0].sum())
+    share = wanted * (begin + n) // max(total, 1) - wanted * begin // max(total, 1)
+    # A pair as one number; those of a node with itself count as edges.
+    taken = torch.cat([n_id[index[0]] * n + index[1], n_id * n + torch.arange(n, device=device)])
+    generator, drawn = own_generator(device, group), taken[:0]
+    for _ in range(3):
+        more = torch.randint(max(total * n, 1), (share - drawn.numel(),), generator=generator, device=device)
+        drawn = torch.cat([drawn, more[~torch.isin(more, taken)]]).unique()
+    row = drawn % max(n, 1)
+    return torch.stack([drawn // max(n, 1), n_id[row]]), n_id
+
+
+def own_generator(device: torch.device, group: Any = None) -> torch.Generator:
+    """Return a generator whose numbers are others on each worker, even if torch's own one is seeded alike on all."""
+    seed = int(torch.randint(1 << 62, (), device="cpu"))
+    return torch.Generator(device).manual_seed(seed + rank_of(group))

@@ -1,8 +1,10 @@
 r"""Layers with PyG's constructors and ``state_dict`` that stream on a sharded graph."""
 
+from pyg_sar.nn.autoencoder import ARGA, ARGVA, GAE, VGAE
 from pyg_sar.nn.batch_norm import BatchNorm, BatchNorm1d
 from pyg_sar.nn.cheb_conv import ChebConv
 from pyg_sar.nn.convert import convert, describe
+from pyg_sar.nn.deep_graph_infomax import DeepGraphInfomax
 from pyg_sar.nn.gat_conv import GATConv
 from pyg_sar.nn.gatv2_conv import GATv2Conv
 from pyg_sar.nn.gcn_conv import GCNConv
@@ -44,6 +46,11 @@ __all__ = classes = [
     "LayerNorm",
     "MeanSubtractionNorm",
     "PairNorm",
+    "ARGA",
+    "ARGVA",
+    "DeepGraphInfomax",
+    "GAE",
+    "VGAE",
     "convert",
     "describe",
     "global_add_pool",

@@ -10,8 +10,10 @@ import torch
 import torch_geometric.nn
 
 from pyg_sar.edge_index import whole_graph
+from pyg_sar.nn.autoencoder import ARGA, ARGVA, GAE, VGAE
 from pyg_sar.nn.batch_norm import BatchNorm, BatchNorm1d
 from pyg_sar.nn.cheb_conv import ChebConv
+from pyg_sar.nn.deep_graph_infomax import DeepGraphInfomax
 from pyg_sar.nn.gat_conv import GATConv
 from pyg_sar.nn.gatv2_conv import GATv2Conv
 from pyg_sar.nn.gcn_conv import GCNConv
@@ -33,9 +35,9 @@ from pyg_sar.nn.strategy import STRATEGIES
 from pyg_sar.nn.transformer_conv import TransformerConv
 
 OURS = (
-    BatchNorm, BatchNorm1d, ChebConv, FastRGCNConv, GATConv, GATv2Conv, GCNConv, GINConv, GraphNorm, GraphSizeNorm,
-    HANConv, HGTConv, HeteroBatchNorm, InstanceNorm, LayerNorm, MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv,
-    TransformerConv,
+    ARGA, ARGVA, BatchNorm, BatchNorm1d, ChebConv, DeepGraphInfomax, FastRGCNConv, GAE, GATConv, GATv2Conv, GCNConv,
+    GINConv, GraphNorm, GraphSizeNorm, HANConv, HGTConv, HeteroBatchNorm, InstanceNorm, LayerNorm, MeanSubtractionNorm,
+    PairNorm, RGCNConv, SAGEConv, TransformerConv, VGAE,
 )  # fmt: skip
 # By the class of PyG or torch that each of them takes the place of.
 FORMS: dict[type, type] = {
