@@ -632,6 +632,7 @@ REFUSED_CONVERTED = {
     **dict.fromkeys(["SAGEConv max to sources", "GATConv to sources", "DirGNNConv GAT"], ""),
     "EquilibriumAggregation": "on some destinations alone its output would differ",
     **{name: "" for name, case in (AGGREGATIONS | OPTIONS).items() if case.says == ORDER},
+    "DeepGraphInfomax": "",
 }
 # LINKX learns a weight for each node of the whole graph: refused on several workers, see test_edge_index.py. The types
 # of rows that HeteroBatchNorm asks for are no input here, see test_hetero.py. A summary has no rows, see
