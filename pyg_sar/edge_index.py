@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from pyg_sar.distributed.collectives import grouped, is_local
 from pyg_sar.graph import ShardedGraph
 
 # What a tensor holds: both rows, both rows the other way round, or source numbers alone.
@@ -349,8 +350,17 @@ def gather(func: Callable, target: Tensor, dim: int, index: Any) -> Tensor:
     if it.of_flow and not given_with_destinations(target, dim, graph):
         refuse(func, (it,), {}, "a layer of a message flow has no in-edges of the sources that are not among its "
                f"destinations; pass the pair (x, x[:{graph.num_dst}]) if the layer takes one")  # fmt: skip
+    refuse_table(it, target)
     fetched = Halo.apply(target.movedim(dim, 0), graph)
     return fetched.index_select(0, plain(it)).movedim(0, dim)
+
+
+def refuse_table(it: ShardedEdgeIndex, *rows: Any) -> None:
+    """Refuse parameters as rows of nodes where there are other workers, but for those that are a worker's own."""
+    for x in rows:
+        if isinstance(x, torch.nn.Parameter) and not (is_local(x) or it._graph.exchange.alone):
+            fail(it, f"A parameter of shape {list(x.shape)} cannot be rows of nodes, because parameters are the same on "
+                 f"all workers, whose nodes differ ('pyg_sar.nn.NodeEmbedding' is a table of nodes)")  # fmt: skip
 
 
 def given_with_destinations(target: Tensor, dim: int, graph: ShardedGraph) -> bool:
@@ -447,6 +457,8 @@ REASONS = {
     "chooses its code by a worker's edges (unless 'torch_geometric.backend.use_segment_matmul' is set)": "RGCNConv",
     "compares all nodes": "torch_geometric.nn.pool",
     "has a model of the whole graph": "MetaLayer",
+    "has weights for each node of the whole graph": "LightGCN LINKX",
+    "learns from random walks over the whole graph": "MetaPath2Vec Node2Vec",
     "looks for neighbours among all nodes": "DynamicEdgeConv GravNetConv XConv",
     "numbers the colours of all nodes": "WLConv",
     "reads edges by their position": "MeshCNNConv",
@@ -467,7 +479,15 @@ UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph], bool]] = {
     "SuperGATConv": lambda layer, call, graph: not layer.training,
     "CorrectAndSmooth": lambda layer, call, graph: not layer.autoscale,
     "MetaLayer": lambda layer, call, graph: layer.global_model is None,
+    **dict.fromkeys(
+        ("LightGCN", "LINKX", "MetaPath2Vec", "Node2Vec"), lambda layer, call, graph: numbers_all_nodes(graph)
+    ),
 }
+
+
+def numbers_all_nodes(graph: ShardedGraph | None) -> bool:
+    """Whether rows are those of all nodes in their order, as in one process (of which all is known without a graph)."""
+    return not grouped() if graph is None else graph.exchange.alone and graph.n_id is None
 
 
 def decides_alike(pyg: Any) -> bool:
@@ -555,6 +575,7 @@ def extreme(func: Callable, args: Any, kwargs: Any) -> NoReturn:
     error = sys.exc_info()[1]
     if isinstance(error, RuntimeError):
         raise error  # it explains itself
+    refuse_whole_graph(next(sharded(args, kwargs)))
     refuse(func, args, kwargs, f"{NUMBERING} (pass 'num_nodes' or 'dim_size' to functions that ask for it)")
 
 

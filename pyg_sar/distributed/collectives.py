@@ -107,7 +107,8 @@ def sum_gradients(module: torch.nn.Module, group: Any = None) -> None:
     r"""Sum the gradients of all parameters over the workers, in one all-reduce for each type of parameter.
 
     Call it after ``loss.backward()``. A parameter without a gradient here counts as zero; one that has a gradient on no
-    worker keeps none. Every worker must have the same parameters with the same ``requires_grad``, else all raise.
+    worker keeps none. Every worker must have the same parameters with the same ``requires_grad``, else all raise; those
+    of :class:`pyg_sar.nn.NodeEmbedding` are each worker's own and left out.
 
     :class:`torch.nn.parallel.DistributedDataParallel` can take its place. It averages where this sums: multiply the
     loss by the number of workers.
@@ -120,7 +121,7 @@ def sum_gradients(module: torch.nn.Module, group: Any = None) -> None:
         return
     kinds: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and not is_local(parameter):
             kinds[parameter.dtype, parameter.device].append(parameter)
     agree("the parameters that require a gradient", describe(module, grads=True), group)
     for parameters in kinds.values():
@@ -128,9 +129,17 @@ def sum_gradients(module: torch.nn.Module, group: Any = None) -> None:
 
 
 def describe(module: torch.nn.Module, grads: bool = False) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Return name, type and shape of the parameters that require a gradient, or of all parameters and buffers."""
+    """Return name, type and shape of the parameters that require a gradient, or of all parameters and buffers, but for
+    those that differ among workers.
+    """
     named = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, t.dtype, list(t.shape)) for name, t in named if t.requires_grad or not grads]
+    alike = [(name, t) for name, t in named if (t.requires_grad or not grads) and not is_local(t)]
+    return [(name, t.dtype, list(t.shape)) for name, t in alike]
+
+
+def is_local(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer holds rows of this worker's nodes (:class:`~pyg_sar.nn.NodeEmbedding`)."""
+    return getattr(tensor, "is_local", False)
 
 
 def agree(what: str, mine: list[Any], group: Any = None) -> None:
@@ -171,5 +180,7 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
         return
     agree("their parameters and buffers", describe(module), group)
     for tensor in [*module.parameters(), *module.buffers()]:
+        if is_local(tensor):
+            continue
         with talking("waiting for the parameters of rank 0", group):
             workers.broadcast_(tensor.detach(), group)

@@ -17,8 +17,11 @@ from pyg_sar.nn.hetero_batch_norm import HeteroBatchNorm
 from pyg_sar.nn.hgt_conv import HGTConv
 from pyg_sar.nn.instance_norm import InstanceNorm
 from pyg_sar.nn.layer_norm import LayerNorm
+from pyg_sar.nn.lightgcn import LightGCN
+from pyg_sar.nn.linkx import LINKX, SparseLinear
 from pyg_sar.nn.mean_subtraction_norm import MeanSubtractionNorm
 from pyg_sar.nn.message_passing import MessagePassing
+from pyg_sar.nn.node_embedding import NodeEmbedding, whole_state_dict
 from pyg_sar.nn.pair_norm import PairNorm
 from pyg_sar.nn.rgcn_conv import FastRGCNConv, RGCNConv
 from pyg_sar.nn.sage_conv import SAGEConv
@@ -44,16 +47,21 @@ __all__ = classes = [
     "HeteroBatchNorm",
     "InstanceNorm",
     "LayerNorm",
+    "LightGCN",
+    "LINKX",
     "MeanSubtractionNorm",
+    "NodeEmbedding",
     "PairNorm",
     "ARGA",
     "ARGVA",
     "DeepGraphInfomax",
     "GAE",
     "VGAE",
+    "SparseLinear",
     "convert",
     "describe",
     "global_add_pool",
     "global_max_pool",
     "global_mean_pool",
+    "whole_state_dict",
 ]

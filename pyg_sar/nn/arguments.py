@@ -10,6 +10,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
+from pyg_sar.distributed.collectives import is_local
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.trace import NotStreamable
 
@@ -145,7 +146,7 @@ def _bind_nodes(inputs: Inputs, node_dim: int, value: Any, lifted: list[bool], n
             continue
         if not isinstance(t, Tensor) or t.layout != torch.strided or t.dim() < abs(node_dim):
             raise NotStreamable("rows of nodes are no tensors")
-        if isinstance(t, torch.nn.Parameter):
+        if isinstance(t, torch.nn.Parameter) and not is_local(t):
             raise NotStreamable("it has a parameter for every node of the whole graph")
         t = t.movedim(node_dim, 0) if node_dim % t.dim() else t
         if side == 0:

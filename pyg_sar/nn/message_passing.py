@@ -15,7 +15,7 @@ from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 from pyg_sar import ops
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.distributed.reverse import reverse
-from pyg_sar.edge_index import EDGES, SOURCES, ShardedEdgeIndex, fail
+from pyg_sar.edge_index import EDGES, SOURCES, ShardedEdgeIndex, fail, refuse_table
 from pyg_sar.graph import Seeds, ShardedGraph
 from pyg_sar.nn.arguments import FLOW, Call
 from pyg_sar.nn.rows import SIMPLE
@@ -55,6 +55,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         patched = any(name in self.__dict__ for name in OWN)
         if watched(self) or self.flow != FLOW or patched or overridden(cls) or not self.can_stream():
             return None
+        if sharded:
+            refuse_table(edge_index, *(x if isinstance(x, (tuple, list)) else (x,)))
         return edge_index.graph if sharded else one_block(edge_index, sizes(x, size, self.node_dim))
 
     def pair(self, x: Any, edge_index: Any) -> Any:
