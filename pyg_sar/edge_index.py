@@ -344,13 +344,13 @@ def gather(func: Callable, target: Tensor, dim: int, index: Any) -> Tensor:
     """Read rows of nodes by sources: fetch those of other workers, then index."""
     it = next(sharded(index))
     graph, shape = it._graph, list(target.shape)
+    refuse_table(it, target)
     if it is not index or it._kind != SOURCES or it.dim() != 1 or not shape or shape[dim] != graph.num_src:
         refuse(func, (it,), {}, f"it reads dimension {dim} of a tensor of shape {shape} by the {it._kind}, which reads "
                f"the rows of {graph.num_src} nodes")  # fmt: skip
     if it.of_flow and not given_with_destinations(target, dim, graph):
         refuse(func, (it,), {}, "a layer of a message flow has no in-edges of the sources that are not among its "
                f"destinations; pass the pair (x, x[:{graph.num_dst}]) if the layer takes one")  # fmt: skip
-    refuse_table(it, target)
     fetched = Halo.apply(target.movedim(dim, 0), graph)
     return fetched.index_select(0, plain(it)).movedim(0, dim)
 
@@ -359,8 +359,8 @@ def refuse_table(it: ShardedEdgeIndex, *rows: Any) -> None:
     """Refuse parameters as rows of nodes where there are other workers, but for those that are a worker's own."""
     for x in rows:
         if isinstance(x, torch.nn.Parameter) and not (is_local(x) or it._graph.exchange.alone):
-            fail(it, f"A parameter of shape {list(x.shape)} cannot be rows of nodes, because parameters are the same on "
-                 f"all workers, whose nodes differ ('pyg_sar.nn.NodeEmbedding' is a table of nodes)")  # fmt: skip
+            fail(it, f"A parameter of shape {list(x.shape)} cannot be rows of nodes, because all workers have the same "
+                 f"parameters and other nodes ('pyg_sar.nn.NodeEmbedding' is a table of nodes)")  # fmt: skip
 
 
 def given_with_destinations(target: Tensor, dim: int, graph: ShardedGraph) -> bool:

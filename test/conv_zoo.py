@@ -416,7 +416,7 @@ OPTIONS: dict[str, Case] = {
         says="sums up all nodes",
     ),
     "GAE": Case(lambda: gnn.GAE(gnn.SAGEConv(F, F)), says="averages its losses"),
-    "LINKX": Case(lambda: gnn.LINKX(NUM_NODES, F, 8, F, 2), says="takes its statistics"),
+    "LINKX": Case(lambda: gnn.LINKX(NUM_NODES, F, 8, F, 2), says="weights for each node of the whole graph"),
     **{f"Net {norm}": Case(lambda make=make: Net(make()), says=says) for norm, (make, says) in NORMS.items()},
     "Net attention": Case(lambda: Net(gnn.attention.PerformerAttention(F, 2)), says="attends over all nodes"),
     **{
@@ -634,8 +634,8 @@ REFUSED_CONVERTED = {
     **{name: "" for name, case in (AGGREGATIONS | OPTIONS).items() if case.says == ORDER},
     "DeepGraphInfomax": "",
 }
-# LINKX learns a weight for each node of the whole graph: refused on several workers, see test_edge_index.py. The types
-# of rows that HeteroBatchNorm asks for are no input here, see test_hetero.py. A summary has no rows, see
+# LINKX has weights for each node of the whole graph: refused on several workers, see test_linkx.py. The types of rows
+# that HeteroBatchNorm asks for are no input here, see test_hetero.py. A summary has no rows, see
 # test_deep_graph_infomax.py.
 NOT_CONVERTED = {"LINKX", "Net HeteroBatchNorm", "DeepGraphInfomax"}
 # It differentiates in its message, which autograd does in a thread of the device, where operations are counted anew:

@@ -377,7 +377,8 @@ def test_a_table_of_all_nodes_is_refused():
 
 # Layers that look at the whole graph
 
-ELSEWHERE = {"FeaStConv", "QuantileAggregation", "RGCNConv"}  # have tests below
+# These have tests below, in test_lightgcn.py and in test_linkx.py.
+ELSEWHERE = {"FeaStConv", "QuantileAggregation", "RGCNConv", "LightGCN", "LINKX", "Node2Vec", "MetaPath2Vec"}
 SHOWN_BY = {
     "_BatchNorm": "BatchNorm1d",
     "torch_geometric.nn.attention": "PerformerAttention",

@@ -1,8 +1,8 @@
-"""Scripts in the shape of PyG's full-batch examples, adopted by what README says: the same losses on 1, 2 and 3 workers,
-and how many of their lines change.
+"""Scripts in the shape of PyG's full-batch examples, adopted by what README says: the same losses on 1, 2 and 3
+workers, and how many of their lines change.
 
-Each file of ``scripts/`` is both: lines behind ``#-`` are the original's, lines that end in ``#+`` took their place. One
-more script is README's own.
+Each file of ``scripts/`` is both: lines behind ``#-`` are the original's, lines that end in ``#+`` took their place.
+One more script is README's own.
 """
 
 import math

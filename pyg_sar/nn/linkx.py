@@ -86,7 +86,9 @@ class LINKX(torch_geometric.nn.LINKX):
         dropout: float = 0.0,
         group: Any = None,
     ) -> None:
-        torch.nn.Module.__init__(self)  # PyG's constructor makes a table of all nodes; random numbers are drawn as there
+        torch.nn.Module.__init__(
+            self
+        )  # PyG's constructor makes a table of all nodes; random numbers are drawn as there
         self.in_channels, self.out_channels, self.num_edge_layers = in_channels, out_channels, num_edge_layers
         self.edge_lin = SparseLinear(nodes, hidden_channels, group=group)
         self.num_nodes = self.edge_lin.num_nodes

@@ -227,7 +227,7 @@ def count_nodes(n_id: Tensor, group: Any) -> int:
     ends = (int(n_id.min()), int(n_id.max())) if n_id.numel() > 0 else (0, -1)
     said = gather_objects((n_id.numel(), *ends, n_id.unique().numel(), int(n_id.sum())), group)
     total, different, ids = (sum(one[k] for one in said) for k in (0, 3, 4))
-    inside = all(0 <= first and last < total for _, first, last, *_ in said)
+    inside = all(first >= 0 and last < total for _, first, last, *_ in said)
     if not inside or different < total or ids != total * (total - 1) // 2:
         counts = ", ".join(f"rank {r}: {one[0]} from {one[1]} to {one[2]}" for r, one in enumerate(said))
         raise ValueError(
