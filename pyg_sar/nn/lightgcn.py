@@ -11,11 +11,12 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import all_reduce
+from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.links import Directory, links
 from pyg_sar.distributed.loss import global_mean
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.nn.convert import convert
-from pyg_sar.nn.node_embedding import NodeEmbedding, rank_of
+from pyg_sar.nn.node_embedding import NodeEmbedding
 
 
 class LightGCN(torch_geometric.nn.LightGCN):

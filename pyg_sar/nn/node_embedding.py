@@ -8,13 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.storage import NodeStorage
 
-from pyg_sar.distributed.collectives import all_reduce, gather_objects, grouped
+from pyg_sar.distributed.collectives import all_reduce, gather_objects
+from pyg_sar.distributed.group import rank_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 CHUNK = 2**22  # numbers that are drawn at a time
@@ -225,10 +225,13 @@ def ids_of(nodes: Any) -> Tensor:
 def count_nodes(n_id: Tensor, group: Any) -> int:
     """Return how many nodes all workers own; raise on all of them unless they own each once."""
     ends = (int(n_id.min()), int(n_id.max())) if n_id.numel() > 0 else (0, -1)
-    said = gather_objects((n_id.numel(), *ends, n_id.unique().numel(), int(n_id.sum())), group)
-    total, different, ids = (sum(one[k] for one in said) for k in (0, 3, 4))
+    said = gather_objects(
+        (n_id.numel(), *ends, n_id.unique().numel(), int(n_id.sum()), int((n_id * n_id).sum())), group
+    )
+    total, different, ids, squares = (sum(one[k] for one in said) for k in (0, 3, 4, 5))
     inside = all(first >= 0 and last < total for _, first, last, *_ in said)
-    if not inside or different < total or ids != total * (total - 1) // 2:
+    missing = total * (total - 1) // 2 - ids, (total * (total - 1) * (2 * total - 1) // 6 - squares) % 2**64
+    if not inside or different < total or any(missing):
         counts = ", ".join(f"rank {r}: {one[0]} from {one[1]} to {one[2]}" for r, one in enumerate(said))
         raise ValueError(
             f"[rank {rank_of(group)}] Expected all workers together to own each of {total} nodes once, with ids from 0 "
@@ -240,8 +243,3 @@ def count_nodes(n_id: Tensor, group: Any) -> int:
 def ascending(rows: Tensor) -> bool:
     """Whether rows are 0, 1, 2, ..."""
     return torch.equal(rows, torch.arange(rows.numel(), device=rows.device))
-
-
-def rank_of(group: Any) -> int:
-    """Return the rank, for messages."""
-    return dist.get_rank(group) if grouped(group) else 0
