@@ -40,12 +40,12 @@ SCHEMAS = (
     "int head) -> ()",
     "attention_grad_(Tensor(a!) d_value, Tensor(b!)? d_key, Tensor(c!)? d_query, Tensor(d!)? d_edge, "
     "Tensor(e!)? d_att, Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, "
-    "Tensor? query, Tensor? edge, Tensor? att, Tensor lse, Tensor inner, Tensor grad, int kind, float parameter, "
-    "Tensor? e_id, int seed, float dropout, int head) -> ()",
+    "Tensor? query, Tensor? edge, Tensor? att, Tensor peak, Tensor total, Tensor inner, Tensor grad, int kind, "
+    "float parameter, Tensor? e_id, int seed, float dropout, int head) -> ()",
     # The same for additive scores, if the block holds all edges: without the output, and `value` becomes its gradient.
     "additive_grad_(Tensor(a!) value, Tensor(b!) d_key, Tensor(c!)? d_query, Tensor(d!)? d_edge, Tensor ptr, "
-    "Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor? query, Tensor? edge, Tensor lse, "
-    "Tensor grad, float parameter, Tensor? e_id, int seed, float dropout, int head) -> ()",
+    "Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor? query, Tensor? edge, Tensor peak, "
+    "Tensor total, Tensor grad, float parameter, Tensor? e_id, int seed, float dropout, int head) -> ()",
 )
 LIBRARY = torch.library.Library("pyg_sar", "DEF")
 

@@ -278,8 +278,9 @@ class Softmax(Reduce):
     Heads can be cut into groups, whose parts of a source row stand one behind the other, each packed in this way.
 
     The forward pass keeps a running maximum :math:`m`, normaliser :math:`l` and output :math:`o` for each destination
-    ("online softmax", Milakov & Gimelshein 2018) and saves the output and the log-sum-exp; backward rebuilds
-    :math:`\alpha = e^{s - \mathrm{lse}}` and uses, as FlashAttention does (Dao et al. 2022, appendix B),
+    ("online softmax", Milakov & Gimelshein 2018) and saves :math:`m`, :math:`l` and the output; backward rebuilds
+    :math:`\alpha = e^{s - m} / l`, whose error does not grow with the scores as that of :math:`e^{s - (m + \log l)}`
+    does, and uses, as FlashAttention does (Dao et al. 2022, appendix B),
 
     .. math::
         \frac{\partial L}{\partial s_{ij}} = \alpha_{ij} \left( d_{ij} \langle \mathbf{g}_i, \mathbf{v}_j \rangle
@@ -293,6 +294,7 @@ class Softmax(Reduce):
         channels: Number of values for each head :math:`C`.
         kind: ``ADDITIVE``, ``GATV2`` or ``DOT``.
         parameter: The negative slope, or :math:`\lambda`.
+        degree: The number of in-edges of each destination.
         dropout: Probability and seed of dropout and the ids of the edges of a block, or None.
         groups: The groups of heads, as ranges.
         first: The number of the first head.
@@ -306,12 +308,13 @@ class Softmax(Reduce):
         channels: int,
         kind: int,
         parameter: float,
+        degree: Tensor,
         dropout: tuple[float, int, Callable[[Block], Tensor]] | None = None,
         groups: Sequence[slice] = (),
         first: int = 0,
     ) -> None:
-        self.heads, self.channels, self.kind, self.parameter, self.dropout = heads, channels, kind, parameter, dropout
-        self.groups, self.first = groups, first
+        self.heads, self.channels, self.kind, self.parameter, self.degree = heads, channels, kind, parameter, degree
+        self.dropout, self.groups, self.first = dropout, groups, first
 
     def split(self, x: Tensor, rows: Rows, blocks: int) -> list[Part]:
         """Return one reduction for each group of heads."""
@@ -319,7 +322,8 @@ class Softmax(Reduce):
             return super().split(x, rows, blocks)
         width, parts = x.size(1) // self.heads, []
         for g in self.groups:
-            reduce = Softmax(g.stop - g.start, self.channels, self.kind, self.parameter, self.dropout, first=g.start)
+            count = g.stop - g.start
+            reduce = Softmax(count, self.channels, self.kind, self.parameter, self.degree, self.dropout, first=g.start)
             source, out = (slice(g.start * k, g.stop * k) for k in (width, self.channels))
             parts.append(Part(reduce, source, out, partial(of_heads, heads=g, total=self.heads)))
         return parts
@@ -361,23 +365,23 @@ class Softmax(Reduce):
         attention_(*state, block.rowptr, block.col, *tensors, *settings)
 
     def finish(self, state: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Normalise; a destination without edges gets 0."""
+        """Normalise; a destination without edges gets 0, and one of which all scores are minus infinity 0 / 0."""
         peak, total, out = state
-        some = total > 0
-        out.view(-1, self.heads, self.channels).div_(total.where(some, 1).unsqueeze(-1))
-        return out.to(dtype), (torch.where(some, peak + total.log(), 0),)
+        total.masked_fill_((self.degree == 0).unsqueeze(1), 1)
+        out.view(-1, self.heads, self.channels).div_(total.unsqueeze(-1))
+        return out.to(dtype), (peak, total)
 
     def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
-        """Return the log-sum-exp and the product of output and gradient."""
-        (lse,) = saved
-        inner, ids = torch.empty_like(lse), torch.arange(lse.size(0) + 1, dtype=torch.int32, device=lse.device)
+        """Return the largest score, the normaliser and the product of output and gradient."""
+        peak, total = saved
+        inner, ids = torch.empty_like(peak), torch.arange(peak.size(0) + 1, dtype=torch.int32, device=peak.device)
         sddmm_(inner, ids, ids[:-1], out, result)  # without a product as wide as the rows
-        return lse, inner
+        return peak, total, inner
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
     ) -> Grads:
-        """Rebuild the coefficients from the log-sum-exp."""
+        """Rebuild the coefficients."""
         assert x is not None
         source = zeros(x, *x.shape, dtype=accumulator(x.dtype))
         values, keys = source.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
@@ -402,6 +406,7 @@ class ProjectedSoftmax(Softmax):
         heads: Number of heads :math:`H`.
         channels: Number of values for each head :math:`C`.
         parameter: The negative slope.
+        degree: As in :class:`Softmax`.
         dropout: As in :class:`Softmax`.
         groups: The groups of heads whose values are made together.
         once: Whether there is a single block.
@@ -414,11 +419,12 @@ class ProjectedSoftmax(Softmax):
         heads: int,
         channels: int,
         parameter: float,
+        degree: Tensor,
         dropout: tuple[float, int, Callable[[Block], Tensor]] | None,
         groups: Sequence[slice],
         once: bool,
     ) -> None:
-        super().__init__(heads, channels, ADDITIVE, parameter, dropout, groups)
+        super().__init__(heads, channels, ADDITIVE, parameter, degree, dropout, groups)
         self.once, self.saves_output = once, not once
 
     def split(self, x: Tensor, rows: Rows, blocks: int) -> list[Part]:
@@ -426,7 +432,7 @@ class ProjectedSoftmax(Softmax):
         return Reduce.split(self, x, rows, blocks)
 
     def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
-        """Return the log-sum-exp, and the product of output and gradient if there are several blocks."""
+        """Return what was saved, and the product of output and gradient if there are several blocks."""
         return saved if self.once else super().prepare(saved, result, out)
 
     def columns(self, heads: slice) -> slice:

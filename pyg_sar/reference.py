@@ -134,51 +134,54 @@ def attention_(
 def attention_grad_(
     d_value: Tensor, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None, d_att: Tensor | None,
     ptr: Tensor, col: Tensor, src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, value: Tensor,
-    query: Tensor | None, edge: Tensor | None, att: Tensor | None, lse: Tensor, inner: Tensor | None, grad: Tensor,
-    kind: int, parameter: float, e_id: Tensor | None, seed: int, dropout: float, head: int,
+    query: Tensor | None, edge: Tensor | None, att: Tensor | None, peak: Tensor, total: Tensor, inner: Tensor | None,
+    grad: Tensor, kind: int, parameter: float, e_id: Tensor | None, seed: int, dropout: float, head: int,
 ) -> None:  # fmt: skip
-    """Rebuild the coefficients from the log-sum-exp; the gradient of the score itself is left to autograd.
+    """Rebuild the coefficients from the largest score and the normaliser; the gradient of the score itself is left to
+    autograd.
 
-    Without ``inner``, the product of output and gradient, the block must hold all edges.
+    Without ``inner``, the product of output and gradient, the block must hold all edges. Next to a coefficient of 1 all
+    others are 0: no gradient passes its score, though rounding may leave a difference of two large products.
     """
-    row, heads = rows_of(ptr, col), lse.size(1)
+    row, heads = rows_of(ptr, col), peak.size(1)
     d_keys = d_value if kind == GATV2 else d_key
     with torch.enable_grad():
         inputs = (key, query, edge, att)
         leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in inputs]
         k, q, e, a = leaves
         score = scores(row, col, k, q, e, a, kind, parameter, heads)
-    alpha = (score.detach() - lse[row]).exp_()
+    weight = (score.detach() - peak[row]).exp_()
+    alpha = weight / total[row]
     drop = factors(e_id, heads, seed, dropout, head, alpha.dtype)
     product = torch.empty_like(alpha)
     sddmm_(product, ptr, col, grad, value)
     if edge is not None and kind == DOT:
         product += split(grad[row] * edge, heads).sum(-1, dtype=product.dtype)
     product = product if drop is None else product * drop
-    inner = segment_sum(row, lse.size(0), alpha * product) if inner is None else inner
-    d_score = alpha * (product - inner[row])
+    inner = segment_sum(row, peak.size(0), weight * product) / total if inner is None else inner
+    d_score = alpha.masked_fill(alpha == 1, 0) * (product - inner[row])
     wanted = [
         (t, d) for t, d in zip(leaves, (d_keys, d_query, d_edge, d_att), strict=True) if t is not None and d is not None
     ]
     found = torch.autograd.grad(score, [t for t, _ in wanted], d_score)
     weight = alpha if drop is None else alpha * drop
     d_value += weighted_sum(src_ptr, dst, grad, weight[perm])
-    for (_, total), part in zip(wanted, found, strict=True):
-        total += part
+    for (_, into), part in zip(wanted, found, strict=True):
+        into += part
     if d_edge is not None and kind == DOT:
         d_edge += spread(weight, grad[row])
 
 
 def additive_grad_(
     value: Tensor, d_key: Tensor, d_query: Tensor | None, d_edge: Tensor | None, ptr: Tensor, col: Tensor,
-    src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, query: Tensor | None, edge: Tensor | None, lse: Tensor,
-    grad: Tensor, parameter: float, e_id: Tensor | None, seed: int, dropout: float, head: int,
+    src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, query: Tensor | None, edge: Tensor | None, peak: Tensor,
+    total: Tensor, grad: Tensor, parameter: float, e_id: Tensor | None, seed: int, dropout: float, head: int,
 ) -> None:  # fmt: skip
     """Write the gradient of values over them."""
     d_value = torch.zeros_like(value, dtype=accumulator(value.dtype))
     attention_grad_(
-        d_value, d_key, d_query, d_edge, None, ptr, col, src_ptr, dst, perm, key, value, query, edge, None, lse, None,
-        grad, ADDITIVE, parameter, e_id, seed, dropout, head,
+        d_value, d_key, d_query, d_edge, None, ptr, col, src_ptr, dst, perm, key, value, query, edge, None, peak, total,
+        None, grad, ADDITIVE, parameter, e_id, seed, dropout, head,
     )  # fmt: skip
     value.copy_(d_value)
 

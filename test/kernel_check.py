@@ -157,9 +157,10 @@ def calls(b: Block, heads: int, channels: int, seed: int = 0, base: float = 1.0)
         if dropout == 0:  # a second block, whose scores are above and below those of the first
             state = {"peak": 3 * rows(m, heads), "total": rows(m, heads).abs() + 1, "out": rows(m)}
             yield Call(title + " again", "attention_", {**state, "ptr": b.ptr, "col": b.col, **inputs, **settings})
-        # What the coefficients are relative to, from the same scores.
+        # What the coefficients are relative to, from the same scores; of other blocks as well, so that none of them is 1,
+        # next to which `inner` would be known.
         reference.attention_(peak, total, out, b.ptr, b.col, **inputs, **settings)
-        lse = torch.where(total > 0, peak + total.log(), 0)
+        total = 2 * total
         for wanted in ("all", "none") if dropout == 0 else ("all",):
             grads = {
                 "d_value": base * rows(n),
@@ -170,13 +171,12 @@ def calls(b: Block, heads: int, channels: int, seed: int = 0, base: float = 1.0)
             }
             arguments = {
                 **grads, "ptr": b.ptr, "col": b.col, "src_ptr": b.src_ptr, "dst": b.dst, "perm": b.perm, **inputs,
-                "lse": lse, "inner": rows(m, heads), "grad": rows(m), **settings,
+                "peak": peak, "total": total, "inner": rows(m, heads), "grad": rows(m), **settings,
             }  # fmt: skip
             yield Call(f"{title} gradient {wanted}", "attention_grad_", arguments)
             if kind == "additive":
                 names = [a.name for a in SCHEMAS["additive_grad_"].arguments]
                 yield Call(f"{title} gradient {wanted} alone", "additive_grad_", {k: arguments[k] for k in names})
-            peak, total, out = peak.clone(), total.clone(), out.clone()
 
 
 def is_output(name: str, arg: str) -> bool:
@@ -316,7 +316,7 @@ def check_precision(
                 }
                 truth = normalised(execute(reference, call._replace(args=exact), torch.float64))
                 results = [normalised(execute(m, call, dtype)) for m in (module, reference)]
-                call_types = {} if "peak" in args else {k: v.dtype for k, v in args.items() if isinstance(v, Tensor)}
+                call_types = {} if call.name == "attention_" else {k: v.dtype for k, v in args.items() if isinstance(v, Tensor)}
                 for key, value in truth.items():
                     sums = errors.setdefault((call.title, key), [0.0, 0.0])
                     scale = value.masked_fill(value.isinf(), 0).square().sum().item()

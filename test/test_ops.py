@@ -233,11 +233,11 @@ def test_kernels_drop_what_the_reference_drops(kernels, p, dtype):
         assert torch.equal(total, torch.ones_like(total))
         grads = torch.zeros_like(value), torch.zeros_like(key)
         kernels.attention_grad_(
-            *grads, None, None, None, ptr, col, ptr, col, col, key, value, None, None, None, torch.zeros_like(key),
+            *grads, None, None, None, ptr, col, ptr, col, col, key, value, None, None, None, peak, 2 * total,
             torch.zeros_like(key), value, *settings,
         )  # fmt: skip
-        assert torch.equal(grads[0], factors)
-        assert torch.equal(grads[1], factors)
+        assert torch.equal(grads[0], factors / 2)
+        assert torch.equal(grads[1], factors / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -359,7 +359,7 @@ MISTAKES = [
     ("extremum_grad_", None, other(x=lambda t: t[0]), "'x' to be a matrix"),
     ("attention_", ADDITIVE, other(value=lambda t: t[0]), "'value' to be a matrix"),
     ("attention_", ADDITIVE, other(peak=lambda t: t[0]), "'peak' to be a matrix"),
-    ("attention_grad_", ADDITIVE, other(lse=lambda t: t[0]), "'lse' to be a matrix"),
+    ("attention_grad_", ADDITIVE, other(peak=lambda t: t[0]), "'peak' to be a matrix"),
     ("sddmm_", None, other(y=wider), "rows of 2 equal heads"),
     ("sddmm_", None, other(y=longer), "'y' of shape"),
     ("sddmm_", None, other(x=wider), "'x' of shape"),
@@ -394,10 +394,12 @@ MISTAKES = [
     ("attention_grad_", DOT, other(src_ptr=torch.tensor([0, 182])), "transpose of the same block"),
     ("attention_grad_", DOT, other(perm=longer), "'perm' to be a CPU tensor"),
     ("attention_grad_", DOT, other(dst=lambda t: t[:-1], perm=lambda t: t[:-1]), "lead from 0 to the number of edges"),
-    ("attention_grad_", DOT, other(lse=longer), "'lse' of shape"),
+    ("attention_grad_", DOT, other(peak=longer), "'peak' of shape"),
+    ("attention_grad_", DOT, other(total=longer), "'total' of shape"),
     ("attention_grad_", DOT, other(inner=wider), "'inner' of shape"),
     ("additive_grad_", None, other(value=lambda t: t.t().contiguous().t()), "rows of 'value' to be contiguous"),
-    ("additive_grad_", None, other(lse=longer), "'lse' of shape"),
+    ("additive_grad_", None, other(peak=longer), "'peak' of shape"),
+    ("additive_grad_", None, other(total=longer), "'total' of shape"),
     ("additive_grad_", None, other(grad=lambda t: t.half()), "'grad' of type Float"),
     ("additive_grad_", None, other(d_key=wider), "'d_key' of shape"),
     ("additive_grad_", None, other(d_query=longer), "'d_query' of shape"),

@@ -122,7 +122,7 @@ def attention(group, mode, kind, query, edge, p):
     expected = gradients(oracle.flatten(1), *leaves)
     const = {"const": [t.reshape(-1) if t.dim() == 3 else t for t in rest["const"]]}
     for groups in ([slice(0, H)], [slice(0, 1), slice(1, H)]):
-        reduce = Softmax(H, C, KINDS[kind], PARAMETER, drop, groups)
+        reduce = Softmax(H, C, KINDS[kind], PARAMETER, graph.degree, drop, groups)
         found = aggregate(graph, reduce, pack(values, keys, H, groups, 1), **{**rest, **const})
         equal(gradients(found, *leaves), expected, f"attention in {len(groups)} groups")
 
@@ -150,9 +150,9 @@ def test_features_projected_inside(monkeypatch, blocks, columns, query, edge, p)
     leaves = (x, weight, keys, *rest["dst"], *rest["edge"], *rest["const"])
     drop = (p, 12345, graph.ids_of) if p > 0 else None
     packed = F.linear(x, torch.cat([weight, keys]))
-    expected = aggregate(graph, Softmax(3, C, ADDITIVE, PARAMETER, drop), packed, **rest)
+    expected = aggregate(graph, Softmax(3, C, ADDITIVE, PARAMETER, graph.degree, drop), packed, **rest)
     rest["const"] += [weight, keys]
-    reduce = ProjectedSoftmax(3, C, PARAMETER, drop, head_groups(3, C), blocks == 1)
+    reduce = ProjectedSoftmax(3, C, PARAMETER, graph.degree, drop, head_groups(3, C), blocks == 1)
     found = aggregate(graph, reduce, x, **rest)
     truth = gradients(expected, *leaves)
     equal(gradients(found, *leaves), truth, "projected")
@@ -201,7 +201,7 @@ def frozen_queries(group):
     graph, _ = graph_of(group, 1)
     for kind in KINDS:
         values, keys, rest = attention_inputs(kind, True, True, graph.num_src, graph.num_dst, graph.num_edges)
-        reduce = Softmax(H, C, KINDS[kind], PARAMETER)
+        reduce = Softmax(H, C, KINDS[kind], PARAMETER, graph.degree)
         out = aggregate(graph, reduce, torch.cat([values, keys], 1), **rest)
         both = torch.cat([values, keys], 1).detach().requires_grad_()
         alone = aggregate(graph, reduce, both, **{k: [t.detach() for t in ts] for k, ts in rest.items()})
@@ -274,7 +274,8 @@ def test_gradients_of_attention_numerically(kind, query, edge, p):
     def function(values, keys, *flat):
         dst, edge, const = torch.utils._pytree.tree_unflatten(flat, structure)
         x = torch.cat([values, keys], 1)
-        return aggregate(graph, Softmax(H, C, KINDS[kind], PARAMETER, drop), x, dst=dst, edge=edge, const=const)
+        reduce = Softmax(H, C, KINDS[kind], PARAMETER, graph.degree, drop)
+        return aggregate(graph, reduce, x, dst=dst, edge=edge, const=const)
 
     flat, structure = torch.utils._pytree.tree_flatten(tuple(rest[k] for k in ("dst", "edge", "const")))
     assert sum(counts) == len(flat)
@@ -343,7 +344,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish():
     g = torch.Generator().manual_seed(0)
     terms = torch.randn(NUM_NODES, 1, generator=g) * 1000
     values = leaf(torch.randn(NUM_NODES, 2, generator=g))
-    out = aggregate(graph, Softmax(1, 2, ADDITIVE, 1.0), torch.cat([values, terms], 1))
+    out = aggregate(graph, Softmax(1, 2, ADDITIVE, 1.0, graph.degree), torch.cat([values, terms], 1))
     alpha = softmax(terms[src], dst, num_nodes=NUM_NODES)
     expected = scatter(alpha * values[src], dst, 0, NUM_NODES)
     close(out, expected, "output", 1e-5)
@@ -360,7 +361,7 @@ def test_products_far_apart_neither_overflow_nor_vanish(kind):
     values, keys, rest = attention_inputs(kind, True, False, NUM_NODES, NUM_NODES, 0, g)
     loud = {"dst": [rest["dst"][0].detach() * 1000], "const": rest["const"]}
     x = torch.cat([values, keys], 1)
-    out = aggregate(graph, Softmax(H, C, KINDS[kind], PARAMETER), x, **loud)
+    out = aggregate(graph, Softmax(H, C, KINDS[kind], PARAMETER, graph.degree), x, **loud)
     whole = SimpleNamespace(row=dst, col=src)
     score, rows = scored(kind, whole, x, Rows(**loud))
     assert score.abs().max() > 1000
@@ -370,14 +371,14 @@ def test_products_far_apart_neither_overflow_nor_vanish(kind):
 
 
 def test_masked_edges_count_for_nothing():
-    """A score of minus infinity; a destination that has no other edge gets 0, and no gradient that is not a number."""
-    graph = shard(torch.tensor([[0, 1, 2, 1, 1], [0, 0, 0, 1, 2]]), 3, 3).graph
+    """A score of minus infinity, in a block of its own; a destination without any edge gets 0."""
+    graph = shard(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 0, 1, 1]]), 3, 3).graph
     values = leaf(torch.tensor([[1.0], [10.0], [3.0]]))
     keys = torch.tensor([[0.5], [-torch.inf], [0.5]])
-    out = aggregate(graph, Softmax(1, 1, ADDITIVE, 1.0), torch.cat([values, keys], 1))
-    assert out.flatten().tolist() == [2.0, 0.0, 0.0]
+    out = aggregate(graph, Softmax(1, 1, ADDITIVE, 1.0, graph.degree), torch.cat([values, keys], 1))
+    assert out.flatten().tolist() == [2.0, 1.0, 0.0]
     out.sum().backward()
-    assert values.grad.flatten().tolist() == [0.5, 0.0, 0.5]
+    assert values.grad.flatten().tolist() == [1.5, 0.0, 0.5]
 
 
 def test_attention_to_a_hub_in_half_precision():

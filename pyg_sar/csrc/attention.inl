@@ -8,9 +8,12 @@
 // output's gradient is read once for both the product with the source's value and the value's gradient; the gradients of
 // the scores go to a buffer of one number for each edge and head of a tile (two where a dot product has edge rows), from
 // which a second walk, by destination, makes the gradients of queries, edges and att. Of additive scores with all
-// edges in one block (`alone`) `inner`, the product of output and gradient, is the sum of what the first walk writes; the
+// edges in one block (`alone`) `inner`, the product of output and gradient, is made of what the first walk writes; the
 // second walk finishes the gradients of the scores, a third adds them to those of keys. Then nobody needs the output, and
 // the values become their own gradient, row by row.
+//
+// Backward makes the scores again, to the last digit, on which coefficients depend where scores are large: a score is
+// written to memory before anything is subtracted from it, and no loop that makes one is compiled twice.
 
 constexpr int GROUP = 16;  // heads at a time, at most
 
@@ -77,6 +80,12 @@ struct Edges {
     return A(key[j][h]) + query + (edge ? A(edge[e][h]) : A(0));
   }
 
+  [[gnu::noinline]] static A narrow(const A* a, const T* k, const T* q, const T* b, int64_t C, A p) {
+    A s = 0;
+    for (int64_t c = 0; c < C; ++c) s += a[c] * leaky(A(k[c]) + A(q[c]) + (b == nullptr ? A(0) : A(b[c])), p);
+    return s;
+  }
+
   // The score of an edge; an additive one is still without its LeakyReLU, which is taken of many at once.
   A score(int64_t j, int64_t i, int64_t e, int64_t h) const {
     if constexpr (S == Score::additive) {
@@ -88,11 +97,7 @@ struct Edges {
         return p * (dot<A>(q, k, C) + (b == nullptr ? A(0) : dot<A>(q, b, C)));
       } else {
         const A* a = att + h * C;
-        if (C < lanes<A>) {
-          A s = 0;
-          for (int64_t c = 0; c < C; ++c) s += a[c] * leaky(A(k[c]) + A(q[c]) + (b == nullptr ? A(0) : A(b[c])), p);
-          return s;
-        }
+        if (C < lanes<A>) return narrow(a, k, q, b, C, p);
         const Tail<A> tail(C);
         const auto term = [=](int64_t c, Vector<A> t) { return load(a + c) * (t > 0 ? t : p * t); };
         if (b == nullptr) return fold<A>(C, tail, [=](int64_t c) { return term(c, load(k + c) + load(q + c)); });
@@ -222,14 +227,14 @@ struct SourceGradBody {
   const AttentionGrad& op;
   A* d_score;           // [edges, heads], in the order of destinations
   A* alpha;             // the same for the coefficients, or null
-  const A* destination; // lse, inner and query (if additive) of each destination
+  const A* destination; // peak, total, inner and query (if additive) of each destination
   const I* dst = static_cast<const I*>(op.transpose.col);
   const I* perm = static_cast<const I*>(op.transpose.perm);
   Rows<const T> grad = typed<T>(op.grad);
   Rows<A> d_key = typed<A>(op.d_key), d_value = typed<A>(op.d_value);
   const int64_t C = edges.C, H = edges.heads();
 
-  static constexpr int64_t facts = S == Score::additive ? 3 : 2;
+  static constexpr int64_t facts = S == Score::additive ? 4 : 3;
   // The key of GATv2 is its value; `alone` keys come later.
   int64_t keys() const { return op.alone || S == Score::gatv2 ? 0 : S == Score::additive ? H : H * C; }
 
@@ -249,7 +254,7 @@ struct SourceGradBody {
 
   void run(int64_t j, int64_t begin, int64_t end, State s, int64_t) const {
     constexpr int SHORT = 16;  // the rows are read twice in a chunk
-    A weight[SHORT], slope[SHORT], ds[SHORT], lse[SHORT], inner[SHORT];
+    A weight[SHORT], slope[SHORT], ds[SHORT], factor[SHORT], peak[SHORT], total[SHORT], inner[SHORT];
     const T* rows[SHORT];
     const A parameter = A(edges.op.parameter);
     for (int64_t t = begin; t < end; t += SHORT) {
@@ -265,7 +270,7 @@ struct SourceGradBody {
         for (int k = 0; k < n; ++k) {
           const int64_t i = dst[t + k], e = perm[t + k];
           const A* fact = destination + (i * H + h) * facts;
-          lse[k] = fact[0], ds[k] = fact[1];
+          peak[k] = fact[0], total[k] = fact[1], ds[k] = fact[2];
           weight[k] = S == Score::additive ? edges.sum(j, fact[facts - 1], e, head) : edges.score(j, i, e, head);
           if (S == Score::dot && edges.edge) inner[k] += dot<A>(rows[k], edges.edge[e] + head * C, C);
         }
@@ -273,19 +278,19 @@ struct SourceGradBody {
 #pragma omp simd
           for (int k = 0; k < n; ++k) {
             slope[k] = weight[k] > 0 ? A(1) : parameter;
-            weight[k] *= slope[k];
+            weight[k] = edges.leaky(weight[k], parameter);
           }
         }
 #pragma omp simd
-        for (int k = 0; k < n; ++k) weight[k] = exponential(weight[k] - lse[k]);
-        if (edges.dropout) {
-          for (int k = 0; k < n; ++k) {
-            const A factor = edges.dropout(perm[t + k], head);
-            ds[k] = weight[k] * (factor * inner[k] - ds[k]);
-            weight[k] *= factor;
-          }
-        } else {
-          for (int k = 0; k < n; ++k) ds[k] = weight[k] * (inner[k] - ds[k]);
+        for (int k = 0; k < n; ++k) weight[k] = exponential(weight[k] - peak[k]);
+        for (int k = 0; k < n; ++k) factor[k] = edges.dropout ? edges.dropout(perm[t + k], head) : A(1);
+#pragma omp simd
+        for (int k = 0; k < n; ++k) {
+          const A alpha = weight[k] / total[k];
+          // Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a
+          // difference of two large products.
+          ds[k] = op.alone ? weight[k] * (factor[k] * inner[k]) : (alpha == 1 ? A(0) : alpha) * (factor[k] * inner[k] - ds[k]);
+          weight[k] = alpha * factor[k];
         }
         if (S == Score::additive && !op.alone) {
           A sum = 0;
@@ -433,21 +438,23 @@ struct DestinationGradBody {
     }
   }
 
-  // From alpha d <g, v> to the gradient of the argument of the LeakyReLU.
+  // From d <g, v>, times the exponential, to the gradient of the argument of the LeakyReLU.
   void finish(int64_t i, int64_t begin, int64_t end, int64_t h) const {
-    A score[CHUNK];
+    A score[CHUNK], slope[CHUNK];
     const int64_t head = edges.from + h;
     const A query = edges.query ? A(edges.query[i][head]) : A(0), parameter = A(edges.op.parameter);
-    const A lse = typed<A>(op.lse)[i][head], part = inner[i * H + h];
+    const A peak = typed<A>(op.peak)[i][head], total = typed<A>(op.total)[i][head], part = inner[i * H + h] / total;
     for (int64_t e = begin; e < end; e += CHUNK) {
       const int n = int(std::min<int64_t>(CHUNK, end - e));
       A* ds = d_score + e * H + h;
       for (int k = 0; k < n; ++k) score[k] = edges.sum(col[e + k], query, e + k, head);
 #pragma omp simd
       for (int k = 0; k < n; ++k) {
-        const A slope = score[k] > 0 ? A(1) : parameter;
-        ds[k * H] = (ds[k * H] - part * exponential(score[k] * slope - lse)) * slope;
+        slope[k] = score[k] > 0 ? A(1) : parameter;
+        score[k] = edges.leaky(score[k], parameter);
       }
+#pragma omp simd
+      for (int k = 0; k < n; ++k) ds[k * H] = (ds[k * H] - part * exponential(score[k] - peak)) / total * slope[k];
     }
   }
 
@@ -512,12 +519,12 @@ template <Score S, class T, class I>
 void collect(Acc<T>* facts, const AttentionGrad& op, const Edges<S, T, I>& edges, Parallel parallel) {
   using A = Acc<T>;
   constexpr int64_t n = SourceGradBody<S, T, I>::facts;
-  const auto lse = typed<A>(op.lse), inner = typed<A>(op.inner);
+  const auto peak = typed<A>(op.peak), total = typed<A>(op.total), inner = typed<A>(op.inner);
   for_rows(op.forward.csr.rows, parallel, [&](int64_t i) {
     A* fact = facts + i * edges.heads() * n;
     for (int64_t h = edges.from; h < edges.to; ++h, fact += n) {
-      fact[0] = lse[i][h], fact[1] = op.alone ? A(0) : inner[i][h];
-      if constexpr (n == 3) fact[2] = edges.query ? A(edges.query[i][h]) : A(0);
+      fact[0] = peak[i][h], fact[1] = total[i][h], fact[2] = op.alone ? A(0) : inner[i][h];
+      if constexpr (n == 4) fact[3] = edges.query ? A(edges.query[i][h]) : A(0);
     }
   });
 }

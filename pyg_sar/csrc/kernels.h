@@ -79,7 +79,7 @@ struct Attention {
 struct AttentionGrad {
   Attention forward;                    // its last line is unused
   Csr transpose;                        // by source
-  Rows<const void> lse, inner;          // accumulator type, [num_dst, heads]
+  Rows<const void> peak, total, inner;  // accumulator type, [num_dst, heads]
   Rows<const void> grad;                // of the type of the values, [num_dst, heads * channels]
   Rows<void> d_key, d_value, d_query, d_edge;  // accumulator type, or null where not wanted
   void* d_att;                          // accumulator type, or null

@@ -262,17 +262,18 @@ Csr transpose(Arguments& args, const Attention& op, const Tensor& ptr, const Ten
 
 void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, Maybe d_att, Tensor ptr, Tensor col,
                      Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, Maybe query, Maybe edge, Maybe att,
-                     Tensor lse, Tensor inner, Tensor grad, int64_t score, double parameter, Maybe e_id, int64_t seed,
-                     double dropout, int64_t head) {
+                     Tensor peak, Tensor total, Tensor inner, Tensor grad, int64_t score, double parameter, Maybe e_id,
+                     int64_t seed, double dropout, int64_t head) {
   Arguments args;
   const auto type = accumulator(value);
   AttentionGrad op{};
-  op.forward = attention(args, ptr, col, key, value, query, edge, att, width_of("lse", lse), score, parameter, e_id, seed, dropout, head);
+  op.forward = attention(args, ptr, col, key, value, query, edge, att, width_of("peak", peak), score, parameter, e_id, seed, dropout, head);
   STD_TORCH_CHECK(d_key.has_value() == (op.forward.score != Score::gatv2), "'d_key' is for keys that are not the values");
   const int64_t dsts = op.forward.csr.rows, heads = op.forward.heads, all = value.size(1);
   const int64_t width = op.forward.score == Score::additive ? heads : all;
   op.transpose = transpose(args, op.forward, ptr, src_ptr, dst, perm);
-  op.lse = args.rows("lse", lse, dsts, heads, type);
+  op.peak = args.rows("peak", peak, dsts, heads, type);
+  op.total = args.rows("total", total, dsts, heads, type);
   op.inner = args.rows("inner", inner, dsts, heads, type);
   op.grad = args.rows("grad", grad, dsts, all, value.scalar_type());
   op.d_value = args.out("d_value", d_value, op.forward.num_src, all, type);
@@ -285,16 +286,17 @@ void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, M
 }
 
 void additive_grad_(Tensor value, Tensor d_key, Maybe d_query, Maybe d_edge, Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst,
-                    Tensor perm, Tensor key, Maybe query, Maybe edge, Tensor lse, Tensor grad, double parameter, Maybe e_id,
-                    int64_t seed, double dropout, int64_t head) {
+                    Tensor perm, Tensor key, Maybe query, Maybe edge, Tensor peak, Tensor total, Tensor grad,
+                    double parameter, Maybe e_id, int64_t seed, double dropout, int64_t head) {
   Arguments args;
   const auto type = accumulator(value);
   AttentionGrad op{};
-  op.forward = attention(args, ptr, col, key, value, query, edge, std::nullopt, width_of("lse", lse), int64_t(Score::additive),
+  op.forward = attention(args, ptr, col, key, value, query, edge, std::nullopt, width_of("peak", peak), int64_t(Score::additive),
                          parameter, e_id, seed, dropout, head);
   const int64_t dsts = op.forward.csr.rows, heads = op.forward.heads, all = value.size(1);
   op.transpose = transpose(args, op.forward, ptr, src_ptr, dst, perm);
-  op.lse = args.rows("lse", lse, dsts, heads, type);
+  op.peak = args.rows("peak", peak, dsts, heads, type);
+  op.total = args.rows("total", total, dsts, heads, type);
   op.grad = args.rows("grad", grad, dsts, all, value.scalar_type());
   op.d_value = args.out("value", value, op.forward.num_src, all, value.scalar_type());
   op.d_key = args.out("d_key", d_key, op.forward.num_src, heads, type);

@@ -117,12 +117,18 @@ inline A fold(int64_t width, const Tail<A>& tail, F f) {
   return total(sum);
 }
 
+// Not inlined: whatever the compiler makes of the loop, equal rows have the same product everywhere, to the last digit.
 template <class A, class S, class T>
-inline A dot(const S* x, const T* y, int64_t width) {
-  if (width >= lanes<A>) return fold<A>(width, Tail<A>(width), [=](int64_t j) { return load(x + j) * load(y + j); });
+[[gnu::noinline]] A narrow_dot(const S* x, const T* y, int64_t width) {
   A sum = 0;
   for (int64_t j = 0; j < width; ++j) sum += A(x[j]) * A(y[j]);
   return sum;
+}
+
+template <class A, class S, class T>
+inline A dot(const S* x, const T* y, int64_t width) {
+  if (width < lanes<A>) return narrow_dot<A>(x, y, width);
+  return fold<A>(width, Tail<A>(width), [=](int64_t j) { return load(x + j) * load(y + j); });
 }
 
 // out[k] = <x, rows[k]> for `n` rows, four at a time so that x is read once for all of them.

@@ -91,7 +91,7 @@ def attention_(
         tensors = [given[name] for name in ("key", "value", "query", "edge", "att")]
         launch(_attention, units, count, heads, width // heads, *state, col, *tensors, *map(stride, state),
                *map(stride, tensors[:4]), kind=kind, parameter=parameter, channels=width // heads,
-               type=arguments.type_of(value), **dropout(given["e_id"], p, seed, head, type))  # fmt: skip
+               type=arguments.type_of(value), scores=True, **dropout(given["e_id"], p, seed, head, type))  # fmt: skip
 
     run(work.rows, work.filled, peak, total, out)
     if work.pieces is not None:

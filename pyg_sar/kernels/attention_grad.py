@@ -39,11 +39,11 @@ PROGRAMS = 1024  # that share the gradient of GATv2's vector, each with a sum of
 
 @triton.jit(do_not_specialize=SEEDS)
 def _sources(
-    d_value, d_key, d_edge, d_score, dst, perm, key, value, query, edge, att, lse, inner, grad,
+    d_value, d_key, d_edge, d_score, dst, perm, key, value, query, edge, att, peak, total, inner, grad,
     d_value_stride: tl.constexpr, d_key_stride: tl.constexpr, d_edge_stride: tl.constexpr, key_stride: tl.constexpr,
-    value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, lse_stride: tl.constexpr,
-    inner_stride: tl.constexpr, grad_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row,
-    place, num_units, columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr,
+    value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, peak_stride: tl.constexpr,
+    total_stride: tl.constexpr, inner_stride: tl.constexpr, grad_stride: tl.constexpr, e_id, seed_low, seed_high,
+    first_head, first, last, row, place, num_units, columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr,
     threshold: tl.constexpr, scale: tl.constexpr, channels: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -64,15 +64,18 @@ def _sources(
         q = head_of(query, i, query_stride, h, c, on, wide, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, wide, channels, type)
         g = head_of(grad, i, grad_stride, h, c, on, True, channels, type)
-        score, total = score_of(it, q, features, a, kind, parameter)
+        score, sums = score_of(it, q, features, a, kind, parameter)
         values = x
         if kind == DOT and edge is not None:
             values = x + features
         product = tl.sum(g * values, 1)
-        alpha = tl.where(on, tl.exp(score - head_of(lse, i, lse_stride, h, c, on, False, channels, type)), 0.0)
+        top = head_of(peak, i, peak_stride, h, c, on, False, channels, type)
+        alpha = tl.where(on, tl.exp(score - top) / head_of(total, i, total_stride, h, c, on, False, channels, type), 0.0)
         factor = factor_of(e_id, e, on, of_edges, of_head, threshold, scale, type)
         of_row = head_of(inner, i, inner_stride, h, c, on, False, channels, type)
-        d = tl.where(on, alpha * (product * factor - of_row), 0.0)
+        # Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a difference
+        # of two large products.
+        d = tl.where(on, tl.where(alpha == 1, 0.0, alpha) * (product * factor - of_row), 0.0)
         to_value += (alpha * factor)[:, None] * g
         if kind == DOT:
             back = (d * parameter)[:, None] * q
@@ -81,10 +84,10 @@ def _sources(
             if d_edge is not None:
                 back += (alpha * factor)[:, None] * g
         elif kind == GATV2:
-            back = d[:, None] * tl.where(total > 0, a[None, :], a[None, :] * parameter)
+            back = d[:, None] * tl.where(sums > 0, a[None, :], a[None, :] * parameter)
             to_value += back
         else:
-            back = tl.where(total > 0, d, d * parameter)
+            back = tl.where(sums > 0, d, d * parameter)
             d = back
             to_key += back
         if d_score is not None:
@@ -111,8 +114,8 @@ def _sources(
 
 @triton.jit(do_not_specialize=SEEDS)
 def _inner(
-    out, col, key, value, query, edge, lse, grad, out_stride: tl.constexpr, key_stride: tl.constexpr,
-    value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, lse_stride: tl.constexpr,
+    out, col, key, value, query, edge, peak, grad, out_stride: tl.constexpr, key_stride: tl.constexpr,
+    value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, peak_stride: tl.constexpr,
     grad_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
     columns: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr,
     channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -122,7 +125,7 @@ def _inner(
     c = tl.arange(0, C)
     q = head_of(query, i, query_stride, h, c, some, False, channels, type)
     g = head_of(grad, i, grad_stride, h, c, some, True, channels, type)
-    norm = head_of(lse, i, lse_stride, h, c, some, False, channels, type)
+    top = head_of(peak, i, peak_stride, h, c, some, False, channels, type)
     total = tl.load(out + at * out_stride + h, some, 0)
     of_edges, of_head = keys_of(seed_low, seed_high, first_head, h)
     for k in range(0, tl.max(end - begin, 0)):
@@ -134,7 +137,7 @@ def _inner(
         features = head_of(edge, e, edge_stride, h, c, on, False, channels, type)
         score, _ = score_of(it, q, features, None, ADDITIVE, parameter)
         factor = factor_of(e_id, e, on, of_edges, of_head, threshold, scale, type)
-        total += tl.where(on, tl.exp(score - norm) * factor * tl.sum(g * x, 1), 0.0)
+        total += tl.where(on, tl.exp(score - top) * factor * tl.sum(g * x, 1), 0.0)
     tl.store(out + at * out_stride + h, total, some)
 
 
@@ -174,18 +177,18 @@ def _gatv2_queries(
 def attention_grad_(
     d_value: Tensor, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None, d_att: Tensor | None,
     ptr: Tensor, col: Tensor, src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, value: Tensor,
-    query: Tensor | None, edge: Tensor | None, att: Tensor | None, lse: Tensor, inner: Tensor, grad: Tensor, kind: int,
-    parameter: float, e_id: Tensor | None, seed: int, p: float, head: int,
+    query: Tensor | None, edge: Tensor | None, att: Tensor | None, peak: Tensor, total: Tensor, inner: Tensor, grad: Tensor,
+    kind: int, parameter: float, e_id: Tensor | None, seed: int, p: float, head: int,
 ) -> None:  # fmt: skip
     """Add to the gradients of everything that attention reads."""
-    heads = arguments.width_of("lse", lse)
+    heads = arguments.width_of("peak", peak)
     call = _Call(ptr, col, src_ptr, dst, perm, key, value, query, edge, att, e_id, kind, heads)
     expect((d_key is not None) == (kind != reference.GATV2), "'d_key' is for keys that are not the values")
     type, wide = accumulator(value.dtype), value.size(1)
     arguments.out("d_value", d_value, call.num_src, wide, type, value)
     arguments.index("d_att", d_att, wide, type, value)
     expect(d_att is None or d_att.is_contiguous(), "Expected 'd_att' to be contiguous")
-    call.take(lse, inner, grad)
+    call.take(peak, total, inner, grad)
     call.give(d_key, d_query, d_edge)
     call.settings = {"kind": kind, "parameter": parameter, **dropout(call.given["e_id"], p, seed, head, type)}
     d_score = call.to_sources(d_value, d_key, d_edge, d_query is not None or d_att is not None)
@@ -205,14 +208,14 @@ def attention_grad_(
 
 def additive_grad_(
     value: Tensor, d_key: Tensor, d_query: Tensor | None, d_edge: Tensor | None, ptr: Tensor, col: Tensor,
-    src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, query: Tensor | None, edge: Tensor | None, lse: Tensor,
-    grad: Tensor, parameter: float, e_id: Tensor | None, seed: int, p: float, head: int,
+    src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, query: Tensor | None, edge: Tensor | None, peak: Tensor,
+    total: Tensor, grad: Tensor, parameter: float, e_id: Tensor | None, seed: int, p: float, head: int,
 ) -> None:  # fmt: skip
     """Write the gradient of values over them, if the block holds all edges."""
-    heads, type = arguments.width_of("lse", lse), accumulator(value.dtype)
+    heads, type = arguments.width_of("peak", peak), accumulator(value.dtype)
     call = _Call(ptr, col, src_ptr, dst, perm, key, value, query, edge, None, e_id, reference.ADDITIVE, heads)
     arguments.out("value", value, call.num_src, value.size(1), value.dtype, value)
-    call.take(lse, torch.zeros_like(lse), grad)
+    call.take(peak, total, torch.zeros_like(peak), grad)
     call.give(d_key, d_query, d_edge)
     call.settings = {
         "kind": reference.ADDITIVE, "parameter": parameter, **dropout(call.given["e_id"], p, seed, head, type)
@@ -242,12 +245,12 @@ class _Call:
         self.common = {"channels": self.channels, "type": arguments.type_of(value)}
         self.settings: dict[str, Any] = {}
 
-    def take(self, lse: Tensor, inner: Tensor, grad: Tensor) -> None:
+    def take(self, peak: Tensor, total: Tensor, inner: Tensor, grad: Tensor) -> None:
         """Check what is known of destinations."""
         value, num_dst = self.given["value"], self.ptr.numel() - 1
         type = accumulator(value.dtype)
-        self.given["lse"] = arguments.rows("lse", lse, num_dst, self.heads, type, value)
-        self.given["inner"] = arguments.rows("inner", inner, num_dst, self.heads, type, value)
+        for name, t in (("peak", peak), ("total", total), ("inner", inner)):
+            self.given[name] = arguments.rows(name, t, num_dst, self.heads, type, value)
         self.given["grad"] = arguments.rows("grad", grad, num_dst, value.size(1), value.dtype, value)
 
     def give(self, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None) -> None:
@@ -261,27 +264,28 @@ class _Call:
         self, d_value: Tensor, d_key: Tensor | None, d_edge: Tensor | None, scores: bool, once: bool = False
     ) -> Tensor | None:
         """Add to the gradients of sources and edges; return those of scores, if they are wanted."""
-        d_score = self.given["lse"].new_empty(self.col.numel(), self.heads) if scores else None
-        tensors = [self.given[n] for n in ("key", "value", "query", "edge", "att", "lse", "inner", "grad")]
+        d_score = self.given["peak"].new_empty(self.col.numel(), self.heads) if scores else None
+        tensors = [self.given[n] for n in ("key", "value", "query", "edge", "att", "peak", "total", "inner", "grad")]
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             strides = map(stride, (*outs, d_edge, *tensors[:4], *tensors[5:]))
             launch(_sources, units, count, self.heads, self.channels, *outs, d_edge, d_score, self.dst, self.perm,
-                   *tensors, *strides, once=once, **self.common, **self.settings)  # fmt: skip
+                   *tensors, *strides, once=once, scores=True, **self.common, **self.settings)  # fmt: skip
 
         in_units(self.by_source, [d_value, d_key], run, once)
         return d_score
 
     def add_inner(self) -> None:
         """Add up the products of output and gradient."""
-        tensors = [self.given[n] for n in ("key", "value", "query", "edge", "lse", "grad")]
+        tensors = [self.given[n] for n in ("key", "value", "query", "edge", "peak", "grad")]
         settings = {name: value for name, value in self.settings.items() if name != "kind"}
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             launch(_inner, units, count, self.heads, self.channels, *outs, self.col, *tensors,
-                   *map(stride, (*outs, *tensors)), **self.common, **settings)  # fmt: skip
+                   *map(stride, (*outs, *tensors)), scores=True, **self.common, **settings)  # fmt: skip
 
         in_units(self.work, [self.given["inner"]], run)
+        self.given["inner"].div_(self.given["total"])
 
     def of_gatv2(self, d_score: Tensor, d_query: Tensor | None, d_att: Tensor | None) -> None:
         """Add to the gradients of queries and of ``att``."""

@@ -111,14 +111,19 @@ def tiles(width: int) -> tuple[int, int]:
 
 def launch(
     kernel: Any, units: Units, count: int, columns: int, width: int, *args: Any, programs: int = 1 << 31,
-    **settings: Any,
+    scores: bool = False, **settings: Any,
 ) -> None:  # fmt: skip
-    """Run a kernel on ``count`` units, times ``columns`` tiles of ``width`` columns, in so many programs at most."""
+    """Run a kernel on ``count`` units, times ``columns`` tiles of ``width`` columns, in so many programs at most.
+
+    Kernels that make ``scores`` must make the same ones, to the last digit: all of them have tiles of the same shape, and
+    no product is fused with the difference that follows.
+    """
     if count == 0 or columns == 0:
         return
     c = triton.next_power_of_2(max(width, 1))
-    r = min(max(CELLS // c, 1), ROWS, triton.next_power_of_2(count))
+    r = min(max(CELLS // c, 1), ROWS)
+    r = r if scores else min(r, triton.next_power_of_2(count))
     with torch.cuda.device_of(units.first):
         kernel[(min(triton.cdiv(count, r), programs) * columns,)](
-            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c, enable_fp_fusion=True
+            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c, enable_fp_fusion=not scores
         )

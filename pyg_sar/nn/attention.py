@@ -45,9 +45,12 @@ def attend(
         half = x.dtype != accumulator(x.dtype)
         groups = [slice(0, layer.heads)] if half else head_groups(layer.heads, layer.out_channels)
         once = len(graph.blocks) == 1
-        reduce: Softmax = ProjectedSoftmax(layer.heads, layer.out_channels, parameter, drop, groups, once)
+        reduce: Softmax = ProjectedSoftmax(
+            layer.heads, layer.out_channels, parameter, graph.degree, drop, groups, once
+        )
     else:
-        reduce = Softmax(layer.heads, layer.out_channels, kind, parameter, drop, travelling(layer, graph))
+        groups = travelling(layer, graph)
+        reduce = Softmax(layer.heads, layer.out_channels, kind, parameter, graph.degree, drop, groups)
     att = None if att is None else att.view(-1)
     const = [t for t in (att, None if edge is None else edge[1], *project) if t is not None]
     dst, features = [] if query is None else [query], [] if edge is None else edge[:1]

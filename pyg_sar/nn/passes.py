@@ -164,33 +164,34 @@ class SoftmaxPass(Pass):
         self.saves_output = True
 
     def init(self, x: Tensor, num_dst: int) -> dict[int, Any]:
-        """Return the state of destinations that have seen nothing."""
+        """Return the state of destinations that have seen nothing, and what their sums, 0, are divided by."""
         state = super().init(x, num_dst)
-        total = x.new_zeros(self.shape(self.total, num_dst), dtype=accumulator(self.found[self.total].like.dtype))
+        total = x.new_ones(self.shape(self.total, num_dst), dtype=accumulator(self.found[self.total].like.dtype))
         return {**state, self.peak: torch.full_like(total, -torch.inf), self.total: total}
 
     def step(self, state: dict[int, Any], block: Block, x: Tensor, rows: Rows) -> dict[int, Any]:
-        """Merge the block."""
+        """Merge the block; where all scores so far are minus infinity, the total is 0."""
         new: dict[int, Tensor] = {}
+        count: Any = None  # of entries that attain the maximum
 
         def cut(k: int, found: Reduction) -> Tensor:
+            nonlocal count
             self.check(k, found)
             if k == self.peak:
-                new[k], _ = found.extremum(block.num_dst)
+                new[k], count = found.extremum(block.num_dst)
             else:
                 new[k] = torch.zeros_like(state[k])
                 found.add_to(new[k], block.rowptr)
-            return new[k].to(found.like.dtype)  # this block's own result
+            # This block's own result; where all of its scores are minus infinity, one that makes all coefficients 0.
+            own = new[k].masked_fill(new[k] == -torch.inf, 0) if k == self.peak else new[k]
+            own = own.masked_fill(own == 0, 1) if k == self.total else own
+            return own.to(found.like.dtype)
 
         own, _ = self.known(rows)
         self.body.block(block, x, own, cut, known={})
-        masked = new[self.peak] == -torch.inf  # all scores, if there are some
-        new[self.total].masked_fill_(masked, 0)
-        for k in self.keys:
-            new[k].masked_fill_(heads(masked, new[k]), 0)
         peak = torch.maximum(state[self.peak], new[self.peak])
         finite = peak.masked_fill(peak == -torch.inf, 0)
-        old = (state[self.peak] - finite).exp_()
+        old = (state[self.peak] - finite).exp_().masked_fill_(count == 0, 1)
         weight = new[self.total] * (new[self.peak] - finite).exp_()
         for k in self.keys:
             state[k].mul_(heads(old, state[k])).add_(new[k].mul_(heads(weight, new[k])))
@@ -198,13 +199,12 @@ class SoftmaxPass(Pass):
         return state
 
     def finish(self, state: dict[int, Any], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Normalise; a destination without edges gets 0."""
+        """Normalise; a destination without edges gets 0, and one of which all scores are minus infinity 0 / 0."""
         peak, total = state.pop(self.peak), state.pop(self.total)
-        total = total.masked_fill(total == 0, 1)
         for k in self.keys:
             state[k].div_(heads(total, state[k]))
         out, _ = super().finish(state, dtype)
-        return out, (peak.masked_fill(peak == -torch.inf, 0), total)
+        return out, (peak, total)
 
     def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
         """Return maximum, normaliser and its gradient, and those of the sums."""

@@ -215,7 +215,7 @@ struct Checks {
     Matrix<E> value = rows(g.srcs, all), other = rows(g.srcs, width), query = rows(g.dsts, width), edge = rows(g.edges, width);
     Matrix<E>& key = score == Score::gatv2 ? value : other;
     Matrix<E> grad = rows(g.dsts, all);
-    Matrix<A> att(1, all, true), inner = numbers(g.dsts, H), lse = numbers(g.dsts, H, false);
+    Matrix<A> att(1, all, true), inner = numbers(g.dsts, H);
     std::unique_ptr<int64_t[]> ids(new int64_t[g.edges]);
     for (int64_t e = 0; e < g.edges; ++e) ids[e] = int64_t(random_bits());
     const auto keys = [&](int64_t e, int64_t j) { return key(g.col[e], j) + (with_edge ? edge(e, j) : 0); };
@@ -253,11 +253,6 @@ struct Checks {
     for (double& o : out.exact) o *= 2;
     peak.check("second peak", tolerance), total.check("second total", tolerance), out.check("second out", tolerance);
 
-    for (int64_t i = 0; i < g.dsts; ++i)
-      for (int64_t h = 0; h < H; ++h) {
-        lse(i, h) = total(i, h) > 0 ? peak(i, h) + std::log(total(i, h)) : 0;
-        lse.data[i * lse.stride + h] = A(lse(i, h));
-      }
     for (const bool everything : {true, false}) {
       Matrix<A> d_value = numbers(g.srcs, all), d_other = numbers(g.srcs, width), d_query = numbers(g.dsts, width);
       Matrix<A> d_edge = numbers(g.edges, width), d_att(1, all, true);
@@ -265,7 +260,7 @@ struct Checks {
       for (int64_t e = 0; e < g.edges; ++e)
         for (int64_t h = 0; h < H; ++h) {
           const int64_t i = g.row[e], j = g.col[e];
-          const double alpha = std::exp(s[e * H + h] - lse(i, h)), w = alpha * drop(e, h);
+          const double alpha = std::exp(s[e * H + h] - peak(i, h)) / total(i, h), w = alpha * drop(e, h);
           double inside = 0;
           for (int64_t c = h * C; c < (h + 1) * C; ++c) {
             inside += grad(i, c) * values(e, c);
@@ -290,7 +285,7 @@ struct Checks {
         }
       const bool wants_query = everything && with_query, wants_edge = everything && with_edge;
       const bool wants_att = everything && score == Score::gatv2;
-      AttentionGrad back{op, g.transpose(), lse, inner, grad, score == Score::gatv2 ? Rows<void>{} : Rows<void>(d_other), d_value,
+      AttentionGrad back{op, g.transpose(), peak, total, inner, grad, score == Score::gatv2 ? Rows<void>{} : Rows<void>(d_other), d_value,
                          wants_query ? Rows<void>(d_query) : Rows<void>{}, wants_edge ? Rows<void>(d_edge) : Rows<void>{},
                          wants_att ? d_att.data.get() : nullptr, false};
       kernels.attention_grad(back, parallel);
@@ -301,19 +296,19 @@ struct Checks {
       if (wants_edge) d_edge.check("d edge", loose);
       if (wants_att) d_att.check("d att", loose);
     }
-    if (score == Score::additive) alone(op, lse, grad, value, s, sum, drop);
+    if (score == Score::additive) alone(op, peak, total, grad, value, s, sum, drop);
   }
 
   // Additive scores without `inner`; the values become their gradient.
   template <class F, class D>
-  void alone(const Attention& op, const Matrix<A>& lse, const Matrix<E>& grad, Matrix<E>& value, const std::vector<double>& s,
-             F sum, D drop) const {
+  void alone(const Attention& op, const Matrix<A>& peak, const Matrix<A>& total, const Matrix<E>& grad, Matrix<E>& value,
+             const std::vector<double>& s, F sum, D drop) const {
     Matrix<A> d_key = numbers(g.srcs, H), d_query = numbers(g.dsts, H), d_edge = numbers(g.edges, H), inner = numbers(g.dsts, H, false);
     std::vector<double> d_value(value.exact.size()), alpha(g.edges * H), inside(g.edges * H);
     for (int64_t e = 0; e < g.edges; ++e)
       for (int64_t h = 0; h < H; ++h) {
         const int64_t i = g.row[e], j = g.col[e], k = e * H + h;
-        alpha[k] = std::exp(s[k] - lse(i, h));
+        alpha[k] = std::exp(s[k] - peak(i, h)) / total(i, h);
         for (int64_t c = h * C; c < (h + 1) * C; ++c) {
           inside[k] += drop(e, h) * grad(i, c) * value(j, c);
           d_value[j * H * C + c] += alpha[k] * drop(e, h) * grad(i, c);
@@ -326,7 +321,7 @@ struct Checks {
         const double ds = alpha[k] * (inside[k] - inner(i, h)) * (sum(e, h) > 0 ? 1 : op.parameter);
         d_key(j, h) += ds, d_query(i, h) += ds, d_edge(e, h) += ds;
       }
-    kernels.attention_grad({op, g.transpose(), lse, {}, grad, d_key, value, op.query ? Rows<void>(d_query) : Rows<void>{},
+    kernels.attention_grad({op, g.transpose(), peak, total, {}, grad, d_key, value, op.query ? Rows<void>(d_query) : Rows<void>{},
                             op.edge ? Rows<void>(d_edge) : Rows<void>{}, nullptr, true}, parallel);
     const double loose = 20 * tolerance;
     value.exact = d_value;

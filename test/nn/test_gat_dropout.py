@@ -138,7 +138,7 @@ def test_expectation_is_the_output_without_dropout():
 def test_factors_are_not_rounded_to_half_precision(dtype):
     """1 / 0.9 has no short form: rounded, it would scale all outputs by the same error."""
     graph = shard(edges(), NUM_NODES).graph
-    reduce, (block,) = Softmax(1, 4, ADDITIVE, 0.2, (0.1, 5, graph.ids_of)), graph.blocks
+    reduce, (block,) = Softmax(1, 4, ADDITIVE, 0.2, graph.degree, (0.1, 5, graph.ids_of)), graph.blocks
     found = []
     for cast in (dtype, torch.float32):
         x = torch.cat([torch.ones(NUM_NODES, 4), torch.zeros(NUM_NODES, 1)], 1).to(cast)
