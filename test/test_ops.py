@@ -216,6 +216,33 @@ def test_what_is_not_a_number(kernels, dtype):
     assert (seen[0][5][3] == 0).all(), "a destination all of whose edges are masked"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, *HALF])
+@pytest.mark.parametrize("channels", [2, 8, 34])  # narrower and wider than a vector
+@pytest.mark.parametrize("kind", KINDS)
+def test_coefficients_of_large_scores_add_up(kernels, kind, channels, dtype):
+    """Backward's are those of forward, which need its scores to the last digit; some largest ones are ties."""
+    b, heads, g = kernel_check.random_block([3, 0, 33, 2, 64, 9, 9, 9], 60), 2, torch.Generator().manual_seed(0)
+    (n, m, _), scale = b.sizes, 100 if dtype == torch.float16 else 1e5
+    width, acc = heads * channels if kind != "additive" else heads, reference.accumulator(dtype)
+    # Values without a product with the gradient, or GATv2's would have another one.
+    value = (scale * torch.randn(n, heads * channels // 2, generator=g)).repeat_interleave(2, 1).to(dtype)
+    key = value if kind == "gatv2" else (scale * torch.randn(n, width, generator=g)).to(dtype)
+    query = (scale * torch.randn(m, width, generator=g)).to(dtype)
+    att = torch.randn(heads * channels, generator=g).to(acc) if kind == "gatv2" else None
+    settings = (KINDS[kind], 0.3, None, 0, 0.0, 0)
+    shapes = ((heads, -torch.inf), (heads, 0), (heads * channels, 0))
+    peak, total, out = (torch.full((m, w), v, dtype=acc) for w, v in shapes)
+    kernels.attention_(peak, total, out, b.ptr, b.col, key, value, query, None, att, *settings)
+    assert (total > 1).any() and peak.abs().max() > 1e2
+    grad = torch.tensor([1.0, -1.0]).repeat(m, heads * channels // 2).to(dtype)
+    d_value = torch.zeros(n, value.size(1), dtype=acc)
+    kernels.attention_grad_(
+        d_value, None if kind == "gatv2" else torch.zeros(n, width, dtype=acc), None, None, None, b.ptr, b.col,
+        b.src_ptr, b.dst, b.perm, key, value, query, None, att, peak, total, torch.zeros_like(peak), grad, *settings,
+    )  # fmt: skip
+    torch.testing.assert_close(d_value.sum(0), 7 * grad[0].to(acc), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("p", [0.0, 1e-9, 0.1, 0.5, 0.6, 0.999, 1.0])
 def test_kernels_drop_what_the_reference_drops(kernels, p, dtype):

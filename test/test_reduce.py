@@ -1,5 +1,6 @@
 """Reductions against the generic one, against PyG where values are equal, and at low precision."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from layer_check import inputs, leaf, run
 from problem import NUM_NODES, assignment, close, edges, share
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_geometric.nn import GATConv, GCNConv, RGCNConv, SAGEConv
+from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, RGCNConv, SAGEConv, TransformerConv
 from torch_geometric.utils import scatter, softmax
 
 from pyg_sar import nn, ops, shard
@@ -41,6 +42,10 @@ def equal(found, expected, what):
     assert len(found) == len(expected)
     for k, (f, e) in enumerate(zip(found, expected, strict=True)):
         close(f, e, f"{what} {k}")
+
+
+def error(found: Tensor, truth: Tensor) -> Tensor:
+    return (found.double() - truth).square().sum()
 
 
 # Oracles: the same numbers from `Message`, which lets autograd differentiate the message.
@@ -381,6 +386,109 @@ def test_masked_edges_count_for_nothing():
     assert values.grad.flatten().tolist() == [1.5, 0.0, 0.5]
 
 
+class OwnMessage(TransformerConv):
+    """Streams by its own code once it is converted."""
+
+    def message(self, query_i, key_j, value_j, edge_attr, index, ptr, size_i):
+        return super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i) * 1
+
+
+ATTENTION = [
+    (GATConv, (16, 8), {"heads": 3}, ""),
+    (GATConv, (32, 4), {"heads": 2, "edge_dim": 3}, "a"),
+    (GATv2Conv, (16, 8), {"heads": 3}, ""),
+    (GATv2Conv, (16, 20), {"heads": 2, "edge_dim": 3}, "a"),
+    (TransformerConv, (16, 8), {"heads": 3}, ""),
+    (TransformerConv, (16, 20), {"heads": 2, "edge_dim": 3}, "a"),
+    (OwnMessage, (16, 8), {"heads": 2}, ""),
+]
+
+
+def large(layer, args, kwargs, roles, dtype, scale):
+    """PyG's layer and ours with large inputs, of a graph without multi-edges, whose scores would be equal."""
+    torch.manual_seed(0)
+    edge_index = edges()[:, edges()[0] != edges()[1]].unique(dim=1).contiguous()
+    reference = layer(*args, **kwargs).to(dtype)
+    ours = nn.convert(copy.deepcopy(reference))
+    x = (scale * torch.randn(NUM_NODES, args[0], dtype=torch.float64)).to(dtype)
+    rest = [scale * t for t in inputs(roles, edge_index.size(1), torch.float64)]
+    return reference, ours, x, [t.to(dtype) for t in rest], edge_index
+
+
+def errors_of_large_scores(group, dtype, scale, mode):
+    """Squared errors of each layer's output and gradients, ours and PyG's, of this worker's rows."""
+    found = {}
+    for case, (layer, args, kwargs, roles) in enumerate(ATTENTION):
+        reference, ours, x, rest, edge_index = large(layer, args, kwargs, roles, dtype, scale)
+        mine = share(group, edge_index, assignment("random", group.size()), mode=mode)
+        everything = torch.arange(NUM_NODES)
+        theirs = run(reference, leaf(x), edge_index, [leaf(t) for t in rest], everything, NUM_NODES)
+        exact = copy.deepcopy(reference).double()
+        truth = run(exact, leaf(x.double()), edge_index, [leaf(t.double()) for t in rest], everything, NUM_NODES)
+        got = run(ours, leaf(x[mine.src]), mine.edge_index, [leaf(t[mine.edge]) for t in rest], mine.dst, NUM_NODES)
+        for key in ("out", "dx0", *(["de0"] if rest else [])):
+            rows = mine.edge if key == "de0" else mine.dst
+            found[case, key] = [error(t, truth[key][rows]) for t in (got[key], theirs[key][rows])]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "mode", "dtype", "scale"),
+    [
+        (1, 1, torch.float32, 1e4),
+        (2, 1, torch.float32, 1e6),
+        (3, 2, torch.float32, 1e4),
+        (3, 3, torch.float32, 1e6),
+        (2, 2, torch.bfloat16, 10),
+        (2, 1, torch.float16, 10),
+    ],
+)
+def test_error_of_large_scores_at_most_twice_that_of_pyg(pool, workers, mode, dtype, scale):
+    """Scores of up to 1e12 in single precision: what backward rebuilds must not depend on how large they are."""
+    parts = pool.run(workers, errors_of_large_scores, dtype, scale, mode)
+    for key in parts[0]:
+        mine, his = (sum(part[key][k] for part in parts).sqrt().item() for k in range(2))
+        assert mine <= 2 * his + 1e-30, (ATTENTION[key[0]], key[1], mine, his)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("layer", "args", "kwargs", "roles"), ATTENTION)
+def test_large_scores_in_double_precision(layer, args, kwargs, roles, parts):
+    """Of features around 1e30, whose exponentials nobody can tell from 0 and 1: the numbers of PyG."""
+    reference, ours, x, rest, edge_index = large(layer, args, kwargs, roles, torch.float64, 1e30)
+    everything, found = torch.arange(NUM_NODES), []
+    for module, it in ((ours, shard(edge_index, NUM_NODES, parts)), (reference, edge_index)):
+        found.append(run(module, leaf(x), it, [leaf(t) for t in rest], everything, NUM_NODES))
+    for key, value in found[1].items():
+        if value is not None:
+            off = (found[0][key] - value).abs().max() / value.abs().max().clamp(min=1e-10)
+            assert off < 1e-12, key
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
+@pytest.mark.parametrize(("layer", "args", "kwargs", "roles"), [case for case in ATTENTION if case[3]])
+def test_scores_that_are_no_numbers(layer, args, kwargs, roles, value):
+    """Of some edges of a destination, of those of one block, and of all: what PyG makes of them, NaN included."""
+    edge_index = torch.tensor([[0, 3, 6, 0, 3, 1, 4, 7, 8, 2, 2, 5], [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4]])
+    loops = {} if layer is TransformerConv else {"add_self_loops": False}
+    reference = layer(*args, **kwargs, **loops).double()
+    for name, p in reference.named_parameters():
+        if "edge" in name:
+            p.data.abs_()  # or PyG adds infinities of either sign
+    ours, x = nn.convert(copy.deepcopy(reference)), torch.randn(9, args[0], dtype=torch.float64)
+    for which in ([0], [1, 4], [0, 1, 2], [0, 1, 2, 9, 10], [11]):
+        features = torch.ones(12, 3, dtype=torch.float64)
+        features[which] = value
+        results = [
+            run(module, leaf(x), it, [leaf(features)], torch.arange(9), 9)
+            for module, it in ((reference, edge_index), *((ours, shard(edge_index, 9, k)) for k in (1, 3)))
+        ]
+        assert results[0]["out"].isnan().any() or value == -torch.inf
+        for found in results[1:]:
+            for key, expected in results[0].items():
+                torch.testing.assert_close(found[key], expected, equal_nan=True, msg=lambda m, k=key: f"{k}: {m}")
+
+
 def test_attention_to_a_hub_in_half_precision():
     """The running sums are in single precision; those of PyG overflow here."""
     n = 70_000
@@ -417,10 +525,6 @@ class As(torch.nn.Module):
 
     def forward(self, x, *rest):
         return self.layer(x, *rest).to(x.dtype)
-
-
-def error(found: Tensor, truth: Tensor) -> Tensor:
-    return (found.double() - truth).square().sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
