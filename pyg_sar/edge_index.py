@@ -171,11 +171,25 @@ def refuse(func: Callable, args: Any, kwargs: Any, why: str = NUMBERING) -> NoRe
 
 def fail(it: ShardedEdgeIndex, what: str) -> NoReturn:
     """Raise an error that names the way out."""
-    exchange = it._graph.exchange
-    rank = getattr(exchange, "rank", getattr(getattr(exchange, "peers", None), "rank", 0))
     raise NotImplementedError(
-        f"[rank {rank}] {what}. Use the layer of this name in 'pyg_sar.nn' if there is one; global ids are in "
+        f"[rank {rank_of(it)}] {what}. Use the layer of this name in 'pyg_sar.nn' if there is one; global ids are in "
         f"'data.n_id' and 'data.e_id'."
+    )
+
+
+def rank_of(it: ShardedEdgeIndex) -> int:
+    """Return the number of this worker."""
+    exchange = it._graph.exchange
+    return getattr(exchange, "rank", getattr(getattr(exchange, "peers", None), "rank", 0))
+
+
+def wrong_rows(it: ShardedEdgeIndex, found: str, rows: str, advice: str) -> ValueError:
+    """Return the error for a tensor whose rows are not those of this worker's edges or nodes."""
+    flow = ", in a message flow with 'edge_attr[flow.edges[k]]' and 'x[flow.rows]' for layer k" if it.of_flow else ""
+    return ValueError(
+        f"[rank {rank_of(it)}] {found}, but expected a row for each of this worker's {rows}. Take it from the loaded "
+        f"data{flow}; of a tensor for the whole graph, '{advice}' are this worker's rows. Where edges were added or left "
+        f"out, do the same to what belongs to them."
     )
 
 
@@ -302,6 +316,9 @@ def pick(func: Callable, edges: Tensor, which: Any, it: ShardedEdgeIndex | None 
         return edges
     if not isinstance(which, Tensor) or isinstance(which, ShardedEdgeIndex):
         refuse(func, (edges, it), {}, "it chooses edges by their position")
+    if which.dtype == torch.bool and which.shape != edges.shape[-1:]:  # torch would say so without a way out
+        it = it if isinstance(it, ShardedEdgeIndex) else next(sharded(edges))
+        raise wrong_rows(it, f"A mask of edges has shape {list(which.shape)}", f"{edges.size(-1)} edges", "mask[data.e_id]")
     if not isinstance(edges, ShardedEdgeIndex):
         return edges[which]
     out = plain(edges)[which] if edges._kind == SOURCES else plain(edges)[:, which]
@@ -383,6 +400,9 @@ def scatter(func: Callable, args: Any, kwargs: Any) -> Any:
     target, dim, index, src = bind(args, kwargs, "input", "dim", "index", "src")
     if not isinstance(index, ShardedEdgeIndex) or len(list(sharded(args, kwargs))) > 1 or target.dim() == 0:
         refuse(func, args, kwargs)
+    if src.shape != index.shape:  # torch would leave out what is longer
+        found, count = f"'{func.__name__}' got a source of shape {list(src.shape)}", f"{index.size(dim)} edges"
+        raise wrong_rows(index, found, count, "edge_attr[data.e_id]")
     graph, size = index._graph, list(target.shape)
     if index.of_flow:
         refuse(func, args, kwargs, "a layer of a message flow does not have all out-edges of its sources")

@@ -7,6 +7,7 @@ own rows are :math:`0 \ldots n-1`, the rows it reads from others follow, grouped
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,22 @@ def compress(row: Tensor, num_rows: int) -> Tensor:
     ptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
     torch.cumsum(torch.bincount(row, minlength=num_rows), 0, out=ptr[1:])
     return ptr if row.numel() > torch.iinfo(torch.int32).max else ptr.int()
+
+
+def fingerprint(t: Tensor) -> Tensor:
+    """Return sums that tell whether somebody changed the integers ``[*]`` or ``[2, *]`` of a tensor, in whatever way.
+
+    Integers of a row are laid out in a square, of which the rows and the columns are added up: any that change change
+    two sums, and any that change places. It reads every integer twice, fast compared with what a layer gathers by it,
+    and what is kept grows as the square root of their number, where a copy would be as long as they are.
+    """
+    sums = []
+    for row in t.unbind() if t.dim() == 2 else (t,):
+        width = max(math.isqrt(row.numel()), 1)
+        end = row.numel() // width * width
+        square = row[:end].view(-1, width)
+        sums += [square.sum(0), square.sum(1), row[end:]]
+    return torch.cat(sums)
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +329,7 @@ class ShardedGraph:
         """
         seen: set[int] = set()
         held = {kind: _bytes(tensors, seen) for kind, tensors in self._tensors().items()}
-        others = [self.__dict__.get("_merged"), self.__dict__.get("_looped"), *(t for _, t in self._typed.values())]
+        others = [self.__dict__.get("_merged"), self.__dict__.get("_looped"), *(t for *_, t in self._typed.values())]
         others += [*map(list, self._regrouped), self.__dict__.get("remaining")]
         held["derived"] = sum(_bytes(_all_tensors(other), seen) for other in others)
         kept = [value for _, owners in self.constants.values() for it in owners.values() for value, _ in it.values()]
@@ -447,15 +464,17 @@ class ShardedGraph:
     def by_type(self, edge_type: Tensor, num_types: int) -> TypedGraph:
         """Return the graph whose destinations are the pairs (edge type, destination) that have an edge.
 
-        It is built once for an ``edge_type`` tensor and kept as long as that tensor lives unchanged (changes behind
-        autograd's back, through ``.data``, go unnoticed).
+        It is built once for an ``edge_type`` tensor and kept as long as that tensor lives unchanged. Changes behind
+        autograd's back, through ``.data`` or NumPy, are noticed on the CPU; on a GPU, the host would wait for it.
         """
         if edge_type.is_inference():  # nobody counts its changes
             return self._group(edge_type, num_types)
-        version, typed = self._typed.get(edge_type, (None, None))
-        if version != edge_type._version or typed.num_types != num_types:
+        version, sums, typed = self._typed.get(edge_type, (None, None, None))
+        fresh = version == edge_type._version and typed.num_types == num_types
+        if not fresh or (edge_type.is_cpu and not torch.equal(fingerprint(edge_type), sums)):
             typed = self._group(edge_type, num_types)
-            self._typed[edge_type] = (edge_type._version, typed)
+            sums = fingerprint(edge_type) if edge_type.is_cpu else None
+            self._typed[edge_type] = edge_type._version, sums, typed
         return typed
 
     @ordinary_mode

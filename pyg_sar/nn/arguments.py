@@ -2,6 +2,7 @@ r"""What a layer is called with, sorted by what its rows stand for."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,12 +12,41 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import is_local
+from pyg_sar.edge_index import EDGES, ShardedEdgeIndex, wrong_rows
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.trace import NotStreamable
 
 PROPAGATE = torch_geometric.nn.MessagePassing.propagate
 EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
 FLOW, PAIR = "source_to_target", (tuple, list)
+EDGE_TENSORS = ("edge_weight", "edge_attr", "edge_type", "pseudo")  # as PyG's layers call them
+
+
+def edge_arguments(cls: type) -> dict[str, int]:
+    """Return where the forward method of a layer takes ``edge_index`` and tensors with a row for each edge."""
+    names = list(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
+    return {name: k for k, name in enumerate(names) if name in ("edge_index", *EDGE_TENSORS)}
+
+
+def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
+    """Raise unless edge tensors have a row for each edge, or one that all edges share: where they enter, because a
+    layer that adds self-loops would take as many rows of a longer one as it needs.
+
+    On an ordinary ``edge_index`` PyG's own code does so for itself.
+    """
+    given = {n: args[k] if k < len(args) else kwargs.get(n) for n, k in layer.edge_arguments.items()}
+    it = given.pop("edge_index", None)
+    sharded = isinstance(it, ShardedEdgeIndex)
+    if not isinstance(it, Tensor) or it.dim() != 2 or not (sharded or (layer.streamable and type(it) is Tensor)):
+        return
+    for name, t in given.items():
+        shared = not isinstance(t, Tensor) or t.dim() == 0 or (t.size(0) == 1 and not layer.streamable)
+        if shared or t.size(0) == it.size(1):
+            continue
+        found = f"'{type(layer).__name__}' got '{name}' of shape {list(t.shape)}"
+        if not sharded:
+            raise ValueError(f"{found}, but 'edge_index' has {it.size(1)} edges: expected a row for each of them.")
+        raise wrong_rows(it, found, f"{it.size(1)} edges", "edge_attr[data.e_id]")
 
 
 @dataclass
@@ -65,6 +95,19 @@ class Call:
         return self.layer.flow != FLOW
 
 
+def check_destinations(layer: Any, name: str, value: Any, it: ShardedEdgeIndex) -> None:
+    """Raise unless rows of destinations, the second ones of a pair, or all that a layer is given of what it reads by
+    destination alone, are those of this worker: the rest might be left out, or one row be taken for all.
+    """
+    t = value[1] if isinstance(value, PAIR) else value
+    if it.kind != EDGES or not isinstance(t, Tensor) or t.dim() < abs(layer.node_dim):
+        return
+    found, expected = t.size(layer.node_dim), it._graph.num_dst
+    if found != expected and (isinstance(value, PAIR) or found != it._graph.num_src):
+        got = f"'{type(layer).__name__}' got '{name}' of shape {list(t.shape)}"
+        raise wrong_rows(it, got, f"{expected} destinations", "x[data.n_id]")
+
+
 class Ref(NamedTuple):
     """Where an argument stands among the :class:`Inputs`."""
 
@@ -100,6 +143,15 @@ class Inputs:
                 return Ref(kind, k)
         held.append(value)
         return Ref(kind, len(held) - 1)
+
+    def only(self, names: frozenset[tuple[str, int]]) -> set[Ref]:
+        """Return the tensors that arguments of these names, and places in a pair, stand for, and no others do."""
+        refs: dict[bool, set[Ref]] = {True: set(), False: set()}
+        for name, spec in self.spec.items():
+            for side, ref in enumerate(spec if type(spec) is tuple else (spec,)):
+                if isinstance(ref, Ref):
+                    refs[(name, side) in names].add(ref)
+        return refs[True] - refs[False]
 
     def packed(self, num_src: int) -> Tensor:
         """Return the rows of sources side by side."""

@@ -32,6 +32,7 @@ class Program:
         found: The reductions, without entries.
         hidden: Parameters that messages read, although they are none of the layer's.
         unused: Parameters of the layer that its ``propagate`` did not read, which get no gradient unless it does.
+        unread: Names of arguments, and which one of a pair, of which results do not depend: they get no gradient.
         drops: Whether messages are dropped out.
         updated: What becomes of edges if the call updates them, without any.
         softmax: Whether the first two groups are a softmax, in which the third one is linear: one pass merges them all.
@@ -41,6 +42,7 @@ class Program:
     found: dict[int, Reduction] = field(default_factory=dict)
     hidden: list[Tensor] = field(default_factory=list)
     unused: list[Tensor] = field(default_factory=list)
+    unread: frozenset[tuple[str, int]] = frozenset()
     drops: bool = False
     updated: Tensor | None = None
     softmax: bool = False
@@ -65,6 +67,7 @@ class Body:
         self.parameters = [p for p in (*layer.parameters(), *program.hidden) if p.requires_grad]
         unused, first = {id(p) for p in program.unused}, len(inputs.const)
         self.optional = frozenset(first + k for k, p in enumerate(self.parameters) if id(p) in unused)
+        self.unread = inputs.only(program.unread)
         self.drops = True  # whether dropout drops
         self.tables = [Halo.apply(t, graph) for t in inputs.table]
         self.dropped = False
@@ -73,6 +76,21 @@ class Body:
         self.state = State(layer)
         frozen = (p for p in layer.parameters() if not p.requires_grad)
         self.versions = [(t, t._version) for t in (*frozen, *inputs.table) if not t.is_inference()]
+
+    def given(self) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the rows of sources, destinations and edges, and what these share; without gradients those that are
+        unread, so that the rest of a model does as it would in one process.
+        """
+        kinds = ([t.detach() if Ref(kind, k) in self.unread else t for k, t in enumerate(getattr(self.inputs, kind))]
+                 for kind in ("dst", "edge", "const"))  # fmt: skip
+        dst, edge, const = kinds
+        x = self.inputs.packed(self.graph.num_src)
+        return x.detach() if self.source_unread else x, dst, edge, [*const, *self.parameters]
+
+    @property
+    def source_unread(self) -> bool:
+        """Whether nothing of the rows of sources is read."""
+        return 0 < len(self.inputs.src) == sum(ref.kind == "src" for ref in self.unread)
 
     def block(self, block: Block, x: Tensor, rows: Rows, cut: Any, **how: Any) -> Any:
         """Run on the edges of a block, to the end of the aggregation at most; return what becomes of edges."""
@@ -194,10 +212,11 @@ class Body:
                 f"A frozen parameter, or an integer argument, of '{type(self.layer).__name__}' was modified by an "
                 f"inplace operation between its forward and backward pass, which needs it once more."
             )
-        leaf = x.detach().requires_grad_(needs.source)
+        # Those that are unread have a gradient here to be noticed if they are read.
+        leaf = x.detach().requires_grad_(needs.source or self.source_unread)
         dst, edge, const = (
-            [t.detach().requires_grad_(n) for t, n in zip(ts, ns, strict=True)]
-            for ts, ns in zip(rows, needs.rows, strict=True)
+            [t.detach().requires_grad_(n or Ref(kind, k) in self.unread) for k, (t, n) in enumerate(zip(ts, ns, strict=True))]
+            for kind, ts, ns in zip(rows._fields, rows, needs.rows, strict=True)
         )
         own = len(const) - len(self.parameters)
         with (
@@ -209,14 +228,17 @@ class Body:
 
     def check_sources(self, messages: Sequence[Tensor], begin: int, x: Tensor, rows: Rows) -> None:
         """Raise if messages are made of something with a gradient that was not there when the layer was tried."""
+        known = {id(t) for kind, ts in zip(rows._fields, rows, strict=True) for k, t in enumerate(ts)
+                 if Ref(kind, k) not in self.unread}  # fmt: skip
         try:
-            new = len(hidden(messages, begin, {id(t) for t in (x, *rows.dst, *rows.edge, *rows.const)}))
+            new = len(hidden(messages, begin, known if self.source_unread else known | {id(x)}))
         except NotStreamable:
             new = 1
         if new:
             raise RuntimeError(
                 f"Messages of '{type(self.layer).__name__}' read a tensor with a gradient that they did not read "
-                f"when it was first called. Pass it to 'propagate', or use a layer that is not converted."
+                f"when it was first called. Pass it to 'propagate', make a new layer where its code is to take another "
+                f"way, or use one that is not converted."
             )
 
 

@@ -183,8 +183,8 @@ def largest_degree(graph: ShardedGraph) -> int:
 
 def in_chunks(body: Body, padding: int = FEWEST, cells: int | None = None) -> Tensor:
     """Run a call."""
-    graph, inputs = body.graph, body.inputs
+    graph = body.graph
     chunks = Chunks(body, cells or CELLS * (1 if graph.device.type == "cpu" else 16), padding)
-    const = [*inputs.const, *body.parameters]
-    out = aggregate(graph, chunks, inputs.packed(graph.num_src), inputs.dst, inputs.edge, const)
+    x, dst, edge, const = body.given()
+    out = aggregate(graph, chunks, x, dst, edge, const)
     return out if body.call.updates else body.end({}, out)

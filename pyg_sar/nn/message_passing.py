@@ -16,8 +16,8 @@ from pyg_sar import ops
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.distributed.reverse import reverse
 from pyg_sar.edge_index import EDGES, SOURCES, ShardedEdgeIndex, fail, refuse_table
-from pyg_sar.graph import Seeds, ShardedGraph
-from pyg_sar.nn.arguments import FLOW, Call
+from pyg_sar.graph import Seeds, ShardedGraph, fingerprint
+from pyg_sar.nn.arguments import FLOW, PAIR, Call, check_destinations, check_edges, edge_arguments
 from pyg_sar.nn.rows import SIMPLE
 from pyg_sar.nn.strategy import rows_of_edges, strategy
 
@@ -37,6 +37,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     """
 
     streamable: tuple[str, ...] = ()  # the aggregations that have a streaming form
+    edge_arguments: dict[str, int] = {}  # of forward, by their positions
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -45,6 +46,12 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         for name in ("propagate", "edge_updater"):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(MessagePassing, name))
+        cls.edge_arguments = edge_arguments(cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer on edge tensors that have a row for each edge."""
+        check_edges(self, args, kwargs)
+        return super().__call__(*args, **kwargs)
 
     def streamed(self, edge_index: Any, x: Any, size: Any = None) -> ShardedGraph | None:
         """Return the graph over which this call can stream source rows ``x``, a tensor or a pair, if there is one."""
@@ -61,7 +68,11 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
 
     def pair(self, x: Any, edge_index: Any) -> Any:
         """Return rows of sources and destinations: in a layer of a message flow these are the first of the sources."""
-        if isinstance(x, Tensor) and isinstance(edge_index, ShardedEdgeIndex) and edge_index.of_flow:
+        if not isinstance(edge_index, ShardedEdgeIndex):
+            return x
+        if isinstance(x, PAIR):
+            check_destinations(self, "x", x, edge_index)
+        elif isinstance(x, Tensor) and edge_index.of_flow:
             return x, x.movedim(self.node_dim, 0)[: edge_index._graph.num_dst].movedim(0, self.node_dim)
         return x
 
@@ -132,9 +143,10 @@ GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def one_block(edge_index: Tensor, num_nodes: tuple[int, int]) -> ShardedGraph:
     """Return the graph of an ordinary ``edge_index``, made once as long as that lives unchanged."""
-    version, graphs = GRAPHS.get(edge_index, (None, {}))
-    if version != edge_index._version:
-        GRAPHS[edge_index] = edge_index._version, (graphs := {})
+    version, sums, graphs = GRAPHS.get(edge_index, (None, None, {}))
+    now = fingerprint(edge_index)  # its version does not tell of changes through '.data' or NumPy
+    if version != edge_index._version or not torch.equal(now, sums):
+        GRAPHS[edge_index] = edge_index._version, now, (graphs := {})
     if num_nodes not in graphs:
         same = num_nodes[0] == num_nodes[1]
         graph = shard(edge_index.detach(), num_nodes[0] if same else num_nodes).graph
@@ -170,6 +182,9 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
 
 def stream(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, size: Any) -> Tensor | None:
     """Stream a call whose messages flow along the edges of ``graph``."""
+    for name in call.lifted & call.kwargs.keys():
+        if isinstance(call.kwargs[name], PAIR) or f"{name}_j" not in call.asked:
+            check_destinations(call.layer, name, call.kwargs[name], edge_index)
     plan, name = strategy(call, graph, size), type(call.layer).__name__
     if plan.way == "one shot":
         return None

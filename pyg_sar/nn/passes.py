@@ -279,21 +279,21 @@ def fold(values: Tensor, like: Tensor) -> Tensor:
 
 def in_passes(body: Body) -> Tensor:
     """Stream a call."""
-    graph, inputs, program = body.graph, body.inputs, body.program
-    x, const = inputs.packed(graph.num_src), [*inputs.const, *body.parameters]
+    graph, program = body.graph, body.program
+    x, dst, edge, const = body.given()
     if program.softmax:
         softmax = SoftmaxPass(body)
-        known = softmax.split_results(aggregate(graph, softmax, x, inputs.dst, inputs.edge, const))
+        known = softmax.split_results(aggregate(graph, softmax, x, dst, edge, const))
         for k in (softmax.peak, softmax.total):  # whatever they are: what is made of them is known
             known[k] = x.new_ones(softmax.shape(k, graph.num_dst), dtype=program.found[k].like.dtype)
         return body.end(known)
     known = {}
     for group in program.groups:
         merge = Pass(body, group, tuple(known))
-        out = aggregate(graph, merge, x, [*inputs.dst, *known.values()], inputs.edge, const)
+        out = aggregate(graph, merge, x, [*dst, *known.values()], edge, const)
         known |= merge.split_results(out)
     if body.call.updates:
-        return aggregate(graph, Update(body, tuple(known)), x, [*inputs.dst, *known.values()], inputs.edge, const)
+        return aggregate(graph, Update(body, tuple(known)), x, [*dst, *known.values()], edge, const)
     return body.end(known)
 
 

@@ -3,6 +3,7 @@ r"""A tiny random problem, on which ways to stream a layer are looked for and ch
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -126,14 +127,23 @@ class Tiny:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     def rows(self, value: Any, count: int, dim: int) -> Any:
-        """Return random rows; for those of integers, some that are there."""
+        """Return random rows; for those of integers, some that are there.
+
+        They are about as long as 1, however wide they are. Products of two such rows, of scores for example, are then
+        sums of terms whose sizes add up to 1, too, and are rounded by at most as many units of the last place as there
+        are terms (by their root, as a rule): ``TOLERANCE`` is that of rows of all widths up to 10,000. Longer rows would
+        have scores that grow with their width: these are rounded in proportion, and a softmax of them chooses a single
+        edge, so that its gradient is nothing but rounding.
+        """
         if not isinstance(value, Tensor):
             return value
         dim = dim % value.dim()
         shape = [count if d == dim else n for d, n in enumerate(value.shape)]
         if value.is_floating_point():
             make = torch.rand if count == EDGES and not self.signed else torch.randn
-            return make(shape, generator=self.random, dtype=torch.float64).to(value.device, value.dtype) + 0.1
+            rows = make(shape, generator=self.random, dtype=torch.float64) + 0.1
+            width = max(rows.numel() // max(count, 1), 1)
+            return (rows / math.sqrt(width)).to(value.device, value.dtype)
         if value.size(dim) == 0:
             return value.new_zeros(shape)
         some = torch.randint(value.size(dim), (count,), generator=self.random)
@@ -312,6 +322,13 @@ class Tiny:
             return "gradients"
         there = pairs[1][-len(parameters) :] if parameters else ()
         plan.program.unused = [p for p, g in zip(own, there, strict=False) if g is None]
+        dead = {id(t) for t, g in zip(wanted, pairs[1], strict=False) if g is None}
+        plan.program.unread = frozenset(
+            (name, side)
+            for name, value in one.kwargs.items()
+            for side, t in enumerate(value if isinstance(value, tuple) else (value, value))
+            if id(t) in dead
+        )
         for a, b in zip(*pairs, strict=True):
             like = a if a is not None else b
             if like is not None and not close(*(torch.zeros_like(like) if g is None else g for g in (a, b))):
