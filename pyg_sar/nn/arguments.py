@@ -19,7 +19,7 @@ from pyg_sar.trace import NotStreamable
 PROPAGATE = torch_geometric.nn.MessagePassing.propagate
 EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
 FLOW, PAIR = "source_to_target", (tuple, list)
-EDGE_TENSORS = ("edge_weight", "edge_attr", "edge_type", "pseudo")  # as PyG's layers call them
+EDGE_TENSORS = ("edge_weight", "edge_attr", "edge_type")  # as PyG's layers call them
 
 
 def edge_arguments(cls: type) -> dict[str, int]:

@@ -182,7 +182,8 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
 
 def stream(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, size: Any) -> Tensor | None:
     """Stream a call whose messages flow along the edges of ``graph``."""
-    for name in call.lifted & call.kwargs.keys():
+    counts = graph.bipartite and size is not None  # the layer does, by another rule
+    for name in () if counts else call.lifted & call.kwargs.keys():
         if isinstance(call.kwargs[name], PAIR) or f"{name}_j" not in call.asked:
             check_destinations(call.layer, name, call.kwargs[name], edge_index)
     plan, name = strategy(call, graph, size), type(call.layer).__name__

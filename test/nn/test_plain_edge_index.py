@@ -63,6 +63,55 @@ def test_edges_that_change_make_another_graph():
     close(ours(x, edge_index), theirs(x, edge_index), "after a change")
 
 
+def through_data(t, rows):
+    t.data[:] = rows
+
+
+def by_another_storage(t, rows):
+    t.data = rows.clone()
+
+
+def through_numpy(t, rows):
+    t.numpy()[:] = rows.numpy()
+
+
+def with_two_swapped(rows):
+    rows = rows.clone()
+    rows[..., [3, 100]] = rows[..., [100, 3]]
+    return rows
+
+
+@kernels
+@pytest.mark.parametrize("change", [through_data, by_another_storage, through_numpy])
+@pytest.mark.parametrize("to", [lambda rows: rows.flip(0), lambda rows: rows.sort().values, with_two_swapped])
+def test_edges_that_change_unseen_make_another_graph(change, to):
+    """Versions of tensors do not count these changes."""
+    edge_index, x, weight = edges(), features(NUM_NODES, 8), features(edges().size(1)).abs()
+    ours, theirs = twins("GCNConv", 8, 4)
+    ours(x, edge_index, weight)
+    change(edge_index, to(edge_index))
+    close(ours(x, edge_index, weight), theirs(x, edge_index, weight), "after a change")
+
+
+@kernels
+@pytest.mark.parametrize("change", [through_data, by_another_storage, through_numpy])
+def test_types_of_edges_that_change_unseen(change):
+    edge_index, x, edge_type = edges(), features(NUM_NODES, 8), torch.arange(edges().size(1)) % 3
+    ours, theirs = twins("RGCNConv", 8, 4, 3)
+    for rows in (edge_type, edge_type.sort().values, with_two_swapped(edge_type)):
+        change(edge_type, rows)
+        close(ours(x, edge_index, edge_type), theirs(x, edge_index, edge_type), "after a change")
+
+
+def test_edges_that_are_laid_out_otherwise():
+    pairs, x = edges().t().contiguous(), features(NUM_NODES, 8)
+    ours, theirs = twins("SAGEConv", 8, 4)
+    for _ in range(2):
+        close(ours(x, pairs.t()), theirs(x, pairs.t()), "columns")
+    for few in (torch.empty(2, 0, dtype=torch.long), torch.tensor([[1], [2]])):
+        close(ours(x, few), theirs(x, few), "few edges")
+
+
 @kernels
 def test_wrong_edges_are_named(streamed):
     with pytest.raises(ValueError, match="Expected source ids"):

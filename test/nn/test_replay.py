@@ -326,3 +326,59 @@ def test_checkpoint_and_frozen_parameters():
         assert layer.net[0].weight.grad is None
     for one, other in zip(*grads, strict=True):
         close(one, other, "checkpoint", 1e-6)
+
+
+class Unread(gnn.MessagePassing):
+    """Of rows of sources, of destinations and of edges, messages read some, or others later."""
+
+    def __init__(self, reads, **kwargs):
+        super().__init__(**{"aggr": "sum", **kwargs})
+        self.reads = reads
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+    def message(self, x_j, x_i, edge_attr):
+        return sum((x_j, x_i, edge_attr)[k].tanh() for k in self.reads)
+
+
+def grads(layer, edge_index, dst, edge, x):
+    """Which inputs have a gradient: sources, destinations, edges."""
+    given = [t.clone().requires_grad_() for t in (x, x[dst] + 1, x[edge % NUM_NODES])]
+    layer((given[0], given[1]), edge_index, given[2]).square().sum().backward()
+    return [t.grad is not None for t in given]
+
+
+def check_unread(group):
+    mine = share(group, edges(), assignment("empty", group.size()), dst_part=assignment("empty", group.size()))
+    for kwargs in ({}, {"aggr": "softmax"}, {"aggr": "median"}):
+        for reads in ([0], [0, 1], [0, 2], [1], [2]):
+            layer, x = convert(Unread(reads, **kwargs)), torch.randn(mine.src.numel(), 8)
+            found = grads(layer, mine.edge_index, torch.arange(mine.dst.numel()), mine.edge, x)
+            assert found == [k in reads for k in range(3)], (kwargs, reads, found)
+
+
+def test_what_is_not_read_has_no_gradient(pool):
+    """As in PyG, where it has none; zeros would say that the loss depends on it."""
+    assert grads(Unread([0]), edges(), torch.arange(NUM_NODES), torch.arange(edges().size(1)), torch.randn(NUM_NODES, 8)) == [
+        True, False, False
+    ]  # fmt: skip
+    pool.run(2, check_unread)
+
+
+def test_edge_features_that_attention_ignores_have_no_gradient():
+    layer = convert(gnn.GATConv(8, 4, flow="target_to_source"))
+    x, attr = torch.randn(NUM_NODES, 8, requires_grad=True), torch.randn(edges().size(1), 3, requires_grad=True)
+    layer(x, pyg_sar.shard(edges(), NUM_NODES, 2), attr).sum().backward()
+    assert attr.grad is None and x.grad is not None
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+def test_what_is_read_later_is_not_left_out(aggr, reads):
+    layer, x = convert(Unread([0], aggr=aggr)), torch.randn(NUM_NODES, 8)
+    it, edge = pyg_sar.shard(edges(), (NUM_NODES, NUM_NODES), 2), torch.arange(edges().size(1))
+    grads(layer, it, slice(None), edge, x)
+    layer.reads = [0, reads]
+    with pytest.raises(RuntimeError, match="did not read when it was first called.* a new layer"):
+        grads(layer, it, slice(None), edge, x)
