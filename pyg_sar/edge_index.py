@@ -487,14 +487,14 @@ REASONS = {
 }
 WHOLE_GRAPH = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
-# When they do not: (layer, the local variables of its running method, graph) -> bool.
-UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph], bool]] = {
+# When they do not: (layer, the local variables of its running method, graph or None if there is none yet) -> bool.
+UNLESS: dict[str, Callable[[Any, dict[str, Any], Any], bool]] = {
     "_BatchNorm": lambda layer, call, graph: not layer.training and layer.running_mean is not None,
     "HeteroBatchNorm": lambda layer, call, graph: not layer.training and layer.track_running_stats,
     "LayerNorm": lambda layer, call, graph: getattr(layer, "mode", "node") == "node",
-    "QuantileAggregation": lambda layer, call, graph: graph.num_dst == 0 or bool(graph.degree[0] > 0),
+    "QuantileAggregation": lambda layer, call, graph: graph is None or graph.num_dst == 0 or bool(graph.degree[0] > 0),
     "ChebConv": lambda layer, call, graph: call.get("lambda_max", call) is not None,
-    "FeaStConv": lambda layer, call, graph: graph.num_edges > 0 or (layer.add_self_loops and graph.num_dst > 0),
+    "FeaStConv": lambda layer, call, graph: graph is None or graph.num_edges > 0 or (layer.add_self_loops and graph.num_dst > 0),
     "RGCNConv": lambda layer, call, graph: decides_alike(sys.modules["torch_geometric"]),
     "SuperGATConv": lambda layer, call, graph: not layer.training,
     "CorrectAndSmooth": lambda layer, call, graph: not layer.autoscale,

@@ -31,6 +31,6 @@ def inference(model: torch.nn.Module, *args: Any, group: Any = None, **kwargs: A
     Returns:
         The output for this worker's rows.
     """
-    model = convert(copy.deepcopy(model), group).eval()
+    model = convert(copy.deepcopy(model).eval(), group)
     broadcast_parameters(model, group)
     return model(*args, **kwargs)

@@ -655,7 +655,7 @@ def converted(name: str, group: Any = None) -> Case:
     case = CASES[name]
     says = REFUSED_CONVERTED.get(name, "" if case.says.startswith(SEES_ALL) else case.says)
     methods = Case._field_defaults["methods"] if name in AGGREGATIONS else case.methods
-    return case._replace(make=lambda: convert(case.make(), group), says=says, methods=methods)
+    return case._replace(make=lambda: convert(case.make().train(case.train), group), says=says, methods=methods)
 
 
 def strategies(name: str) -> list[str]:

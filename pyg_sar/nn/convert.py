@@ -79,7 +79,7 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
         if cls is None:
             raise NotImplementedError(
                 f"'{type(layer).__name__}' ({name or 'the module itself'}) cannot run on a share of the graph, because "
-                f"it {why}. Leave it out, or take what 'pyg_sar.nn' has."
+                f"it {why}. Leave it out, or take what 'pyg_sar.nn' has{in_evaluation(layer)}."
             )
     for _, layer, cls, _ in table:
         if cls is not None and cls is not type(layer):
@@ -125,6 +125,9 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
     if cls in FORMS.values():
         return cls, "sees the rows of all workers"
     if issubclass(cls, torch_geometric.nn.MessagePassing):
+        why = whole_graph(layer, {}, None)
+        if why:
+            return None, why
         name = own_method(cls)
         return (cls, f"runs in one shot (it has a '{name}' of its own)") if name else (streaming(cls), "")
     if issubclass(cls, Readout):
@@ -133,6 +136,15 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
         return streaming(cls), ""
     why = whole_graph(layer, {}, None)
     return None if why else cls, why
+
+
+def in_evaluation(layer: torch.nn.Module) -> str:
+    """Return that a layer is refused in training alone, if it is."""
+    mode, layer.training = layer.training, False
+    try:
+        return ", or call 'eval()' before 'convert'" if mode and not whole_graph(layer, {}, None) else ""
+    finally:
+        layer.training = mode
 
 
 def own_method(cls: type) -> str:

@@ -118,6 +118,8 @@ def test_a_subclass_of_a_layer_that_streams_runs_its_own_code():
     [
         (gnn.TopKPooling(8), r"'TopKPooling' \(1\).*compares all nodes"),
         (gnn.GPSConv(8, None), r"'GPSConv' \(1\).*attends over all nodes"),
+        (gnn.SuperGATConv(8, 4), r"'SuperGATConv' \(1\).*averages its training loss .* or call 'eval\(\)' before"),
+        (gnn.MeshCNNConv(8, 4), r"'MeshCNNConv' \(1\).*reads edges by their position.* has\.$"),
     ],
 )
 def test_what_needs_all_rows_is_refused_and_nothing_changed(layer, says):
@@ -125,6 +127,15 @@ def test_what_needs_all_rows_is_refused_and_nothing_changed(layer, says):
     with pytest.raises(NotImplementedError, match=says):
         convert(model)
     assert type(model[0]) is gnn.GCNConv
+
+
+def test_what_is_refused_in_training_alone():
+    layer, x = gnn.SuperGATConv(8, 4).eval(), torch.randn(NUM_NODES, 8)
+    sharded = pyg_sar.shard(edges(), NUM_NODES, 2)
+    torch.testing.assert_close(pyg_sar.inference(layer.train(), x, sharded), layer.eval()(x, edges()))
+    assert convert(layer).training is False
+    with pytest.raises(NotImplementedError, match="'SuperGATConv' in .* training loss"):
+        layer.train()(x, sharded)
 
 
 class Tied(torch.nn.Module):
