@@ -8,7 +8,8 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import all_gather, all_reduce, grouped
+from pyg_sar.distributed.collectives import all_gather, all_reduce
+from pyg_sar.nn.together import together
 from pyg_sar.stream import once_differentiable
 
 
@@ -20,8 +21,8 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
         \mathbf{x}^{\prime}_i = \frac{\mathbf{x} - \textrm{E}[\mathbf{x}]}{\sqrt{\textrm{Var}[\mathbf{x}] + \epsilon}}
         \odot \gamma + \beta
 
-    Arguments, running statistics and ``state_dict`` are those of :class:`torch.nn.BatchNorm1d`. Without a process group
-    it is that layer. Counts, means and squared deviations of the workers are merged by the formula of Chan et al., so
+    Arguments, running statistics and ``state_dict`` are those of :class:`torch.nn.BatchNorm1d`. Without a process group,
+    and in a model that is running on an ordinary ``edge_index``, it is that layer. Counts, means and squared deviations of the workers are merged by the formula of Chan et al., so
     that a large mean costs no digits; a worker may hold no rows at all. (:class:`torch.nn.SyncBatchNorm` refuses CPU
     tensors.)
 
@@ -38,8 +39,11 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise rows ``[n, channels]``."""
         whole = self.training or self.running_mean is None
-        if not whole or not grouped(self.group):
-            return super().forward(x)
+        return self.over_all(x) if whole and together(self.group) else super().forward(x)
+
+    @torch.compiler.disable
+    def over_all(self, x: Tensor) -> Tensor:
+        """Normalise by the rows of all workers."""
         if x.dim() != 2 or x.size(1) != self.num_features:
             raise ValueError(f"Expected rows of shape [num_nodes, {self.num_features}] (got {list(x.shape)})")
         count, mean, m2 = merge(self.group, *moments(x))
@@ -86,7 +90,7 @@ class BatchNorm(torch_geometric.nn.BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise rows ``[n, channels]``."""
         module = self.module
-        if not grouped(module.group):
+        if not together(module.group):
             return super().forward(x)
         if self.training and self.allow_single_element and rows_of_all(x, module.group) <= 1:
             return torch.nn.functional.batch_norm(
@@ -95,6 +99,7 @@ class BatchNorm(torch_geometric.nn.BatchNorm):
         return module(x)
 
 
+@torch.compiler.disable
 def rows_of_all(x: Tensor, group: Any) -> int:
     """Return the number of rows on all workers together."""
     return int(all_reduce(torch.tensor(x.size(0), device=x.device), group))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum, grouped
+from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
+from pyg_sar.nn.together import together
 
 
 class Examples:
@@ -53,8 +54,13 @@ class ByExample:
 
     def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
         """Normalise rows ``[n, channels]``."""
-        if not grouped(self.group):
+        if not together(self.group):
             return super().forward(x, batch, batch_size)  # type: ignore[misc]
+        return self.over_all(x, batch, batch_size)
+
+    @torch.compiler.disable
+    def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
+        """Normalise by the rows of all workers."""
         return self.normalise(x, Examples(x, batch, batch_size, self.group))
 
     def normalise(self, x: Tensor, examples: Examples) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import all_reduce, global_max
 from pyg_sar.nn.examples import Examples
+from pyg_sar.nn.together import together
 
 
 def global_add_pool(x: Tensor, batch: Tensor | None, size: int | None = None, group: Any = None) -> Tensor:
@@ -26,6 +28,8 @@ def global_add_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
         size (int, optional): The number of examples. (default: :obj:`None`, one more than the largest on any worker)
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
     """
+    if not together(group):
+        return torch_geometric.nn.global_add_pool(x, batch, size)
     return Examples(x, batch, size, group).sum(x)
 
 
@@ -41,6 +45,8 @@ def global_mean_pool(x: Tensor, batch: Tensor | None, size: int | None = None, g
         size (int, optional): The number of examples.
         group (ProcessGroup, optional): The workers.
     """
+    if not together(group):
+        return torch_geometric.nn.global_mean_pool(x, batch, size)
     return Examples(x, batch, size, group).mean(x)
 
 
@@ -58,6 +64,8 @@ def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
         size (int, optional): The number of examples.
         group (ProcessGroup, optional): The workers.
     """
+    if not together(group):
+        return torch_geometric.nn.global_max_pool(x, batch, size)
     examples = Examples(x, batch, size, group)
     index = examples.batch.view(-1, 1).expand_as(x)
     best = x.new_full((examples.size, x.size(1)), -torch.inf).scatter_reduce(0, index, x.detach(), "amax")

@@ -10,6 +10,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import global_sum, grouped
+from pyg_sar.edge_index import sharded
 from pyg_sar.nn.message_passing import MessagePassing
 
 
@@ -34,7 +35,7 @@ class HANConv(MessagePassing, torch_geometric.nn.HANConv):
         return_semantic_attention_weights: bool = False,
     ) -> Any:
         """Run the forward pass."""
-        if not grouped(self.group):
+        if not grouped(self.group) or next(sharded(edge_index_dict), None) is None:
             return super().forward(x_dict, edge_index_dict, return_semantic_attention_weights)
         rows = {t: self.proj[t](x).view(-1, self.heads, self.out_channels // self.heads) for t, x in x_dict.items()}
         outs: dict[str, list[Tensor]] = {t: [] for t in x_dict}

@@ -8,7 +8,8 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import all_reduce, grouped
+from pyg_sar.distributed.collectives import all_reduce
+from pyg_sar.nn.together import together
 
 
 class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
@@ -23,8 +24,13 @@ class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
 
     def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """Normalise rows ``[n, channels]`` of types ``[n]``."""
-        if not grouped(self.group) or (not self.training and self.track_running_stats):
+        if (not self.training and self.track_running_stats) or not together(self.group):
             return super().forward(x, type_vec)
+        return self.over_all(x, type_vec)
+
+    @torch.compiler.disable
+    def over_all(self, x: Tensor, type_vec: Tensor) -> Tensor:
+        """Normalise by the rows of all workers."""
         count, mean, var = self.statistics(x.detach(), type_vec)
         if self.training and self.track_running_stats:
             self.track(count > 0, mean, var)

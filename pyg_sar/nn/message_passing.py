@@ -15,7 +15,7 @@ from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 from pyg_sar import ops
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.distributed.reverse import reverse
-from pyg_sar.edge_index import EDGES, SOURCES, ShardedEdgeIndex, fail, refuse_table
+from pyg_sar.edge_index import EDGES, SOURCES, ShardedEdgeIndex, fail, refuse_table, sharded
 from pyg_sar.graph import Seeds, ShardedGraph, fingerprint
 from pyg_sar.nn.arguments import FLOW, PAIR, Call, check_destinations, check_edges, edge_arguments
 from pyg_sar.nn.rows import SIMPLE
@@ -49,9 +49,19 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         cls.edge_arguments = edge_arguments(cls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on edge tensors that have a row for each edge."""
+        """Run the layer on edge tensors that have a row for each edge, and as it is on a sharded graph, which
+        :func:`torch.compile` leaves alone: the rest of the model is compiled.
+        """
+        if torch.compiler.is_compiling():
+            run = super().__call__ if next(sharded(args, kwargs), None) is None else self.uncompiled
+            return run(*args, **kwargs)
         check_edges(self, args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    @torch.compiler.disable
+    def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer as it is."""
+        return self(*args, **kwargs)
 
     def streamed(self, edge_index: Any, x: Any, size: Any = None) -> ShardedGraph | None:
         """Return the graph over which this call can stream source rows ``x``, a tensor or a pair, if there is one."""

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum, grouped
+from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
+from pyg_sar.nn.together import together
 from pyg_sar.trace import NotStreamable, Reduction, Trace
 
 
@@ -23,9 +24,16 @@ class Readout:
         dim: int = -2, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Aggregate rows by their example, which all workers number alike."""
-        name = type(self).__name__
-        if not grouped(self.group):
+        if not together(self.group):
             return super().__call__(x, index, ptr, dim_size, dim, **kwargs)  # type: ignore[misc]
+        return self.over_all(x, index, ptr, dim_size, dim, **kwargs)
+
+    @torch.compiler.disable
+    def over_all(
+        self, x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int | None, dim: int, **kwargs: Any
+    ) -> Tensor:
+        """Aggregate the rows of all workers."""
+        name = type(self).__name__
         if index is None and ptr is not None:
             raise NotImplementedError(f"'{name}' reads out the rows of all workers: pass 'index' instead of 'ptr'")
         if index is None:

@@ -1,0 +1,48 @@
+r"""Whether the rows that a module normalises or reads out are those of all workers, or of an ordinary graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch_geometric.data.data import BaseData
+
+from pyg_sar.distributed.collectives import grouped
+from pyg_sar.edge_index import sharded
+
+
+def together(group: Any) -> bool:
+    """Whether a module that looks at all rows must ask the other workers for theirs.
+
+    It must, unless a module that is running was given an ordinary ``edge_index`` and none a sharded one: then the rows
+    are those of a graph that this process holds as a whole, and the others may do something else. A module that is
+    called on rows alone cannot know, and asks.
+    """
+    return grouped(group) and not on_an_ordinary_graph()
+
+
+@torch.compiler.disable
+def on_an_ordinary_graph() -> bool:
+    """Whether the modules that are running were given ordinary edges and no sharded ones."""
+    ordinary, frame = False, sys._getframe(1)
+    while frame is not None:
+        call = frame.f_locals if "self" in frame.f_code.co_varnames else {}  # of methods, see 'refuse_whole_graph'
+        if isinstance(call.get("self"), torch.nn.Module):
+            edges = [edge_index for name, value in call.items() for edge_index in edges_in(name, value)]
+            if next(sharded(edges, list(call.values())), None) is not None:
+                return False
+            ordinary |= len(edges) > 0
+        frame = frame.f_back  # type: ignore[assignment]
+    return ordinary
+
+
+def edges_in(name: str, value: Any) -> Iterator[Any]:
+    """Yield the edges that an argument holds: one called ``edge_index`` or ``edge_index_dict``, or a ``Data``."""
+    if isinstance(value, BaseData):
+        yield from (store["edge_index"] for store in value.edge_stores if "edge_index" in store)
+    elif name == "edge_index_dict" and isinstance(value, dict):
+        yield from value.values()
+    elif name in ("edge_index", "adj_t") and value is not None:
+        yield value
