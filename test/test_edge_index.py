@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 from unittest import mock
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn as gnn
+import torch_geometric.transforms as T
+import torch_geometric.utils as U
 from conv_zoo import CASES, F, Net, default, difference, refusal
 from problem import NUM_NODES, assignment, edges, share
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +25,7 @@ from pyg_sar.edge_index import EDGES, FLIPPED, SOURCES, UNLESS, WHOLE_GRAPH
 from pyg_sar.graph import ShardedGraph
 
 N = NUM_NODES
-REFUSED = r"(?s)^\[rank 0\] .* cannot be computed exactly on the .* of a sharded graph: .*'pyg_sar\.nn'"
+REFUSED = r"(?s)^\[rank 0\] .* cannot be computed exactly on the .* of a sharded graph: .*\. [A-Z][^.]*'.*\.$"
 
 
 @pytest.fixture
@@ -94,12 +97,12 @@ def test_in_a_data_object(sharded, x):
 @pytest.mark.parametrize("leave", [pickle.dumps, copy.copy, lambda it: torch.save(it, io.BytesIO())])
 def test_it_does_not_leave_the_process(sharded, leave):
     for it in (sharded, sharded[0]):
-        with pytest.raises(NotImplementedError, match=r"load the partition again instead.*'pyg_sar\.nn'"):
+        with pytest.raises(NotImplementedError, match=r"load the partition again instead"):
             leave(it)
 
 
 def test_nor_in_a_data_object(sharded):
-    with pytest.raises(NotImplementedError, match=r"load the partition again instead.*'pyg_sar\.nn'"):
+    with pytest.raises(NotImplementedError, match=r"load the partition again instead"):
         pickle.dumps(Data(edge_index=sharded))
 
 
@@ -373,6 +376,75 @@ def test_a_table_of_all_nodes_is_refused():
     one_of_two = ShardedEdgeIndex(sources.graph.replace(num_src=N - 1))
     with pytest.raises(NotImplementedError, match="reads dimension"):
         layer(None, one_of_two)
+
+
+# What scripts do with the graph around their layers: it is exact, or it is refused by the name of what they called
+
+EXACT = {
+    "print": lambda data: str(data).replace("Sharded", ""),
+    "has_self_loops": lambda data: data.has_self_loops(),
+    "to_dict": lambda data: sorted(data.to_dict()),
+    "sizes": lambda data: (data.num_edges, data.num_nodes, len(data.edge_index), data.edge_index.size(1)),
+    "copies": lambda data: [T.NormalizeFeatures()(it).x for it in (copy.copy(data), copy.deepcopy(data), data.cpu())],
+    "GCNNorm": lambda data: T.GCNNorm()(data).edge_weight,
+    "AddSelfLoops": lambda data: T.AddSelfLoops()(data).num_edges,
+    "remove_self_loops": lambda data: U.remove_self_loops(data.edge_index, data.x[data.edge_index[0]])[1],
+    "degree": lambda data: [U.degree(row, data.num_nodes) for row in data.edge_index],
+    "dropout_edge": lambda data: torch.manual_seed(0) and U.dropout_edge(data.edge_index)[1],
+    "pairs": lambda data: (data.x[data.edge_index[0]] * data.x[data.edge_index[1]]).sum(-1),
+}
+WHOLE, ASK = "to the whole graph, before 'partition'", "of the whole graph, before 'partition'"
+COUNT, AGAIN, ROWS = "'data.num_nodes' nodes", "load the partition again", "Its rows are 'edge_index[0]'"
+CALLS = {
+    "Data.validate": (lambda data: data.validate(), ASK),
+    "Data.is_undirected": (lambda data: data.is_undirected(), ASK),
+    "Data.has_isolated_nodes": (lambda data: data.has_isolated_nodes(), ASK),
+    "Data.coalesce": (lambda data: data.coalesce(), WHOLE),
+    "Data.subgraph": (lambda data: data.subgraph(torch.arange(3)), "Sample before 'partition'"),
+    "ToUndirected": (lambda data: T.ToUndirected()(data), WHOLE),
+    "ToSparseTensor": (lambda data: T.ToSparseTensor()(data), WHOLE),
+    "SIGN": (lambda data: T.SIGN(2)(data), WHOLE),
+    "RandomLinkSplit": (lambda data: T.RandomLinkSplit()(data), "pyg_sar.links"),
+    "to_undirected": (lambda data: U.to_undirected(data.edge_index), WHOLE),
+    "add_self_loops": (lambda data: U.add_self_loops(data.edge_index), COUNT),
+    "degree": (lambda data: U.degree(data.edge_index[0]), COUNT),
+    "to_dense_adj": (lambda data: U.to_dense_adj(data.edge_index), WHOLE),
+    "sort_edge_index": (lambda data: U.sort_edge_index(data.edge_index), WHOLE),
+    "coalesce": (lambda data: U.coalesce(data.edge_index), WHOLE),
+    "k_hop_subgraph": (lambda data: U.k_hop_subgraph(0, 1, data.edge_index), "pyg_sar.message_flow"),
+    "negative_sampling": (lambda data: U.negative_sampling(data.edge_index), "pyg_sar.corrupt"),
+    "to_networkx": (lambda data: U.to_networkx(data), AGAIN),
+    "copying or saving": (lambda data: torch.save(data, io.BytesIO()), AGAIN),
+    "numpy": (lambda data: data.edge_index.cpu().numpy(), AGAIN),
+    "max": (lambda data: data.edge_index.max(), COUNT),
+    "unique": (lambda data: data.edge_index.unique(), "Do this before 'partition'"),
+    "t": (lambda data: data.edge_index.t(), ROWS),
+    "indexing": (lambda data: data.edge_index[:, :10], ROWS),
+    "Line": (
+        lambda data: torch.sparse_coo_tensor(data.edge_index, torch.ones(data.num_edges), (N, N)),
+        "Do this before 'partition'",
+    ),
+}
+
+
+def same(found, expected):
+    if isinstance(expected, torch.Tensor):
+        return torch.testing.assert_close(found, expected)
+    if isinstance(expected, list):
+        return [same(*pair) for pair in zip(found, expected, strict=True)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_scripts_do_is_exact(name, plain, sharded, x):
+    same(*(EXACT[name](Data(x=x, edge_index=it, num_nodes=N)) for it in (sharded, plain)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_scripts_do_is_refused_by_its_name(name, sharded, x):
+    call, advice = CALLS[name]
+    with pytest.raises(NotImplementedError, match=rf"^\[rank 0\] '?{name}\b.* cannot be .*{re.escape(advice)}.*\.$"):
+        call(Data(x=x, edge_index=sharded, num_nodes=N))
 
 
 # Layers that look at the whole graph

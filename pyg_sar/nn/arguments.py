@@ -35,9 +35,9 @@ def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
     On an ordinary ``edge_index`` PyG's own code does so for itself.
     """
     given = {n: args[k] if k < len(args) else kwargs.get(n) for n, k in layer.edge_arguments.items()}
-    it = given.pop("edge_index", None)
+    it: Any = given.pop("edge_index", None)
     sharded = isinstance(it, ShardedEdgeIndex)
-    if not isinstance(it, Tensor) or it.dim() != 2 or not (sharded or (layer.streamable and type(it) is Tensor)):
+    if not (sharded or (layer.streamable and type(it) is Tensor)) or it.dim() != 2:
         return
     for name, t in given.items():
         shared = not isinstance(t, Tensor) or t.dim() == 0 or (t.size(0) == 1 and not layer.streamable)

@@ -21,10 +21,10 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
         \mathbf{x}^{\prime}_i = \frac{\mathbf{x} - \textrm{E}[\mathbf{x}]}{\sqrt{\textrm{Var}[\mathbf{x}] + \epsilon}}
         \odot \gamma + \beta
 
-    Arguments, running statistics and ``state_dict`` are those of :class:`torch.nn.BatchNorm1d`. Without a process group,
-    and in a model that is running on an ordinary ``edge_index``, it is that layer. Counts, means and squared deviations of the workers are merged by the formula of Chan et al., so
-    that a large mean costs no digits; a worker may hold no rows at all. (:class:`torch.nn.SyncBatchNorm` refuses CPU
-    tensors.)
+    Arguments, running statistics and ``state_dict`` are those of :class:`torch.nn.BatchNorm1d`. Without a process
+    group, and in a model that is running on an ordinary ``edge_index``, it is that layer. Counts, means and squared
+    deviations of the workers are merged by the formula of Chan et al., so that a large mean costs no digits; a worker
+    may hold no rows at all. (:class:`torch.nn.SyncBatchNorm` refuses CPU tensors.)
 
     Args:
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)

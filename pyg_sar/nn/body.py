@@ -215,7 +215,7 @@ class Body:
         # Those that are unread have a gradient here to be noticed if they are read.
         leaf = x.detach().requires_grad_(needs.source or self.source_unread)
         dst, edge, const = (
-            [t.detach().requires_grad_(n or Ref(kind, k) in self.unread) for k, (t, n) in enumerate(zip(ts, ns, strict=True))]
+            [t.detach().requires_grad_(ns[k] or Ref(kind, k) in self.unread) for k, t in enumerate(ts)]
             for kind, ts, ns in zip(rows._fields, rows, needs.rows, strict=True)
         )
         own = len(const) - len(self.parameters)

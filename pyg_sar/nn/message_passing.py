@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch_geometric.nn
@@ -37,7 +37,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     """
 
     streamable: tuple[str, ...] = ()  # the aggregations that have a streaming form
-    edge_arguments: dict[str, int] = {}  # of forward, by their positions
+    edge_arguments: ClassVar[dict[str, int]] = {}  # of forward, by their positions
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

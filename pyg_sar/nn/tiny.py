@@ -131,9 +131,9 @@ class Tiny:
 
         They are about as long as 1, however wide they are. Products of two such rows, of scores for example, are then
         sums of terms whose sizes add up to 1, too, and are rounded by at most as many units of the last place as there
-        are terms (by their root, as a rule): ``TOLERANCE`` is that of rows of all widths up to 10,000. Longer rows would
-        have scores that grow with their width: these are rounded in proportion, and a softmax of them chooses a single
-        edge, so that its gradient is nothing but rounding.
+        are terms (by their root, as a rule): ``TOLERANCE`` is that of rows of all widths up to 10,000. Longer rows
+        would have scores that grow with their width: these are rounded in proportion, and a softmax of them chooses a
+        single edge, so that its gradient is nothing but rounding.
         """
         if not isinstance(value, Tensor):
             return value

@@ -26,7 +26,8 @@ def together(group: Any) -> bool:
 @torch.compiler.disable
 def on_an_ordinary_graph() -> bool:
     """Whether the modules that are running were given ordinary edges and no sharded ones."""
-    ordinary, frame = False, sys._getframe(1)
+    ordinary = False
+    frame: Any = sys._getframe(1)
     while frame is not None:
         call = frame.f_locals if "self" in frame.f_code.co_varnames else {}  # of methods, see 'refuse_whole_graph'
         if isinstance(call.get("self"), torch.nn.Module):
@@ -34,7 +35,7 @@ def on_an_ordinary_graph() -> bool:
             if next(sharded(edges, list(call.values())), None) is not None:
                 return False
             ordinary |= len(edges) > 0
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ordinary
 
 

@@ -134,7 +134,7 @@ def test_what_is_refused_in_training_alone():
     sharded = pyg_sar.shard(edges(), NUM_NODES, 2)
     torch.testing.assert_close(pyg_sar.inference(layer.train(), x, sharded), layer.eval()(x, edges()))
     assert convert(layer).training is False
-    with pytest.raises(NotImplementedError, match="'SuperGATConv' in .* training loss"):
+    with pytest.raises(NotImplementedError, match=r"'SuperGATConv' in .* training loss"):
         layer.train()(x, sharded)
 
 

@@ -360,9 +360,8 @@ def check_unread(group):
 
 def test_what_is_not_read_has_no_gradient(pool):
     """As in PyG, where it has none; zeros would say that the loss depends on it."""
-    assert grads(Unread([0]), edges(), torch.arange(NUM_NODES), torch.arange(edges().size(1)), torch.randn(NUM_NODES, 8)) == [
-        True, False, False
-    ]  # fmt: skip
+    x, edge = torch.randn(NUM_NODES, 8), torch.arange(edges().size(1))
+    assert grads(Unread([0]), edges(), slice(None), edge, x) == [True, False, False]
     pool.run(2, check_unread)
 
 
@@ -380,5 +379,5 @@ def test_what_is_read_later_is_not_left_out(aggr, reads):
     it, edge = pyg_sar.shard(edges(), (NUM_NODES, NUM_NODES), 2), torch.arange(edges().size(1))
     grads(layer, it, slice(None), edge, x)
     layer.reads = [0, reads]
-    with pytest.raises(RuntimeError, match="did not read when it was first called.* a new layer"):
+    with pytest.raises(RuntimeError, match=r"did not read when it was first called.* a new layer"):
         grads(layer, it, slice(None), edge, x)

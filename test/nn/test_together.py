@@ -69,7 +69,7 @@ def one_alone(group):
         else:
             reference(*given(x, edges()))  # running statistics
         expected = reference(*given(x, edges()))
-        for run in (0, 1):
+        for _ in range(2):
             out = model(*given(x[mine.src], mine.edge_index))
         close(out, expected[mine.src] if out.size(0) > 1 else expected, f"{reference} together")
     pools, whole = Pools(), Pools()(x, edges(), gnn)
@@ -81,4 +81,3 @@ def one_alone(group):
 
 def test_one_worker_alone(pool):
     pool.run(2, one_alone, timeout=25)
-
