@@ -201,7 +201,7 @@ LAYERS: dict[str, Case] = {
     "EGConv": Case(lambda: gnn.EGConv(F, F, ["symnorm", "mean", "max", "std"], num_heads=2, num_bases=2)),
     "PDNConv": Case(lambda: gnn.PDNConv(F, F, D, F), A),
     "GeneralConv": Case(lambda: gnn.GeneralConv(F, F, D, attention=True, heads=2), A),
-    "HGTConv": Case(lambda: gnn.HGTConv(F, F, META, heads=2), "x_dict edge_index_dict", "'add_' cannot be computed"),
+    "HGTConv": Case(lambda: gnn.HGTConv(F, F, META, heads=2), "x_dict edge_index_dict", "'HGTConv' cannot be computed"),
     "HEATConv": Case(lambda: gnn.HEATConv(F, F, 2, T, 4, D, 4, heads=2), "x edge_index node_type edge_type edge_attr"),
     "HeteroConv": Case(lambda: gnn.HeteroConv({TO: gnn.SAGEConv(F, F)}), "x_dict edge_index_dict"),
     "HANConv": Case(lambda: gnn.HANConv(F, F, META, heads=2), "x_dict edge_index_dict", "semantic attention"),
@@ -270,7 +270,7 @@ AGGREGATIONS: dict[str, Case] = {
 }
 
 LOOPS, PAIR, T2S = "two sets of nodes", "x=pair edge_index", "target_to_source"
-REDUCE, SOME = "'scatter_reduce_' cannot be computed", ("random", "edgeless")
+REDUCE, SOME = "Conv' cannot be computed", ("random", "edgeless")
 NORMS = {
     "BatchNorm": (lambda: gnn.BatchNorm(F), "'BatchNorm1d' in 'Net'"),
     "HeteroBatchNorm": (lambda: gnn.HeteroBatchNorm(F, 2), "takes its statistics"),
@@ -328,7 +328,7 @@ OPTIONS: dict[str, Case] = {
     "RGCNConv global ids": Case(lambda: gnn.RGCNConv(NUM_NODES, F, T), "x=ids edge_index edge_type"),
     "FastRGCNConv bases": Case(lambda: gnn.FastRGCNConv(F, F, T, num_bases=2), TYPE),
     "FastRGCNConv global ids": Case(
-        lambda: gnn.FastRGCNConv(NUM_NODES, F, T), "x=ids edge_index edge_type", "'add' cannot be computed"
+        lambda: gnn.FastRGCNConv(NUM_NODES, F, T), "x=ids edge_index edge_type", "'FastRGCNConv' cannot be computed"
     ),
     **{
         f"RGATConv {' '.join(map(str, how.values()))}": Case(lambda how=how: rgat(**how), TYPE)
@@ -355,7 +355,7 @@ OPTIONS: dict[str, Case] = {
     "SuperGATConv eval": Case(lambda: gnn.SuperGATConv(F, 4, 2), train=False),
     "SuperGATConv SD eval": Case(lambda: gnn.SuperGATConv(F, 4, 2, attention_type="SD"), train=False),
     "EGConv loopless": Case(lambda: gnn.EGConv(F, F, ["mean", "var"], 2, 2, add_self_loops=False)),
-    "EGConv loops": Case(lambda: gnn.EGConv(F, F, ["mean"], 2, 2), says="pass 'num_nodes'", methods=("random",)),
+    "EGConv loops": Case(lambda: gnn.EGConv(F, F, ["mean"], 2, 2), says="'EGConv' cannot be computed", methods=("random",)),
     "DirGNNConv GCN": Case(lambda: gnn.DirGNNConv(gnn.GCNConv(F, F))),
     "DirGNNConv GAT": Case(lambda: gnn.DirGNNConv(gnn.GATConv(F, F)), says=REDUCE, methods=("random",)),
     "HypergraphConv node attention": Case(
@@ -387,7 +387,7 @@ OPTIONS: dict[str, Case] = {
         lambda: gnn.HeteroConv({TO: gnn.SAGEConv(F, F), BACK: gnn.GATConv(F, F)}), "x_dict edge_index_dict=two"
     ),
     "HGTConv two relations": Case(
-        lambda: gnn.HGTConv(F, F, ([V], [TO, BACK])), "x_dict edge_index_dict=two", "'add_' cannot be computed"
+        lambda: gnn.HGTConv(F, F, ([V], [TO, BACK])), "x_dict edge_index_dict=two", "'HGTConv' cannot be computed"
     ),
     "HANConv two relations": Case(
         lambda: gnn.HANConv(F, F, ([V], [TO, BACK])), "x_dict edge_index_dict=two", "semantic attention"
