@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--self-loops", action="store_true", help="add a self-loop where there is none")
     add("--gcn-norm", action="store_true", help="add self-loops and store GCN's edge_weight")
     add("--features", choices=["bfloat16", "float16", "float32"], help="type to store the node features x in")
+    add("--level", action="append", default=[], metavar="NAME=LEVEL", help="what an attribute is, if it does not tell")
     add("--seed", type=int, default=0, help="seed of the method (default: 0)")
     add("--overwrite", action="store_true", help="replace the partition that OUT holds")
     show = commands.add_parser("info", help="describe a partition folder")
@@ -83,6 +84,7 @@ def _partition(args: argparse.Namespace) -> None:
         data,
         args.num_parts,
         args.out,
+        levels=dict(_level(said) for said in args.level),
         method=method,
         order=args.order,
         seed=args.seed,
@@ -90,6 +92,13 @@ def _partition(args: argparse.Namespace) -> None:
         progress=sys.stderr.isatty(),
     )
     print(f"{args.out}:\n{table(report)}")
+
+
+def _level(said: str) -> tuple[str, str]:
+    name, equals, level = said.rpartition("=")
+    if not equals:
+        raise ValueError(f"Expected --level NAME=LEVEL, got '{said}'.")
+    return name, level
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -206,6 +215,7 @@ def table(report: dict[str, Any]) -> str:
         f"boundary rows: {report['boundary_rows']}, from part (column) to part (row)",
     ]
     lines += ["".join(f"{cell:>10}" for cell in row) for row in report["boundary"]]
+    lines += [f"ids that become rows of each part: {', '.join(report['lists'])}"] * bool(report["lists"])
     return "\n".join(lines)
 
 

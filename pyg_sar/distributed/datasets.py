@@ -20,6 +20,9 @@ from torch_geometric.data.storage import EdgeStorage, GlobalStorage, NodeStorage
 from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import index_to_mask
 
+from pyg_sar.distributed.attributes import add_counts
+from pyg_sar.distributed.partition import single
+
 KINDS = (
     "'Class' or 'Class/name' of torch_geometric.datasets (Planetoid/Cora), 'ogbn-...', 'Community', "
     "'Community/NODES/EDGES' (or 'Relations', which has edge types), or a file .pt, .npz, .csv, .tsv, .txt"
@@ -41,9 +44,9 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data | HeteroDa
       the length of ``x``, ``y``, ``labels`` or ``train_mask``, else the largest node number plus one.
     * ``FILE.csv``, ``.tsv``, ``.txt``: source and destination of an edge on each line.
 
-    Labels given as lists of nodes (``Entities``) become ``y``, -1 where unlabelled, and masks. A graph with labels but
-    no masks gets a random split 60/20/20, the same every time, and a note says so. ``num_classes`` and
-    ``num_relations`` are set where labels and edge types are integers. A ``HeteroData`` is returned as it is.
+    Labels given for lists of nodes (``Entities``) are there as ``y``, -1 where unlabelled, and masks, too. A graph with
+    labels but no masks gets a random split 60/20/20, the same every time, and a note says so. ``num_classes`` and
+    ``num_relations`` are set where labels and edge types tell them. A ``HeteroData`` is returned as it is.
 
     Args:
         name (str): What to load.
@@ -164,9 +167,7 @@ def _pyg(name: str, root: str | os.PathLike[str]) -> Any:
         raise
     except Exception as error:  # each class complains in its own way about its name
         raise ValueError(f"'{name}' could not be loaded, {type(error).__name__}: {error}. Expected {KINDS}.") from error
-    if len(graphs) != 1:
-        raise ValueError(f"'{name}' holds {len(graphs)} graphs, expected a data set of one graph.")
-    return graphs[0]
+    return single(graphs)
 
 
 def _ogb(name: str, root: str | os.PathLike[str]) -> Data:
@@ -245,17 +246,12 @@ def _complete(data: Data, name: str) -> Data:
             index = data[f"{split}_idx"]
             y[index] = data[f"{split}_y"]
             data[f"{split}_mask"] = index_to_mask(index, data.num_nodes)
-            del data[f"{split}_idx"], data[f"{split}_y"]
         data.y = y
     labels = isinstance(data.y, Tensor) and data.is_node_attr("y")
     if labels and "train_mask" not in data:
         data = _split(data, 0)
         print(f"{name} has no split: using a random one, 60/20/20% with seed 0.", file=sys.stderr)
-    for key, count in ("y", "num_classes"), ("edge_type", "num_relations"):
-        value = data.to_dict().get(key)
-        whole = isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point()
-        if whole and count not in data and value.numel():
-            data[count] = int(value.max()) + 1
+    add_counts(data)
     return data
 
 

@@ -4,10 +4,10 @@ It holds, by the numbers of node and edge types in ``part.json``:
 
 .. code-block:: text
 
-    OUT/part_0/node_0.safetensors    ids and node-level tensors of a node type
+    OUT/part_0/node_0.safetensors    ids of a node type, and its tensors of all levels
     OUT/part_0/graph_0.safetensors   the :class:`~pyg_sar.distributed.split.Topology` of an edge type
-    OUT/part_0/edge_0.safetensors    its edge-level tensors
-    OUT/part_0/attrs.safetensors     graph-level tensors, the same in every part
+    OUT/part_0/edge_0.safetensors    its tensors of all levels
+    OUT/part_0/attrs.safetensors     tensors of the graph
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from pyg_sar.distributed import store
 from pyg_sar.distributed.split import Topology
@@ -35,9 +33,9 @@ class HeteroShard:
         identity: Name of the partition.
         num_nodes: Number of nodes of each type in the whole graph.
         topologies: By edge type, the edges that end at this part's nodes.
-        node_attrs: By node type, node-level tensors, and ids as ``n_id``.
-        edge_attrs: By edge type, edge-level tensors.
-        graph_attrs: Graph-level tensors and plain Python values.
+        node_attrs: By node type, its attributes, and ids as ``n_id``.
+        edge_attrs: By edge type, its attributes.
+        graph_attrs: Attributes of the graph.
     """
 
     part: int
@@ -45,8 +43,8 @@ class HeteroShard:
     identity: str
     num_nodes: dict[str, int]
     topologies: dict[EdgeType, Topology]
-    node_attrs: dict[str, dict[str, Tensor]]
-    edge_attrs: dict[EdgeType, dict[str, Tensor]]
+    node_attrs: dict[str, dict[str, Any]]
+    edge_attrs: dict[EdgeType, dict[str, Any]]
     graph_attrs: dict[str, Any]
 
 
@@ -54,7 +52,6 @@ def write_part(folder: Path, shard: HeteroShard) -> dict[str, Any]:
     """Write one part into a folder of :func:`pyg_sar.distributed.store.create`."""
     path = folder / f"part_{shard.part}"
     path.mkdir()
-    tensors = {key: value for key, value in shard.graph_attrs.items() if isinstance(value, Tensor)}
     groups = {f"node_{k}": attrs for k, attrs in enumerate(shard.node_attrs.values())}
     groups |= {f"graph_{k}": store.topology_tensors(t) for k, t in enumerate(shard.topologies.values())}
     groups |= {f"edge_{k}": attrs for k, attrs in enumerate(shard.edge_attrs.values())}
@@ -70,9 +67,8 @@ def write_part(folder: Path, shard: HeteroShard) -> dict[str, Any]:
         "edge_types": [[*it] for it in shard.topologies],
         "counts": counts,
         "counts_by_type": each,
-        "attrs": {key: value for key, value in shard.graph_attrs.items() if key not in tensors},
     }
-    return store.write_files(path, info, {**groups, "attrs": tensors})
+    return store.write_files(path, info, {**groups, "attrs": shard.graph_attrs})
 
 
 def read_part(folder: str | os.PathLike[str], part: int) -> HeteroShard:
@@ -86,6 +82,6 @@ def read_part(folder: str | os.PathLike[str], part: int) -> HeteroShard:
         topologies[it] = store.topology_of(tensors, counts, part, source, target)
         store.check_counts(path, store.counts_of(topologies[it], part), counts)
         edge_attrs[it] = store.load_file(path, f"edge_{k}", info, True)
-    attrs = info["attrs"] | store.load_file(path, "attrs", info, True)
+    attrs = store.load_file(path, "attrs", info, True)
     head = (info["part"], info["num_parts"], info["identity"], info["node_types"])
     return HeteroShard(*head, topologies, node_attrs, edge_attrs, attrs)

@@ -49,6 +49,7 @@ def load(
     Returns:
         A :class:`torch_geometric.data.Data` with this worker's rows of every node-level and edge-level tensor, with
         ``edge_index`` (a :class:`~pyg_sar.edge_index.ShardedEdgeIndex`), ``n_id`` and ``e_id`` (global ids of rows).
+        Lists of nodes or edges (``train_idx``, ``split_idx``) hold rows, those of this worker's own among them.
         Of a heterogeneous graph, a :class:`torch_geometric.data.HeteroData` with these for every node and edge type.
 
     Raises:
@@ -119,7 +120,9 @@ def _data(shard: Shard, edge_index: ShardedEdgeIndex) -> Data:
 
 
 def _hetero_data(shard: hetero.HeteroShard, edges: dict[hetero.EdgeType, ShardedEdgeIndex]) -> HeteroData:
-    data = HeteroData(shard.graph_attrs)
+    data = HeteroData()
+    for key, value in shard.graph_attrs.items():
+        setattr(data, key, value)  # the constructor takes a dictionary for a type of nodes
     for t, attrs in shard.node_attrs.items():
         for key, value in attrs.items():
             data[t][key] = value

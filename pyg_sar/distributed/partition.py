@@ -6,30 +6,40 @@ import copy
 import os
 import sys
 import uuid
-import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric import transforms
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data, Dataset, HeteroData
 from tqdm import tqdm
 
 from pyg_sar.distributed import store
+from pyg_sar.distributed.attributes import (
+    Attribute,
+    Path,
+    Rows,
+    add_counts,
+    check_levels,
+    describe,
+    in_any,
+    plain,
+    sort_attributes,
+    take,
+    trained,
+)
 from pyg_sar.distributed.metis import metis
 from pyg_sar.distributed.order import order_within
 from pyg_sar.distributed.split import split
 from pyg_sar.distributed.streaming import fennel
 
-RESERVED = ("n_id", "e_id", "total_nodes")
-
 
 def partition(
-    data: Data | HeteroData,
+    data: Data | HeteroData | Dataset,
     num_parts: int,
     out: str | os.PathLike[str],
     *,
+    levels: dict[str, str] | None = None,
     method: str | Tensor | dict[str, Tensor] = "metis",
     order: str = "locality",
     seed: int = 0,
@@ -41,6 +51,18 @@ def partition(
     Every node-level and edge-level tensor travels with its nodes and edges, as PyG tells them apart
     (:meth:`~torch_geometric.data.Data.is_node_attr`). Other tensors, and numbers, strings and lists of them, are copied
     into every part. Whatever else there is, is left out with a warning.
+
+    Lists of nodes, which are integers that are named so (``train_idx``, ``idx_train``, ``seed_ids``, ``test_nodes``,
+    ``split_idx["train"]``), become lists of rows: those of a part's own nodes, in the order of the original, so that
+    ``out[data.train_idx]`` means on each worker what it meant before. So do lists of edges (``train_edge_idx``). What
+    has as many entries and otherwise the same name is cut alike (``train_y``; ``y`` beside ``y_index``). Pairs of nodes
+    (``edge_label_index``) keep the ids of the whole graph, with a warning, for :func:`pyg_sar.links`.
+
+    Tensors whose size denies what their name says, and integers that may be ids or not, are errors; ``levels`` is the
+    way out.
+
+    ``num_classes`` and ``num_relations`` of the whole graph are stored, too, where ``y`` and ``edge_type`` tell them by
+    the rules of PyG's :class:`~torch_geometric.data.Dataset`, unless the graph has attributes of these names.
 
     METIS can balance one weight per node here (``pymetis`` has no multi-constraint partitioning), so it gets a sum:
     two fifths nodes, two fifths in-edges, one fifth labelled nodes (``train_mask``). FENNEL balances the same. The
@@ -60,10 +82,14 @@ def partition(
     unless single.
 
     Args:
-        data (torch_geometric.data.Data or torch_geometric.data.HeteroData): The graph; it is not modified. All node
-            types of a heterogeneous graph are assigned together, and their weights are balanced together.
+        data (torch_geometric.data.Data, HeteroData or Dataset): The graph, or a data set that holds one; it is not
+            modified. All node types of a heterogeneous graph are assigned together, and their weights are balanced
+            together.
         num_parts (int): Number of parts; some stay empty if there are more than nodes.
         out (str): The folder to write. Nothing is left there if this function fails.
+        levels (dict, optional): What attributes are, by name (``paper.year``, ``paper__cites__paper.time`` in a
+            heterogeneous graph), where size and name do not tell: :obj:`"node"` or :obj:`"edge"` (a row for each),
+            :obj:`"graph"` (the same in all parts), :obj:`"node_ids"` or :obj:`"edge_ids"`. (default: :obj:`None`)
         method (str or torch.Tensor, optional): :obj:`"metis"`, :obj:`"fennel"` (little memory), :obj:`"random"`,
             :obj:`"contiguous"` (equal ranges of nodes), or an integer tensor :obj:`[num_nodes]` with the part of each
             node, by node type for a heterogeneous graph. (default: :obj:`"metis"`)
@@ -75,19 +101,23 @@ def partition(
 
     Returns:
         The report, which is also in ``meta.json``: nodes, in-edges and labelled nodes of each part, their balance
-        (largest over mean), the edges cut, and in ``boundary[p][q]`` how many rows part ``p`` reads from part ``q``.
+        (largest over mean), the edges cut, in ``boundary[p][q]`` how many rows part ``p`` reads from part ``q``, and in
+        ``lists`` the names of lists of nodes or edges, which are lists of rows in the parts.
     """
     if not isinstance(num_parts, int) or num_parts < 1:
         raise ValueError(f"'num_parts' must be an integer of at least 1, got {num_parts!r}.")
     if order not in ("locality", "id"):
         raise ValueError(f"Unknown order {order!r}, expected locality or id.")
+    if isinstance(data, Dataset):
+        data = single(data)
     if isinstance(data, HeteroData):
         from pyg_sar.distributed.partition_hetero import write  # which needs what is here
 
-        return write(data, num_parts, out, method, order, seed, overwrite, progress)
+        return write(data, num_parts, out, levels or {}, method, order, seed, overwrite, progress)
     if isinstance(method, dict):
         raise TypeError("Expected a tensor with the part of each node, got a dict, which is for a HeteroData.")
     data = _checked(data)
+    attributes = _attributes(data, levels or {})
     with (
         store.create(out, overwrite) as folder,
         tqdm(total=num_parts + 2, desc="assigning nodes", disable=not progress) as bar,
@@ -98,9 +128,10 @@ def partition(
         nodes = order_within(part, data.edge_index, num_parts, seed) if order == "locality" else None
         bar.update()
         bar.set_description("writing parts")
-        levels, labelled, identity = _levels(data), _labelled(data), uuid.uuid4().hex
+        labelled, identity = _labelled(data), uuid.uuid4().hex
         infos, labels = [], []
         for p, topology in enumerate(split(data.edge_index, part, part, num_parts, nodes)):
+            rows = {"node": Rows(topology.src_id), "edge": Rows(topology.e_id)}
             shard = store.Shard(
                 part=p,
                 num_parts=num_parts,
@@ -108,18 +139,37 @@ def partition(
                 num_nodes=data.num_nodes,
                 num_edges=data.num_edges,
                 topology=topology,
-                node_attrs=_select(data, levels[0], topology.src_id),
-                edge_attrs=_select(data, levels[1], topology.e_id),
-                graph_attrs=levels[2],
+                node_attrs=take(attributes, rows, "node"),
+                edge_attrs=take(attributes, rows, "edge"),
+                graph_attrs=take(attributes, rows, "graph"),
             )
             infos.append(store.write_part(folder, shard))
             labels.append(int(labelled[topology.src_id].sum()))
             bar.update()
         name = "given" if isinstance(method, Tensor) else method
         report = {"method": name, "order": order, "seed": seed} | report_of(infos, labels)
-        attributes = [store.describe(level) for level in levels]
-        store.write_meta(folder, {"identity": identity, "attributes": attributes} | report)
+        told, report["lists"] = describe([(data._store, attributes)])
+        store.write_meta(folder, {"identity": identity, "attributes": told} | report)
     return report
+
+
+def single(dataset: Dataset) -> Data | HeteroData:
+    """Return the only graph of a data set, with the number of classes that the data set tells.
+
+    Raises:
+        ValueError: If the data set holds more graphs than one, or none.
+    """
+    if len(dataset) != 1:
+        raise ValueError(
+            f"'{type(dataset).__name__}' holds {len(dataset)} graphs, expected a data set of one graph. Choose one of "
+            "them, or make one graph of them: torch_geometric.data.Batch.from_data_list(list(dataset))."
+        )
+    data = copy.copy(dataset[0])
+    # Where labels are not integers, PyG counts their values, with a warning: 'add_counts' does that only if it may.
+    y = None if isinstance(data, HeteroData) else data.get("y", data.get("train_y"))
+    if isinstance(y, Tensor) and not y.is_floating_point() and "num_classes" not in data and dataset.num_classes:
+        data.num_classes = dataset.num_classes
+    return data
 
 
 def prepare(
@@ -151,12 +201,12 @@ def prepare(
         data = transforms.ToUndirected()(copy.copy(data))
     if isinstance(data, HeteroData):
         return data
-    keys = [key for key in data.edge_attrs() if isinstance(data[key], Tensor)]
+    edges = {key: data.__cat_dim__(key, data[key]) for key in data.edge_attrs() if isinstance(data[key], Tensor)}
     if self_loops:
         data = transforms.AddRemainingSelfLoops()(copy.copy(data))
     if gcn_norm:
         data = transforms.GCNNorm()(copy.copy(data))
-    lost = [key for key in keys if data[key].size(_dim(data, key)) != data.num_edges]
+    lost = [key for key, dim in edges.items() if data[key].size(dim) != data.num_edges]
     if lost:
         raise ValueError(
             f"The added self-loops have no {', '.join(lost)}, which every edge must have. Remove it from the graph, or "
@@ -221,14 +271,14 @@ def balanced_weights(data: Data) -> Tensor:
 
 def _labelled(data: Data) -> Tensor:
     """Return whether each node is in the training set, of any split if there are several."""
-    mask = _levels(data)[0].get("train_mask")
+    mask = plain(data.get("train_mask"))
     if mask is None or mask.dtype != torch.bool:
         return torch.zeros(data.num_nodes, dtype=torch.bool)
-    return mask.flatten(1).any(1) if mask.dim() > 1 else mask
+    return in_any(mask)
 
 
 def _checked(data: Data) -> Data:
-    """Return a copy of valid data that holds nothing but what can be stored."""
+    """Return a copy of valid data."""
     if not isinstance(data, Data):
         raise TypeError(
             f"Expected a torch_geometric.data.Data or HeteroData, got {type(data).__name__}, which is not supported."
@@ -250,63 +300,16 @@ def _checked(data: Data) -> Data:
             f"'edge_index' must hold nodes 0 to {data.num_nodes - 1}, got {int(edge_index.min())} to "
             f"{int(edge_index.max())}. Correct it, or set 'data.num_nodes'."
         )
-    for key in list(data.keys()):
-        value = plain(data[key])
-        if key in RESERVED:
-            warnings.warn(f"'{key}' of the graph is left out: 'load' sets an attribute of this name.", stacklevel=3)
-            del data[key]
-        elif storable(value, (data.num_nodes, data.num_edges)):
-            if key != "edge_index" and isinstance(value, Tensor) and ("index" in key or key == "face"):
-                warnings.warn(f"'{key}' keeps the ids of the whole graph ('n_id' tells those of a part).", stacklevel=3)
-            data[key] = value  # setting it also makes PyG forget the level of a former value
-        else:
-            warnings.warn(f"'{key}' ({type(value).__name__}) is left out: only tensors travel.", stacklevel=3)
-            del data[key]
     return data
 
 
-def plain(value: Any) -> Any:
-    """Return arrays and PyG's index tensors as tensors, and other values as they are."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
-    if isinstance(value, Tensor):
-        return (value.as_tensor() if hasattr(value, "as_tensor") else value).detach().cpu()
-    return value
-
-
-def storable(value: Any, sizes: tuple[int, ...] = ()) -> bool:
-    """Tell whether a value is a tensor or JSON, and not a list that should travel with nodes or edges."""
-    if isinstance(value, Tensor):
-        return value.layout == torch.strided and store.can_hold(value.dtype)
-    if isinstance(value, (list, tuple)):
-        return len(value) not in sizes and not any(isinstance(v, Tensor) or not storable(v) for v in value)
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _levels(data: Data) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return node-level, edge-level and graph-level attributes."""
-    nodes: dict[str, Any] = {}
-    edges: dict[str, Any] = {}
-    graph: dict[str, Any] = {}
-    for key, value in data.to_dict().items():
-        if key in ("edge_index", "num_nodes"):
-            continue
-        # PyG's own test fails where no dimension is to be cut.
-        cut = isinstance(value, Tensor) and isinstance(_dim(data, key), int)
-        level = nodes if cut and data.is_node_attr(key) else edges if cut and data.is_edge_attr(key) else graph
-        level[key] = value
-    return nodes, edges, graph
-
-
-def _dim(data: Data, key: str) -> Any:
-    """Return the dimension of an attribute that counts nodes or edges, usually 0."""
-    return data.__cat_dim__(key, data[key])
-
-
-def _select(data: Data, attrs: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-    return {key: value.index_select(_dim(data, key), ids) for key, value in attrs.items()}
+def _attributes(data: Data, levels: dict[str, str]) -> dict[Path, Attribute]:
+    """Tell what the attributes are, and those that PyG's data sets would compute of all labels and edge types."""
+    check_levels(levels, [data._store])
+    add_counts(data._store)
+    found = sort_attributes(data._store, {"node": data.num_nodes, "edge": data.num_edges}, levels)
+    data.train_mask = trained(found, data.num_nodes)  # which is balanced
+    return found
 
 
 def report_of(infos: list[dict[str, Any]], labelled: list[int]) -> dict[str, Any]:

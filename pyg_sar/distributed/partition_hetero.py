@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import uuid
-import warnings
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,37 +14,62 @@ from torch_geometric.data import Data, HeteroData
 from tqdm import tqdm
 
 from pyg_sar.distributed import store
+from pyg_sar.distributed.attributes import (
+    Attribute,
+    Path,
+    Rows,
+    add_counts,
+    check_levels,
+    describe,
+    plain,
+    sort_attributes,
+    take,
+    trained,
+)
 from pyg_sar.distributed.hetero import EdgeType, HeteroShard, write_part
 from pyg_sar.distributed.order import order_within
-from pyg_sar.distributed.partition import RESERVED, assign, plain, report_of, storable
+from pyg_sar.distributed.partition import assign, report_of
 from pyg_sar.distributed.split import split
+
+Kind = str | EdgeType | None  # of an attribute: that of its nodes or edges, or none
 
 
 def homogeneous(data: HeteroData) -> tuple[Data, dict[str, slice]]:
     """Return all nodes and edges as if they were of one type, and where the nodes of every type are."""
     types = data.node_types
-    ends = list(accumulate((int(data[t].num_nodes) for t in types), initial=0))
+    ends = list(accumulate((data[t].num_nodes for t in types), initial=0))
     spans = {t: slice(a, b) for t, (a, b) in zip(types, pairwise(ends), strict=True)}
     edges = [torch.empty(2, 0, dtype=torch.long)]
     for source, relation, target in data.edge_types:
         edge_index = data[source, relation, target].edge_index
         edges.append(edge_index + torch.tensor([[spans[source].start], [spans[target].start]]))
-    whole = Data(edge_index=torch.cat(edges, 1), num_nodes=ends[-1])
-    masks = [data[t].get("train_mask") for t in types]
-    if any(isinstance(m, Tensor) and m.dtype == torch.bool and m.dim() == 1 for m in masks):
-        fits = [isinstance(m, Tensor) and m.dtype == torch.bool and m.dim() == 1 for m in masks]
-        none = [torch.zeros(int(data[t].num_nodes), dtype=torch.bool) for t in types]
-        whole.train_mask = torch.cat([m if fit else n for m, fit, n in zip(masks, fits, none, strict=True)])
-    return whole, spans
+    return Data(edge_index=torch.cat(edges, 1), num_nodes=ends[-1]), spans
+
+
+def sort_all(data: HeteroData, levels: dict[str, str]) -> dict[Kind, dict[Path, Attribute]]:
+    """Tell what the attributes of all types are, and those of the graph."""
+    check_levels(levels, data.stores)
+    counts = {t: data[t].num_nodes for t in data.node_types}
+    found: dict[Kind, dict[Path, Attribute]] = {None: sort_attributes(data._global_store, {}, levels, counts)}
+    for t, count in counts.items():
+        add_counts(data[t])
+        found[t] = sort_attributes(data[t], {"node": count}, levels)
+    for it in data.edge_types:
+        found[it] = sort_attributes(data[it], {"edge": data[it].num_edges}, levels)
+    return found
 
 
 def write(
-    data: HeteroData, num_parts: int, out: str | os.PathLike[str], method: Any, order: str, seed: int, overwrite: bool,
-    progress: bool,
+    data: HeteroData, num_parts: int, out: str | os.PathLike[str], levels: dict[str, str], method: Any, order: str,
+    seed: int, overwrite: bool, progress: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Cut a heterogeneous graph into parts, see :func:`pyg_sar.partition`."""
     data = checked(data)
     whole, spans = homogeneous(data)
+    attributes = sort_all(data, levels)
+    sizes = {t: span.stop - span.start for t, span in spans.items()}
+    labelled = {t: trained(attributes[t], n) | trained(attributes[None], n, t) for t, n in sizes.items()}
+    whole.train_mask = torch.cat([*labelled.values()]) if spans else None
     with (
         store.create(out, overwrite) as folder,
         tqdm(total=num_parts + 2, desc="assigning nodes", disable=not progress) as bar,
@@ -67,27 +91,28 @@ def write(
             for it in data.edge_types
         }
         ids = {t: _ids(parts[t], rows[t], num_parts) for t in spans}
-        labelled = whole.get("train_mask", torch.zeros(whole.num_nodes, dtype=torch.bool))
         for p in range(num_parts):
             topologies = {it: next(cut) for it, cut in cuts.items()}
+            own = {t: Rows(ids[t][p]) for t in spans}
             shard = HeteroShard(
                 part=p,
                 num_parts=num_parts,
                 identity=identity,
-                num_nodes={t: span.stop - span.start for t, span in spans.items()},
+                num_nodes=sizes,
                 topologies=topologies,
-                node_attrs={t: {"n_id": ids[t][p], **_select(data[t], ids[t][p], True)} for t in spans},
-                edge_attrs={it: _select(data[it], topologies[it].e_id, False) for it in data.edge_types},
-                graph_attrs=data._global_store.to_dict(),
+                node_attrs={t: {"n_id": ids[t][p], **take(attributes[t], {"node": own[t]})} for t in spans},
+                edge_attrs={it: take(attributes[it], {"edge": Rows(t.e_id)}) for it, t in topologies.items()},
+                graph_attrs=take(attributes[None], own),
             )
             infos.append(write_part(folder, shard))
-            labels.append(int(sum(labelled[spans[t]][ids[t][p]].sum() for t in spans)))
+            labels.append(int(sum(labelled[t][ids[t][p]].sum() for t in spans)))
             bar.update()
         name = "given" if given or isinstance(method, Tensor) else method
         report = {"method": name, "order": order, "seed": seed} | report_of(infos, labels)
         types = {"node_types": list(spans), "edge_types": [list(it) for it in data.edge_types]}
-        levels = [{}, {}, store.describe(data._global_store.to_dict())]
-        store.write_meta(folder, {"identity": identity, "attributes": levels} | types | report)
+        stores = [data._global_store, *data.node_stores, *data.edge_stores]
+        told, report["lists"] = describe(zip(stores, attributes.values(), strict=True))
+        store.write_meta(folder, {"identity": identity, "attributes": told} | types | report)
     return report
 
 
@@ -103,21 +128,14 @@ def _ids(part: Tensor, nodes: Tensor | None, num_parts: int) -> list[Tensor]:
 
 
 def checked(data: HeteroData) -> HeteroData:
-    """Return a copy of valid data that holds nothing but what can be stored."""
+    """Return a copy of valid data."""
     data = copy.copy(data)
-    for stored in data.stores:
-        for key, value in list(stored.items()):
-            if key in RESERVED or not storable(value := plain(value)):
-                what = f"{stored._key}.{key}" if stored._key else key
-                warnings.warn(f"'{what}' ({type(value).__name__}) is left out: only tensors travel.", stacklevel=4)
-                del stored[key]
-            else:
-                stored[key] = value
     for t in data.node_types:
         if data[t].num_nodes is None:
             raise ValueError(f"The number of nodes of type '{t}' is unknown. Set 'data[{t!r}].num_nodes'.")
         data[t].num_nodes = int(data[t].num_nodes)
     for it in data.edge_types:
+        data[it].edge_index = plain(data[it].get("edge_index"))
         check_edges(data, it)
     return data
 
@@ -136,13 +154,3 @@ def check_edges(data: HeteroData, it: EdgeType) -> None:
                 f"Row {row} of the 'edge_index' of {it} must hold nodes 0 to {count - 1} of type '{t}', got "
                 f"{int(edge_index[row].min())} to {int(edge_index[row].max())}."
             )
-
-
-def _select(stored: Any, ids: Tensor, nodes: bool) -> dict[str, Tensor]:
-    """Return the rows of tensors that count nodes or edges."""
-    count = stored.num_nodes if nodes else stored.num_edges
-    return {
-        key: value[ids]
-        for key, value in stored.items()
-        if key not in ("edge_index", "num_nodes") and isinstance(value, Tensor) and value.dim() and len(value) == count
-    }

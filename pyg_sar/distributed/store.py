@@ -7,9 +7,11 @@ r"""The partition folder on disk: written whole or not at all, read one part at 
     OUT/part_0/graph.safetensors   its :class:`~pyg_sar.distributed.split.Topology`
     OUT/part_0/nodes.safetensors   node-level tensors, in the order of ``n_id``
     OUT/part_0/edges.safetensors   edge-level tensors, in the order of ``e_id``
-    OUT/part_0/attrs.safetensors   graph-level tensors, the same in every part
+    OUT/part_0/attrs.safetensors   graph-level tensors, the same in every part, and this part's rows of lists of ids
 
-A worker opens its own part and nothing else, so parts may be spread over the disks of several machines.
+What is no tensor stands in ``part.json``, beside the checksum of the file that it would be in. Tensors in dictionaries
+are named by the keys that lead to them. A worker opens its own part and nothing else, so parts may be spread over the
+disks of several machines.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +35,7 @@ from torch import Tensor
 
 from pyg_sar.distributed.split import Topology
 
-FORMAT = {"format": "pyg_sar partition", "version": 1}
+FORMAT = {"format": "pyg_sar partition", "version": 2}  # of version 1 had ids of the whole graph in lists of nodes
 HEAD = ("part", "num_parts", "identity", "num_nodes", "num_edges")
 GROUPS = ("graph", "nodes", "edges", "attrs")
 AGAIN = "Copy the part folder again, or partition the graph again."
@@ -51,7 +54,8 @@ class Shard:
         topology: The edges that end at this part's nodes.
         node_attrs: Node-level tensors, in the order of ``topology.src_id``.
         edge_attrs: Edge-level tensors, in the order of ``topology.e_id``.
-        graph_attrs: Graph-level tensors and plain Python values, the same in every part.
+        graph_attrs: Graph-level tensors and plain Python values, the same in every part, and the rows of this part that
+            lists of nodes or edges name; also in dictionaries.
     """
 
     part: int
@@ -99,16 +103,14 @@ def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
     path = folder / f"part_{shard.part}"
     path.mkdir()
     graph = {"n_id": shard.topology.src_id, **topology_tensors(shard.topology)}
-    tensors = {key: value for key, value in shard.graph_attrs.items() if isinstance(value, Tensor)}
-    plain = {key: value for key, value in shard.graph_attrs.items() if key not in tensors}
-    groups = zip(GROUPS, (graph, shard.node_attrs, shard.edge_attrs, tensors), strict=True)
+    groups = zip(GROUPS, (graph, shard.node_attrs, shard.edge_attrs, shard.graph_attrs), strict=True)
     info = FORMAT | {key: getattr(shard, key) for key in HEAD}
-    info |= {"counts": counts_of(shard.topology, shard.part), "attrs": plain}
+    info |= {"counts": counts_of(shard.topology, shard.part)}
     return write_files(path, info, dict(groups))
 
 
-def write_files(path: Path, info: dict[str, Any], groups: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    """Write tensors by file, and ``part.json`` at last; return what that says."""
+def write_files(path: Path, info: dict[str, Any], groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Write attributes by file, and ``part.json`` at last; return what that says."""
     info["files"] = {
         name: _save(path / f"{name}.safetensors", group, info["identity"]) for name, group in groups.items()
     }
@@ -148,10 +150,10 @@ def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True)
     """
     info = read_info(folder, part)
     path = Path(folder) / f"part_{part}"
-    graph, nodes, edges, tensors = (load_file(path, name, info, verify) for name in GROUPS)
+    graph, nodes, edges, attrs = (load_file(path, name, info, verify) for name in GROUPS)
     topology = topology_of(graph, info["counts"], part, graph["n_id"], graph["n_id"])
     check_counts(path, counts_of(topology, part), info["counts"])
-    head, attrs = {key: info[key] for key in HEAD}, info["attrs"] | tensors
+    head = {key: info[key] for key in HEAD}
     return Shard(**head, topology=topology, node_attrs=nodes, edge_attrs=edges, graph_attrs=attrs)
 
 
@@ -188,6 +190,13 @@ def describe(attrs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def put(attrs: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set an attribute, or what dictionaries hold that are one."""
+    for key in path[:-1]:
+        attrs = attrs.setdefault(key, {})
+    attrs[path[-1]] = value
+
+
 def can_hold(dtype: torch.dtype) -> bool:
     """Tell whether tensors of this data type can be stored."""
     try:
@@ -207,8 +216,18 @@ def counts_of(topology: Topology, part: int) -> dict[str, Any]:
     }
 
 
-def _save(file: Path, tensors: dict[str, Tensor], identity: str) -> dict[str, Any]:
-    """Write tensors durably, and describe the file."""
+def _named(attrs: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield attributes, and what dictionaries hold, by the keys that lead there."""
+    for key, value in attrs.items():
+        name = above + quote(key, safe="")
+        yield from _named(value, f"{name}/") if isinstance(value, dict) else [(name, value)]
+
+
+def _save(file: Path, attrs: dict[str, Any], identity: str) -> dict[str, Any]:
+    """Write tensors durably, and describe the file and what is none."""
+    named = dict(_named(attrs))
+    tensors = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+    values = {key: value for key, value in named.items() if key not in tensors}
     # The format has no views, neither of memory that tensors share nor of signs that are yet to be flipped.
     whole = {key: t.detach().cpu().resolve_conj().resolve_neg().contiguous() for key, t in tensors.items()}
     seen: set[int] = set()
@@ -222,10 +241,10 @@ def _save(file: Path, tensors: dict[str, Tensor], identity: str) -> dict[str, An
     file.chmod(mode)  # safetensors keeps others from reading its files
     with open(file, "rb+") as f:
         os.fsync(f.fileno())
-    return {"bytes": file.stat().st_size, "sha256": _digest(file), "tensors": describe(whole)}
+    return {"bytes": file.stat().st_size, "sha256": _digest(file), "tensors": describe(whole), "values": values}
 
 
-def load_file(path: Path, name: str, info: dict[str, Any], verify: bool) -> dict[str, Tensor]:
+def load_file(path: Path, name: str, info: dict[str, Any], verify: bool) -> dict[str, Any]:
     """Read one file of a part, and compare it with what ``part.json`` says."""
     file, expected = path / f"{name}.safetensors", info["files"][name]
     if not file.is_file():
@@ -248,7 +267,10 @@ def load_file(path: Path, name: str, info: dict[str, Any], verify: bool) -> dict
         )
     if verify and _digest(file) != expected["sha256"]:
         raise ValueError(f"'{file}' is damaged: its checksum is not the one in part.json. {AGAIN}")
-    return tensors
+    attrs: dict[str, Any] = {}
+    for key, value in (tensors | expected["values"]).items():
+        put(attrs, [unquote(k) for k in key.split("/")], value)
+    return attrs
 
 
 def _check_free(out: Path, overwrite: bool) -> None:

@@ -79,7 +79,7 @@ def test_attributes_travel_with_their_rows(tmp_path):
     shards = read(tmp_path / "graph", 3)
     assert shards[0].node_attrs.keys() == nodes.keys()
     assert shards[0].edge_attrs.keys() == edges.keys()
-    assert shards[0].graph_attrs.keys() == rest.keys() | plain.keys()
+    assert shards[0].graph_attrs.keys() == rest.keys() | plain.keys() | {"num_relations"}
     for key, value in (nodes | edges).items():
         found = gathered(shards, key)
         assert found.equal(tensor(value)) and found.dtype == tensor(value).dtype
@@ -112,7 +112,9 @@ def test_stale_thoughts_of_pyg_about_an_attribute_are_ignored(tmp_path):
     data.edge_attr = torch.randn(400)
     assert data.is_edge_attr("edge_attr")
     data.edge_index = random_edges(60, 500)
-    partition(data, 2, tmp_path / "graph")
+    with pytest.raises(ValueError, match=r"'edge_attr' \[400\] .* row for each edge .* 60 nodes and 500 edges"):
+        partition(data, 2, tmp_path / "graph")
+    partition(data, 2, tmp_path / "graph", levels={"edge_attr": "graph"})
     assert store.read_part(tmp_path / "graph", 0).graph_attrs["edge_attr"].equal(data.edge_attr)
 
 
@@ -259,6 +261,7 @@ def test_report(tmp_path):
         "cut_fraction": 4 / 7,
         "boundary": [[0, 2, 0], [1, 0, 0], [0, 0, 0]],
         "boundary_rows": 3,
+        "lists": [],
     }
     meta = store.read_meta(tmp_path / "graph")
     assert {key: meta[key] for key in report} == json.loads(json.dumps(report))

@@ -187,8 +187,8 @@ def test_damaged_part_json(folder, text):
 
 
 def test_newer_format(folder):
-    edit(folder / "part_0" / "part.json", version=2)
-    with pytest.raises(ValueError, match=r"has format version 2, but this pyg_sar reads version 1. Install"):
+    edit(folder / "part_0" / "part.json", version=3)
+    with pytest.raises(ValueError, match=r"has format version 3, but this pyg_sar reads version 2. Install"):
         store.read_part(folder, 0)
 
 
