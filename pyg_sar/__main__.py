@@ -215,7 +215,7 @@ def table(report: dict[str, Any]) -> str:
         f"boundary rows: {report['boundary_rows']}, from part (column) to part (row)",
     ]
     lines += ["".join(f"{cell:>10}" for cell in row) for row in report["boundary"]]
-    lines += [f"ids that become rows of each part: {', '.join(report['lists'])}"] * bool(report["lists"])
+    lines += [f"lists that become rows of each part: {', '.join(report['lists'])}"] * bool(report["lists"])
     return "\n".join(lines)
 
 

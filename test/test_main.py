@@ -57,6 +57,20 @@ def test_assignment(tmp_path):
     assert store.read_part(tmp_path / "graph", 1).topology.src_id.equal(torch.arange(1, 200, 3))
 
 
+def test_levels(tmp_path, capsys):
+    data = community_graph(200, 2000)
+    data.train_idx, data.chosen = torch.tensor([3, 1]), torch.tensor([4, 5])
+    torch.save(data, tmp_path / "data.pt")
+    command = ["partition", str(tmp_path / "data.pt"), "--num-parts", "2", "--out", str(tmp_path / "graph")]
+    assert main(command) == 2
+    assert "--level chosen=graph" in capsys.readouterr().err
+    assert main([*command, "--level", "chosen=node_ids"]) == 0
+    assert main(["info", str(tmp_path / "graph")]) == 0
+    told = capsys.readouterr().out
+    assert told.count("lists that become rows of each part: train_idx, chosen") == 2
+    assert "train_idx            ['int64', [2], 'node ids']" in told
+
+
 def test_order(tmp_path, capsys):
     nodes = []
     for order in "id", "locality":
@@ -106,6 +120,7 @@ def test_existing_folder(tmp_path, capsys):
         (["partition", "KarateClub", "--num-parts", "2", "--method", "best"], "Unknown method 'best'"),
         (["partition", "KarateClub", "--num-parts", "2", "--order", "best"], "Unknown order 'best'"),
         (["partition", "KarateClub", "--num-parts", "2", "--assignment", "nothing.npy"], "No such file"),
+        (["partition", "KarateClub", "--num-parts", "2", "--level", "y"], "Expected --level NAME=LEVEL, got 'y'"),
         (["info", "nowhere"], "There is no folder 'nowhere'"),
         (["info", "."], "meta.json' is missing"),
     ],

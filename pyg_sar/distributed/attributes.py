@@ -29,6 +29,8 @@ IDS = INDEX | {"id", "ids", "nid", "nids", "nodes"}
 SPLITS = {"train", "val", "valid", "validation", "test", "split"}
 PAIRS = SPLITS | {"pos", "neg", "label"}
 EDGES = {"edge", "edges"}
+SURE = SPLITS | EDGES | {"node", "nodes", "nid", "nids", "seed", "seeds", "label", "labels", "y"}  # of nodes or edges
+KEEPS = "keeps the ids of the whole graph ('n_id' tells those of a part)"
 ROWS = {"x", "y", "pos", "batch", "label", "labels"}  # names of what every node has
 
 
@@ -134,7 +136,7 @@ def _classes(y: Any) -> int:
     if y.numel() > len(y):
         return y.size(-1)
     if not _floating(y):
-        return int(y.max()) + 1
+        return int(y.long().max()) + 1
     values = y.unique().numel()
     return values if values <= 2 else 0
 
@@ -263,7 +265,10 @@ class _Sorter:
             return None if self.level(path, value) and not words & PAIRS else self.pairs(path, value)
         if not _names_ids(path) or (self.level(path, value) and not words & SPLITS):
             return None
-        return self.ids(path, value, "edge" if words & EDGES or [*self.rows] == ["edge"] else "node")
+        rows = "edge" if words & EDGES or [*self.rows] == ["edge"] else "node"
+        if not words & SURE:
+            self.hint(path, f"is taken for ids of {rows}s and becomes rows of each part", f"{rows}_ids")
+        return self.ids(path, value, rows)
 
     def given(self, path: Path, value: Any, level: str) -> Attribute:
         """Return rows of a level that the user has told."""
@@ -287,17 +292,17 @@ class _Sorter:
                 f"'{name}' {_shape(value)} should be ids by its name or level, but of which nodes or edges is not "
                 f"told. Make it an attribute of these, {self.keep(path)}."
             )
+        value = value.long()
         if value.numel() and (value.min() < 0 or value.max() >= self.types[rows]):
             raise ValueError(
                 f"'{name}' {_shape(value)} should be ids by its name or level, 0 to {self.types[rows] - 1}, but holds "
                 f"{int(value.min())} to {int(value.max())}. Correct it, {self.keep(path)}."
             )
-        value = value.long()
         return Attribute(value, rows, ids=value)
 
     def pairs(self, path: Path, value: Tensor) -> Attribute:
         """Return pairs of nodes, which may belong to two workers."""
-        self.keeps(path, "graph", ", as 'pyg_sar.links' takes them")
+        self.hint(path, f"{KEEPS}, as 'pyg_sar.links' takes them", "graph")
         return Attribute(value)
 
     def beside(self, path: Path, value: Any, lists: dict[Path, Attribute]) -> Attribute | None:
@@ -316,7 +321,7 @@ class _Sorter:
         if level is None:
             return None
         if _integers(value) and (_words(path) & INDEX or _is_pairs(path, value)):
-            self.keeps(path, level)
+            self.hint(path, KEEPS, level)
         return Attribute(value, level, self.dim(path, value) or 0)
 
     def rest(self, path: Path, value: Any) -> Attribute:
@@ -330,10 +335,10 @@ class _Sorter:
                 f"{what} should have a row for each {'edge' if edges else ' or '.join(self.rows)} by its name, but "
                 f"{self.counts()}. Correct it, {self.keep(path)}."
             )
-        low, high = value.aminmax() if _integers(value) and value.numel() else (-1, -1)
+        low, high = value.long().aminmax() if _integers(value) and value.numel() else (-1, -1)
         if low >= 0 and high < max(self.types.values(), default=0):
             raise ValueError(
-                f"{what} may hold ids of nodes or edges: integers from {int(low)} to {int(high)} where {self.counts()}, "
+                f"{what} may hold ids of nodes or edges: integers from {int(low)} to {int(high)} where {self.counts()} "
                 f"and a name that does not tell. If so, name it '{path[0]}_idx' or make it a mask, {self.keep(path)}."
             )
         return Attribute(value)
@@ -365,12 +370,11 @@ class _Sorter:
         name = full_name(self.stored, path[0])
         return f"or pass levels={{'{name}': 'graph'}} (--level {name}=graph) to copy it into every part as it is"
 
-    def keeps(self, path: Path, level: str, why: str = "") -> None:
-        """Warn of ids of the whole graph."""
+    def hint(self, path: Path, what: str, level: str) -> None:
+        """Warn of what may surprise, and name the level that asks for it."""
         name = full_name(self.stored, path[0])
         warn(
-            f"'{self.name(path)}' keeps the ids of the whole graph ('n_id' tells those of a part){why}. "
-            f"levels={{'{name}': '{level}'}} (--level {name}={level}) says that this is known."
+            f"'{self.name(path)}' {what}. levels={{'{name}': '{level}'}} (--level {name}={level}) says that it should."
         )
 
 

@@ -248,7 +248,7 @@ def _complete(data: Data, name: str) -> Data:
             data[f"{split}_mask"] = index_to_mask(index, data.num_nodes)
         data.y = y
     labels = isinstance(data.y, Tensor) and data.is_node_attr("y")
-    if labels and "train_mask" not in data:
+    if labels and not {"train_mask", "train_idx", "split_idx"} & {*data.keys()}:
         data = _split(data, 0)
         print(f"{name} has no split: using a random one, 60/20/20% with seed 0.", file=sys.stderr)
     add_counts(data)

@@ -263,6 +263,13 @@ def test_lists_of_labels_become_masks(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_split_by_lists_is_one(tmp_path, data):
+    del data.train_mask
+    data.train_idx = torch.arange(4)
+    torch.save(data, tmp_path / "data.pt")
+    same(dataset(str(tmp_path / "data.pt")), data)
+
+
 def test_hetero_data_is_returned_as_it_is(monkeypatch):
     data = HeteroData()
     data["a"].x = torch.ones(2, 1)
