@@ -4,6 +4,8 @@ import importlib
 from typing import Any
 
 from pyg_sar import nn
+from pyg_sar.check import check
+from pyg_sar.checks.record import CheckError
 from pyg_sar.distributed.assemble import shard
 from pyg_sar.distributed.collectives import (
     all_reduce,
@@ -45,12 +47,14 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Block",
+    "CheckError",
     "MessageFlow",
     "ShardedEdgeIndex",
     "ShardedGraph",
     "accuracy",
     "all_reduce",
     "broadcast_parameters",
+    "check",
     "corrupt",
     "degree_histogram",
     "even_share",

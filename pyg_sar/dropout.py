@@ -1,11 +1,42 @@
-r"""Dropout whose mask is a function of a seed and an edge's id, and so the same however the graph is cut."""
+r"""Dropout whose mask is a function of a seed and an edge's id, and so the same however the graph is cut; and none."""
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 WORD = 0xFFFFFFFF
+_kinds = ("", "1d", "2d", "3d", "_")
+DROPOUTS = {f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in _kinds}
+_here = threading.local()  # how many of the modes are active in this thread
+
+
+class NoDropout(TorchFunctionMode):
+    """Nothing is dropped, neither by functions of torch nor by layers that make masks of their own."""
+
+    def __enter__(self) -> Any:
+        _here.depth = getattr(_here, "depth", 0) + 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _here.depth -= 1
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the input of dropout."""
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+def nothing_drops() -> bool:
+    """Whether :class:`NoDropout` is active."""
+    return getattr(_here, "depth", 0) > 0
 
 
 def mix(h: Tensor) -> Tensor:

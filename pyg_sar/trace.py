@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pyg_sar.dropout import nothing_drops
 from pyg_sar.ops import spmm_
 
 # What may be done with the destinations of edges, by the names of functions and methods of torch alike.
@@ -175,7 +176,7 @@ class Dropout(TorchFunctionMode):
         bound = DROPOUT.bind(*args, **kwargs)
         bound.apply_defaults()
         x, p, training, inplace = (bound.arguments[name] for name in ("input", "p", "training", "inplace"))
-        return self.apply(x, p, inplace) if training and p != 0.0 else x
+        return self.apply(x, p, inplace) if training and p != 0.0 and not nothing_drops() else x
 
     def apply(self, x: Tensor, p: float, inplace: bool) -> Tensor:
         """Drop entries."""

@@ -16,7 +16,7 @@ BELOW = {
     "reduce": {"graph", "ops", "reference"},
     "stream": {"graph", "reduce"},
     "edge_index": {"graph"},
-    "trace": {"ops"},
+    "trace": {"dropout", "ops"},
 }
 THIRD_PARTY = {
     "torch_geometric": {"nn", *(f"distributed/{f}.py" for f in ("partition", "partition_hetero", "datasets", "load"))},

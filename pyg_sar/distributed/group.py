@@ -7,10 +7,13 @@ workers, or None: the simulated workers to which this thread belongs, if there a
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -146,11 +149,23 @@ class Arrival(NamedTuple):
         self.into.copy_(self.member.workers.take(self.member.rank, self.key))
 
 
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Leave the random generators of torch (on the CPU), numpy and Python as they are."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        for put, state in zip((torch.set_rng_state, np.random.set_state, random.setstate), states, strict=True):
+            put(state)
+
+
 class Workers:
     """Simulated workers: threads of this process, of which each runs the same function.
 
-    A worker that waits for what cannot come any more raises at once, as all others then do: because a peer ended, or
-    because all that are left wait for something else.
+    One of them runs at a time, until it waits for another one, so that each draws random numbers as if it were alone,
+    and none sees what others change for a while in the whole process. A worker that waits for what cannot come any more
+    raises at once, as all others then do: because a peer ended, or because all that are left wait for something else.
 
     Args:
         size: How many there are.
@@ -158,7 +173,7 @@ class Workers:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.changed = threading.Condition()
+        self.changed = threading.Condition()  # whoever runs holds its lock
         self.box: dict[Any, Any] = {}  # messages that nobody has taken yet
         # What each of those that wait is waiting for, and whether it is there.
         self.waits: dict[int, tuple[str, Callable[[], bool]]] = {}
@@ -172,11 +187,12 @@ class Workers:
 
         def worker(rank: int) -> None:
             _here.member = Member(self, rank)
-            try:
-                results[rank] = work(rank)
-            except BaseException as error:
-                results[rank] = error
             with self.changed:
+                try:
+                    with kept_generators():
+                        results[rank] = work(rank)
+                except BaseException as error:
+                    results[rank] = error
                 self.ended.add(rank)
                 self.changed.notify_all()
 
@@ -189,24 +205,21 @@ class Workers:
 
     def post(self, key: Any, value: Any) -> None:
         """Leave something for somebody."""
-        with self.changed:
-            self.box[key] = value
-            self.changed.notify_all()
+        self.box[key] = value
+        self.changed.notify_all()
 
     def take(self, rank: int, key: tuple[int, int, int]) -> Any:
         """Wait for a message and take it."""
-        with self.changed:
-            self.wait(rank, f"a message of worker {key[0]}", lambda: key in self.box, {key[0]})
-            return self.box.pop(key)
+        self.wait(rank, f"a message of worker {key[0]}", lambda: key in self.box, {key[0]})
+        return self.box.pop(key)
 
     def meet(self, rank: int, what: str, value: Any) -> list[Any]:
         """Wait until all workers have come, and return what they brought."""
-        with self.changed:
-            turn, self.turns[rank] = self.turns[rank], self.turns[rank] + 1
-            met = self.box.setdefault(turn, {})
-            met[rank] = what, value
-            self.changed.notify_all()
-            self.wait(rank, f"all others, in '{what}'", lambda: len(met) == self.size, set(range(self.size)) - {rank})
+        turn, self.turns[rank] = self.turns[rank], self.turns[rank] + 1
+        met = self.box.setdefault(turn, {})
+        met[rank] = what, value
+        self.changed.notify_all()
+        self.wait(rank, f"all others, in '{what}'", lambda: len(met) == self.size, set(range(self.size)) - {rank})
         names = [met[r][0] for r in range(self.size)]
         if len(set(names)) > 1:
             raise RuntimeError(f"the workers called different things: {', '.join(names)}")
@@ -224,5 +237,6 @@ class Workers:
             if self.broken:
                 self.changed.notify_all()
                 raise RuntimeError(self.broken)
-            self.changed.wait()
+            with kept_generators():
+                self.changed.wait()
         del self.waits[rank]

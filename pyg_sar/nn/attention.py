@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
+from pyg_sar.dropout import nothing_drops
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.message_passing import add
 from pyg_sar.reduce import ProjectedSoftmax, Softmax, divisor, head_groups
@@ -38,7 +39,7 @@ def attend(
             :func:`~pyg_sar.stream.aggregate`.
     """
     drop = None
-    if layer.training and layer.dropout > 0:
+    if layer.training and layer.dropout > 0 and not nothing_drops():
         drop = (layer.dropout, graph.seeds.draw(), graph.ids_of)
     if project:
         # Sums over groups of heads would round in half precision.

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from pyg_sar.distributed.assemble import shard
+from pyg_sar.dropout import NoDropout
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.arguments import PAIR, Call, bind
 from pyg_sar.nn.body import Body, Lost, Program, begun, hidden, substituted, unchanged
@@ -79,17 +79,6 @@ def footprint(layer: torch.nn.Module) -> list[Any]:
             elif module is not layer:
                 found.append((name, id(value)))
     return found
-
-
-class NoDropout(TorchFunctionMode):
-    """Nothing is dropped."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the input of dropout."""
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "dropout":
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
 
 
 class Tiny:

@@ -1,0 +1,1 @@
+"""What :func:`pyg_sar.check` is made of."""

@@ -1,0 +1,226 @@
+r"""Watches a training step: which numbers it makes where, and what it does to gradients and random generators."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyg_sar.dropout import NoDropout
+from pyg_sar.edge_index import ShardedEdgeIndex, packages
+
+LIBRARIES = ("torch", "torch_geometric")
+TABLES: dict[str, Callable] = {f"{name}{end}": getattr(torch, name) for name in ("rand", "randn") for end in ("", "_like")}
+# What is no longer true of the sum if each worker does it to its share of a gradient, by a part of the name.
+NONLINEAR = ("norm", "clamp", "clip", "abs", "sign", "square", "pow", "sqrt", "max", "min", "finite", "isnan", "isinf")
+MEANS = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
+
+
+class CheckError(AssertionError):
+    """A training step has other numbers on several workers than in one process."""
+
+
+class Place(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.line).strip()
+        return f"{os.path.basename(self.file)}:{self.line}" + (f", `{text}`" if text else "")
+
+
+class Record(NamedTuple):
+    """Numbers that a function or a module returned."""
+
+    what: str
+    place: Place | None
+    tensors: list[Tensor]
+    module: bool = False
+
+    @property
+    def key(self) -> Any:
+        """What the same call has in another run."""
+        generated = self.place is None or self.place.file.startswith("<")
+        return self.what, None if self.module or self.place is None else (not generated, self.place.line)
+
+
+class Recorder(NoDropout):
+    """Watches one run of a step, without dropout.
+
+    Random numbers of ``torch.rand`` and its kin that have a row for each node or edge are those of a table of the whole
+    graph.
+
+    Args:
+        model: The model, with hooks of its own.
+        ids: Global ids of the rows of every type of nodes and edges, and how many there are of all workers.
+        foreign: Parameters that the step must not read, by their identity.
+    """
+
+    def __init__(self, model: torch.nn.Module, ids: dict[Any, tuple[Tensor, int]], foreign: dict[int, str]) -> None:
+        super().__init__()
+        self.parameters, self.ids, self.foreign = list(model.parameters()), ids, foreign
+        self.records: list[Record] = []
+        self.running: list[str] = []  # modules that are taken as a whole
+        self.drawn = 0
+        self.random = ""  # where other random numbers come from
+        self.events: list[str] = []  # backward passes and sums of gradients
+        self.early = ""  # who read gradients before their sum
+        self.sum: Any = None
+        self.marked: list[tuple[Tensor, Tensor, str]] = []  # losses of nodes, PyG's mean of them
+        self.means = ""  # whose mean is another one than PyG's
+        for name, module in model.named_modules():
+            if name:
+                self.watch(f"'{name}' ({type(module).__name__})", module)
+
+    def watch(self, what: str, module: torch.nn.Module) -> None:
+        """Record what a module returns."""
+        opaque = is_opaque(module)
+
+        def before(*_: Any) -> None:
+            if opaque:
+                self.running.append(what)
+
+        def after(_module: Any, _args: Any, out: Any) -> None:
+            if opaque:
+                self.running.pop()
+            self.keep(what, out, True)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Watch a function of torch."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        given = list(flat((args, kwargs)))
+        self.look(name, given)
+        state = torch.get_rng_state()
+        out = super().__torch_function__(func, types, args, kwargs)
+        if not torch.equal(state, torch.get_rng_state()):
+            self.draw(name, out, state)
+        if func in MEANS:
+            self.mark(func, args, kwargs, out)
+        if name == "backward":
+            self.events.append(name)
+            self.keep(name, args[0])
+        elif not self.running and (not name.startswith("__") or name == "__getitem__"):
+            self.keep(name, out)
+        return out
+
+    def keep(self, what: str, out: Any, module: bool = False) -> None:
+        """Record what was returned."""
+        if self.running:
+            return
+        tensors = [t.detach().clone() for t in flat(out) if not isinstance(t, ShardedEdgeIndex)]
+        place = caller() if tensors else None
+        if place is not None:
+            self.records.append(Record(what, place, tensors, module))
+
+    def look(self, name: str, given: list[Tensor]) -> None:
+        """Look at arguments: parameters of others, gradients, losses of nodes."""
+        for t in given:
+            if id(t) in self.foreign:
+                raise CheckError(
+                    f"The step reads a parameter of {self.foreign[id(t)]}, which is not in the model that it is given "
+                    f"({caller()}).\nThe check runs it on copies of the model, one for each worker.\n"
+                    f"Use the model that the step is called with; put several into one, such as a ModuleDict."
+                )
+        grads = {id(p.grad) for p in self.parameters if p.grad is not None}
+        if any(id(t) in grads for t in given):
+            self.read(name)
+        for loss, mean, place in self.marked:
+            if any(t is loss for t in given) and (call := frame_of("global_mean")) is not None:
+                plain = call.f_locals.get("weight") is None and call.f_locals.get("mask") is None
+                if plain and not torch.allclose(loss.mean(), mean):
+                    self.means = self.means or place
+
+    def read(self, name: str) -> None:
+        """Note who reads a gradient."""
+        frame = frame_of("sum_gradients")
+        if frame is not None and frame is not self.sum:
+            self.sum = frame
+            self.events.append("sum")
+        early = frame is None and "sum" not in self.events and any(part in name for part in NONLINEAR)
+        if early and not self.early:
+            self.early = f"'{name}' ({caller()})"
+
+    def draw(self, name: str, out: Any, state: Tensor) -> None:
+        """Take random numbers from a table of the whole graph, or note that they are others on workers."""
+        if name in TABLES and isinstance(out, Tensor) and out.dim() > 0 and out.is_floating_point():
+            for ids, total in self.ids.values():
+                if ids.numel() == out.size(0):
+                    self.drawn += 1
+                    generator = torch.Generator().manual_seed(self.drawn)
+                    table = TABLES[name](total, *out.shape[1:], generator=generator, dtype=torch.float64)
+                    out.detach().copy_(table[ids])
+                    torch.set_rng_state(state)
+                    return
+        place = caller()
+        inside = f" in {self.running[-1]}" if self.running else ""
+        self.random = self.random or f"'{name}'{inside}" + (f" ({place})" if place else "")
+
+    def mark(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+        """Keep the losses of nodes whose mean depends on weights."""
+        call = MEANS[func].bind(*args, **kwargs)
+        call.apply_defaults()
+        of = call.arguments
+        if of["reduction"] != "none" or of["target"].is_floating_point():
+            return
+        if of["weight"] is None and not bool((of["target"] == of["ignore_index"]).any()):
+            return
+        of["reduction"] = "mean"
+        with torch.no_grad():
+            self.marked.append((out, func(*call.args, **call.kwargs), str(caller())))
+
+
+def is_opaque(module: torch.nn.Module) -> bool:
+    """Whether a module is recorded as a whole: layers, and what is in libraries and has nothing in it."""
+    own = packages(type(module))
+    library = type(module).__module__.partition(".")[0] in LIBRARIES
+    return hasattr(module, "propagate") or "pyg_sar" in own or (library and not list(module.children()))
+
+
+def flat(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from flat(v)
+    elif isinstance(value, dict):
+        yield from flat(list(value.values()))
+
+
+def package_of(frame: Any) -> str:
+    """Return whose code a frame runs."""
+    return frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+def caller() -> Place | None:
+    """Return the line of the user's code that is running, unless it is within code of this library."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    while frame is not None and package_of(frame) in LIBRARIES:
+        frame = frame.f_back
+    if frame is None or package_of(frame) == "pyg_sar":
+        return None
+    return Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def frame_of(name: str) -> Any:
+    """Return the frame of a function of this library that is running, if it is."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not (frame.f_code.co_name == name and package_of(frame) == "pyg_sar"):
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,200 @@
+r"""Runs a training step in one process and on simulated workers, on copies of a model, and compares what came out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_sar.checks.record import CheckError, Recorder, flat
+from pyg_sar.checks.sample import Sample, ids_of
+from pyg_sar.distributed.group import Workers
+from pyg_sar.distributed.load import load
+
+Step = Callable[[torch.nn.Module, Any], Any]
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+# A gradient that is nothing but rounding errors is not compared by its own size.
+LEAST = 1e-2
+
+
+@dataclass
+class Run:
+    """What a worker found: all that the step returned, gradients and buffers, by name."""
+
+    recorder: Recorder
+    ids: dict[Any, Tensor]
+    values: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+@dataclass
+class Team:
+    """What all workers found."""
+
+    runs: list[Run]
+    stuck: str = ""  # what they waited for when it could not come any more
+
+
+class Problem:
+    """A step, a model, and the small graph on which they run.
+
+    Args:
+        step: The step.
+        sample: The graph.
+        model: The model.
+        dtype: The type of all floating-point parameters; None: their own.
+    """
+
+    def __init__(self, step: Step, sample: Sample, model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+        self.step, self.sample, self.model, self.dtype = step, sample, model, dtype
+        self.foreign = {id(p): "the model itself" for p in model.parameters()} | parameters_around(step)
+        found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self.tolerance = 1e-8 if dtype else max((TOLERANCE.get(d, 0.05) for d in found), default=1e-4)
+
+    def copied(self) -> torch.nn.Module:
+        """Return a copy of the model without gradients, groups of workers, and what layers kept of another graph."""
+        groups = [module.__dict__.get("group") for module in self.model.modules()]
+        model = copy.deepcopy(self.model, {id(group): None for group in groups if group is not None}).cpu()
+        for module in model.modules():
+            for name in [n for n in module.__dict__ if n.startswith("_cached")]:
+                setattr(module, name, None)
+        model.zero_grad()
+        return model if self.dtype is None else model.to(self.dtype)
+
+    def whole(self, parts: bool) -> Team:
+        """Run in one process: on an ordinary graph, or on one of a single part, for a step that asks for that."""
+        return self.team(1) if parts else self.gather(Workers(1), lambda: self.sample.one())
+
+    def team(self, size: int) -> Team:
+        """Run on some workers."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.sample.write(Path(folder) / "parts", size)
+            return self.gather(Workers(size), lambda: self.sample.complete(load(Path(folder) / "parts")))
+
+    def gather(self, workers: Workers, data: Callable[[], Any]) -> Team:
+        """Run on each of the workers."""
+        runs = workers.run(lambda rank: self.run(data()))
+        for run in runs:
+            if isinstance(run, BaseException):  # of what is ours
+                raise run
+        return Team(runs, workers.broken)
+
+    def run(self, data: Any) -> Run:
+        """Run on a worker."""
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(0)
+        before = np.random.get_state()[2], random.getstate()
+        model, ids = self.copied(), ids_of(data)
+        totals = ids_of(self.sample.one())
+        recorder = Recorder(model, {k: (i, totals[k].numel()) for k, i in ids.items()}, self.foreign)
+        run = Run(recorder, ids)
+        try:
+            with recorder:
+                returned = self.step(model, data)
+            run.values = named(returned)
+        except CheckError:
+            raise
+        except Exception as error:
+            run.error = error
+        if before != (np.random.get_state()[2], random.getstate()):
+            recorder.random = recorder.random or "the generator of numpy or Python"
+        run.grads = {name: dense(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+        run.buffers = {name: b.detach() for name, b in model.named_buffers()}
+        recorder.sum = None
+        return run
+
+    def same(self, found: Tensor, expected: Tensor, scale: float | None = None) -> bool:
+        """Whether numbers are the same up to rounding."""
+        if found.shape != expected.shape:
+            return False
+        found, expected = found.double(), expected.double()
+        if scale is None:
+            scale = largest([expected])
+        return torch.allclose(found, expected, rtol=0, atol=self.tolerance * scale + 1e-30, equal_nan=True)
+
+    def rows(self, whole: Run, team: Team, expected: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
+        """Return the rows of all workers in the order of the whole graph, if there is one for each node or edge."""
+        shapes = {t.shape[1:] for t in (expected, *parts)}
+        if expected.dim() == 0 or len(shapes) > 1 or len({t.dim() for t in (expected, *parts)}) > 1:
+            return None
+        for kind, ids in whole.ids.items():
+            each = [run.ids[kind] for run in team.runs]
+            counts = [i.numel() for i in (ids, *each)]
+            if counts == [t.size(0) for t in (expected, *parts)]:
+                out = torch.zeros_like(expected)
+                for i, part in zip(each, parts, strict=True):
+                    out[i] = part.to(out.dtype)
+                return out
+        return None
+
+    def agrees(self, whole: Run, team: Team, expected: Tensor, parts: Sequence[Tensor], inner: bool = False) -> bool:
+        """Whether workers found what one process found: their rows of it, or all of it.
+
+        Of ``inner`` numbers, which the step did not return, they may also have found shares that sum up to it, and
+        integers may mean something on one worker alone.
+        """
+        if inner and expected.dim() > 0 and not expected.is_floating_point():
+            return all(t.shape[1:] == expected.shape[1:] for t in parts)
+        rows = self.rows(whole, team, expected, parts)
+        if rows is not None:
+            return self.same(rows, expected)
+        size = largest([expected, *parts])
+        if all(t.shape == expected.shape for t in parts):
+            total = torch.stack([t.double() for t in parts]).sum(0)
+            return all(self.same(t, expected) for t in parts) or (inner and self.same(total, expected, size))
+        if expected.dim() == 0 or any(t.shape[1:] != expected.shape[1:] for t in parts):
+            return False
+        if sum(t.size(0) for t in parts) != expected.size(0):
+            return not inner
+        total = torch.stack([t.double().sum(0) for t in parts]).sum(0)  # of some nodes' rows, of which nobody knows which
+        return self.same(total, expected.double().sum(0), size * expected.size(0))
+
+
+def largest(tensors: Sequence[Tensor | None]) -> float:
+    """Return the largest absolute number."""
+    sizes = [t.double().nan_to_num(0, 0, 0).abs().max().item() for t in tensors if t is not None and t.numel() > 0]
+    return max(sizes, default=0.0)
+
+
+def dense(grad: Tensor | None) -> Tensor | None:
+    """Return a gradient as an ordinary tensor."""
+    return grad if grad is None else grad.detach().to_dense() if grad.is_sparse else grad.detach()
+
+
+def named(returned: Any) -> dict[str, Tensor]:
+    """Return what a step returned, by name."""
+    if isinstance(returned, dict):
+        pairs = list(returned.items())
+    elif isinstance(returned, (tuple, list)) and returned:
+        pairs = [("loss", returned[0]), *((f"output {k}", v) for k, v in enumerate(returned[1:], 1))]
+    else:
+        pairs = [("loss", returned)]
+    out: dict[str, Tensor] = {}
+    for name, value in pairs:
+        if isinstance(value, (bool, int, float, np.number)):
+            value = torch.tensor(float(value), dtype=torch.float64)
+        tensors = list(flat(value))
+        for k, t in enumerate(tensors):
+            out[str(name) if len(tensors) == 1 else f"{name}[{k}]"] = t.detach().clone()
+    return out
+
+
+def parameters_around(step: Any) -> dict[int, str]:
+    """Return the parameters of modules that a function reads without being given them."""
+    if not inspect.isfunction(step):
+        return {}
+    around = inspect.getclosurevars(step)
+    found = {**around.globals, **around.nonlocals}
+    modules = {name: value for name, value in found.items() if isinstance(value, torch.nn.Module)}
+    return {id(p): f"'{name}'" for name, module in modules.items() for p in module.parameters()}
