@@ -84,7 +84,7 @@ def check(step: Step, data: Any, model: torch.nn.Module) -> Report:
         problem, whole = in_one_process(step, data, model, tables)
         found = diagnose(problem, whole)
     if found is not None:
-        raise CheckError(found[0]) from found[1]
+        raise CheckError(str(found)) from found.cause
     (run,) = whole.runs
     compared = [*run.values, *(name for name, grad in run.grads.items() if grad is not None)]
     return Report(time.perf_counter() - begin, compared, problem.dtype)
@@ -113,11 +113,15 @@ def in_one_process(step: Step, data: Any, model: torch.nn.Module, tables: set[in
     """Return the step in one process: in double precision if it can do with that, on an ordinary graph if it can."""
     for dtype in (torch.float64, None):
         problem = Problem(step, Sample(data, tables, dtype), model, dtype)
+        errors: list[Any] = []
         for parts in (False, True):
             whole = problem.whole(parts)
             if whole.runs[0].error is None:
                 return problem, whole
-    raise CheckError(failure(whole.runs[0])) from whole.runs[0].error
+            errors.append(whole.runs[0].error)
+    # What an ordinary 'edge_index' does not have is not what is wrong.
+    error = errors[isinstance(errors[0], AttributeError)]
+    raise CheckError(str(failure(error))) from error
 
 
 @contextmanager

@@ -17,7 +17,24 @@ from pyg_sar.dropout import NoDropout
 from pyg_sar.edge_index import ShardedEdgeIndex, packages
 
 LIBRARIES = ("torch", "torch_geometric")
-TABLES: dict[str, Callable] = {f"{name}{end}": getattr(torch, name) for name in ("rand", "randn") for end in ("", "_like")}
+TABLES: dict[str, Callable] = {
+    "rand": torch.rand, "rand_like": torch.rand, "randn": torch.randn, "randn_like": torch.randn
+}  # fmt: skip
+# What may draw random numbers, by a part of the name.
+DRAWS = [
+    "rand",
+    "bernoulli",
+    "multinomial",
+    "normal",
+    "uniform",
+    "poisson",
+    "exponential",
+    "gumbel",
+    "geometric_",
+    "cauchy",
+    "rrelu",
+    "scaled_dot",
+]
 # What is no longer true of the sum if each worker does it to its share of a gradient, by a part of the name.
 NONLINEAR = ("norm", "clamp", "clip", "abs", "sign", "square", "pow", "sqrt", "max", "min", "finite", "isnan", "isinf")
 MEANS = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
@@ -102,11 +119,10 @@ class Recorder(NoDropout):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in ("__get__", "__set__"):
             return func(*args, **kwargs)
-        given = list(flat((args, kwargs)))
-        self.look(name, given)
-        state = torch.get_rng_state()
+        self.look(name, list(flat((args, kwargs))))
+        state = torch.get_rng_state() if any(part in name for part in DRAWS) else None
         out = super().__torch_function__(func, types, args, kwargs)
-        if not torch.equal(state, torch.get_rng_state()):
+        if state is not None and not torch.equal(state, torch.get_rng_state()):
             self.draw(name, out, state)
         if func in MEANS:
             self.mark(func, args, kwargs, out)
@@ -121,7 +137,8 @@ class Recorder(NoDropout):
         """Record what was returned."""
         if self.running:
             return
-        tensors = [t.detach().clone() for t in flat(out) if not isinstance(t, ShardedEdgeIndex)]
+        with torch._C.DisableTorchFunction():
+            tensors = [t.detach().clone() for t in flat(out) if not isinstance(t, ShardedEdgeIndex)]
         place = caller() if tensors else None
         if place is not None:
             self.records.append(Record(what, place, tensors, module))
@@ -135,6 +152,8 @@ class Recorder(NoDropout):
                     f"({caller()}).\nThe check runs it on copies of the model, one for each worker.\n"
                     f"Use the model that the step is called with; put several into one, such as a ModuleDict."
                 )
+        if self.running:
+            return
         grads = {id(p.grad) for p in self.parameters if p.grad is not None}
         if any(id(t) in grads for t in given):
             self.read(name)
@@ -185,7 +204,7 @@ class Recorder(NoDropout):
 
 def is_opaque(module: torch.nn.Module) -> bool:
     """Whether a module is recorded as a whole: layers, and what is in libraries and has nothing in it."""
-    own = packages(type(module))
+    own = packages(type(module))  # type: ignore[arg-type]
     library = type(module).__module__.partition(".")[0] in LIBRARIES
     return hasattr(module, "propagate") or "pyg_sar" in own or (library and not list(module.children()))
 

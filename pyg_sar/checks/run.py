@@ -92,9 +92,9 @@ class Problem:
 
     def run(self, data: Any) -> Run:
         """Run on a worker."""
-        for seed in (torch.manual_seed, np.random.seed, random.seed):
+        for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
             seed(0)
-        before = np.random.get_state()[2], random.getstate()
+        before = states()
         model, ids = self.copied(), ids_of(data)
         totals = ids_of(self.sample.one())
         recorder = Recorder(model, {k: (i, totals[k].numel()) for k, i in ids.items()}, self.foreign)
@@ -107,8 +107,8 @@ class Problem:
             raise
         except Exception as error:
             run.error = error
-        if before != (np.random.get_state()[2], random.getstate()):
-            recorder.random = recorder.random or "the generator of numpy or Python"
+        if before != states():
+            recorder.random = recorder.random or "a generator of torch, numpy or Python"
         run.grads = {name: dense(p.grad) for name, p in model.named_parameters() if p.requires_grad}
         run.buffers = {name: b.detach() for name, b in model.named_buffers()}
         recorder.sum = None
@@ -125,13 +125,11 @@ class Problem:
 
     def rows(self, whole: Run, team: Team, expected: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
         """Return the rows of all workers in the order of the whole graph, if there is one for each node or edge."""
-        shapes = {t.shape[1:] for t in (expected, *parts)}
-        if expected.dim() == 0 or len(shapes) > 1 or len({t.dim() for t in (expected, *parts)}) > 1:
+        if expected.dim() == 0 or any(t.shape[1:] != expected.shape[1:] for t in parts):
             return None
         for kind, ids in whole.ids.items():
             each = [run.ids[kind] for run in team.runs]
-            counts = [i.numel() for i in (ids, *each)]
-            if counts == [t.size(0) for t in (expected, *parts)]:
+            if [i.numel() for i in (ids, *each)] == [t.size(0) for t in (expected, *parts)]:
                 out = torch.zeros_like(expected)
                 for i, part in zip(each, parts, strict=True):
                     out[i] = part.to(out.dtype)
@@ -144,6 +142,7 @@ class Problem:
         Of ``inner`` numbers, which the step did not return, they may also have found shares that sum up to it, and
         integers may mean something on one worker alone.
         """
+        expected, *parts = rows_first([expected, *parts])
         if inner and expected.dim() > 0 and not expected.is_floating_point():
             return all(t.shape[1:] == expected.shape[1:] for t in parts)
         rows = self.rows(whole, team, expected, parts)
@@ -157,14 +156,28 @@ class Problem:
             return False
         if sum(t.size(0) for t in parts) != expected.size(0):
             return not inner
-        total = torch.stack([t.double().sum(0) for t in parts]).sum(0)  # of some nodes' rows, of which nobody knows which
+        # Rows of some of the nodes, and nobody knows of which.
+        total = torch.stack([t.double().sum(0) for t in parts]).sum(0)
         return self.same(total, expected.double().sum(0), size * expected.size(0))
+
+
+def rows_first(tensors: list[Tensor]) -> list[Tensor]:
+    """Put the dimension first in which tensors of several runs differ, if it is one."""
+    if len({t.dim() for t in tensors}) > 1:
+        return tensors
+    dims = [dim for dim, sizes in enumerate(zip(*(t.shape for t in tensors), strict=True)) if len(set(sizes)) > 1]
+    return [t.movedim(dims[0], 0) for t in tensors] if len(dims) == 1 else tensors
 
 
 def largest(tensors: Sequence[Tensor | None]) -> float:
     """Return the largest absolute number."""
     sizes = [t.double().nan_to_num(0, 0, 0).abs().max().item() for t in tensors if t is not None and t.numel() > 0]
     return max(sizes, default=0.0)
+
+
+def states() -> Any:
+    """Return the states of the generators."""
+    return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
 
 
 def dense(grad: Tensor | None) -> Tensor | None:

@@ -156,8 +156,9 @@ def kept_generators() -> Iterator[None]:
     try:
         yield
     finally:
-        for put, state in zip((torch.set_rng_state, np.random.set_state, random.setstate), states, strict=True):
-            put(state)
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 class Workers:

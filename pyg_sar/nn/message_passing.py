@@ -159,7 +159,7 @@ def one_block(edge_index: Tensor, num_nodes: tuple[int, int]) -> ShardedGraph:
         GRAPHS[edge_index] = edge_index._version, now, (graphs := {})
     if num_nodes not in graphs:
         same = num_nodes[0] == num_nodes[1]
-        graph = shard(edge_index.detach(), num_nodes[0] if same else num_nodes).graph
+        graph = shard(edge_index.detach(), num_nodes[0] if same else num_nodes)._graph  # all of it: nothing to refuse
         graphs[num_nodes] = graph.replace(seeds=Seeds(None))
     return graphs[num_nodes]
 

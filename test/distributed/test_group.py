@@ -96,3 +96,22 @@ def test_different_collectives_and_shapes() -> None:
     for work, text in ((names, "different things: all_reduce, gather_objects"), (shapes, r"\[1\].*\[2\]")):
         with pytest.raises(RuntimeError, match=text):
             run(2, work)
+
+
+def test_one_runs_at_a_time_and_draws_random_numbers_as_if_alone() -> None:
+    running: list[int] = []
+
+    def work(rank: int) -> list[float]:
+        torch.default_generator.manual_seed(5)
+        found = []
+        for _ in range(3):
+            running.append(rank)
+            found += torch.rand(2).tolist()
+            assert running.pop() == rank
+            all_reduce_(torch.zeros(1))
+        return found
+
+    before = torch.get_rng_state()
+    one, other = run(2, work)
+    assert one == other
+    assert torch.equal(before, torch.get_rng_state())
