@@ -272,7 +272,7 @@ def gradients(problem: Problem, whole: Run, team: Team) -> Finding | None:
     if sums > 1:
         return Finding(
             what,
-            f"`pyg_sar.sum_gradients` ran {sums} times after {passes} backward passes: it sums again what was summed.",
+            f"`pyg_sar.sum_gradients` ran {sums} times after {passes} backward passes: it adds up sums again.",
             "Call it once, after the last backward pass and before the optimizer's step.",
         )
     return growth(problem, whole, one, wrong, factors, what)

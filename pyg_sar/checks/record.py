@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,20 +22,9 @@ TABLES: dict[str, Callable] = {
     "rand": torch.rand, "rand_like": torch.rand, "randn": torch.randn, "randn_like": torch.randn
 }  # fmt: skip
 # What may draw random numbers, by a part of the name.
-DRAWS = [
-    "rand",
-    "bernoulli",
-    "multinomial",
-    "normal",
-    "uniform",
-    "poisson",
-    "exponential",
-    "gumbel",
-    "geometric_",
-    "cauchy",
-    "rrelu",
-    "scaled_dot",
-]
+DRAWS = re.compile(
+    "rand|bernoulli|multinomial|normal|uniform|poisson|exponential|gumbel|geometric_|cauchy|rrelu|scaled_dot"
+)
 # What is no longer true of the sum if each worker does it to its share of a gradient, by a part of the name.
 NONLINEAR = ("norm", "clamp", "clip", "abs", "sign", "square", "pow", "sqrt", "max", "min", "finite", "isnan", "isinf")
 MEANS = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
@@ -120,7 +110,7 @@ class Recorder(NoDropout):
         if name in ("__get__", "__set__"):
             return func(*args, **kwargs)
         self.look(name, list(flat((args, kwargs))))
-        state = torch.get_rng_state() if any(part in name for part in DRAWS) else None
+        state = torch.get_rng_state() if DRAWS.search(name) else None
         out = super().__torch_function__(func, types, args, kwargs)
         if state is not None and not torch.equal(state, torch.get_rng_state()):
             self.draw(name, out, state)
