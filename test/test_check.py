@@ -253,7 +253,11 @@ def no_backward(model: torch.nn.Module, data: Any) -> Tensor:
 
 
 STEPS: dict[Any, tuple[str, ...]] = {
-    penalty: ("gradient of 'conv2.lin.weight'", "grows with the number of workers", "pyg_sar.replicated"),
+    penalty: (
+        "A part of the gradient of 'conv2.lin.weight' is twice as large",
+        "grows with the number of workers",
+        "pyg_sar.replicated",
+    ),
     whole_loss_everywhere: ("and 6 others is twice as large on two workers", "grows", "pyg_sar.replicated"),
     class_weights: ("`weight` or `ignore_index` (test_check.py:", "not PyG's mean", "these weights"),
     ignored_labels: ("`weight` or `ignore_index` (test_check.py:", "not PyG's mean", "these weights"),
@@ -433,17 +437,21 @@ class Dropping(pyg_sar.nn.MessagePassing):
         return self.lin(F.dropout(x_j.tanh(), 0.5, self.training))
 
 
-def test_tables_of_nodes_and_dropout_in_messages() -> None:
+def relational_graph() -> Data:
     data = graph(edge_type=torch.arange(2000) % 3)
     del data.x
     data.num_nodes = 300
+    return data
 
-    def step(model: torch.nn.Module, data: Data) -> Tensor:
-        out = model(None, data.edge_index, data.edge_type)
-        values = F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none")
-        return finish(pyg_sar.global_mean(values), model)
 
-    pyg_sar.check(step, data, Relational(300))
+def relational_step(model: torch.nn.Module, data: Data) -> Tensor:
+    out = model(None, data.edge_index, data.edge_type)
+    values = F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none")
+    return finish(pyg_sar.global_mean(values), model)
+
+
+def test_tables_of_nodes_and_dropout_in_messages() -> None:
+    pyg_sar.check(relational_step, relational_graph(), Relational(300))
 
 
 @pytest.fixture
@@ -459,6 +467,12 @@ def test_the_step_of_an_example(examples, kind) -> None:
     model = GNN(pyg_sar.nn, kind, WIDTH, 8, CLASSES, heads=2, attention_dropout=0.5)
     optimizer = torch.optim.Adam(model.parameters())
     pyg_sar.check(lambda model, data: train(model, data, optimizer), graph(), model)
+
+
+def test_the_model_of_the_relational_example(examples) -> None:
+    from rgcn import RGCN
+
+    pyg_sar.check(relational_step, relational_graph(), RGCN(300, 8, CLASSES, 3, 2))
 
 
 def test_what_only_a_sharded_graph_has_and_a_type_of_its_own() -> None:

@@ -304,6 +304,8 @@ def growth(problem: Problem, whole: Run, two: Run, wrong: list[str], factors: li
     """Say what a gradient means that grows with the number of workers, or does not."""
     three = problem.team(3).runs[0]
     if three.error is None and all(linear(problem, [r.grads[n] for r in (whole, two, three)]) for n in wrong):
+        if None in factors:
+            what = f"A part of the gradient of {listed(wrong)} is twice as large on two workers as in one process."
         return Finding(
             what,
             "It grows with the number of workers: a term of the loss that every worker adds in full, such as a penalty "
