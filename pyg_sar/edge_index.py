@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from pyg_sar import running
 from pyg_sar.distributed.collectives import grouped, is_local
 from pyg_sar.graph import ShardedGraph
 
@@ -478,7 +479,8 @@ class Halo(torch.autograd.Function):
         """Fetch."""
         meter = counted(ctx, graph, traffic)
         exchange = graph.exchange.merge()
-        ((_, rows),) = exchange.pull([x.contiguous()], exchange.visits(1), meter)
+        about = None if traffic or exchange.alone else running.about(x.shape, x.dtype, "fetched in one shot")
+        ((_, rows),) = exchange.pull([x.contiguous()], exchange.visits(1), meter, about)
         return rows
 
     @staticmethod
@@ -495,7 +497,9 @@ class Home(torch.autograd.Function):
         """Send home."""
         meter = counted(ctx, graph, traffic)
         found: list[Tensor] = []
-        sink = graph.exchange.merge().sink(meter, lambda _, grad: found.append(grad))
+        exchange = graph.exchange.merge()
+        about = None if traffic or exchange.alone else running.about(rows.shape, rows.dtype, "added up at their owners")
+        sink = exchange.sink(meter, lambda _, grad: found.append(grad), about)
         sink.push(0, rows)
         sink.close()
         (out,) = found
@@ -578,11 +582,13 @@ def refuse_whole_graph(it: ShardedEdgeIndex, known: Iterable[torch.nn.Module] = 
     """
     frame: Any = sys._getframe(2)
     seen = set(known)
+    layers: list[torch.nn.Module] = []
     while frame is not None:
         # Only methods: to ask a frame for its variables keeps them alive until it is asked again.
         call = frame.f_locals if "self" in frame.f_code.co_varnames else {}
         layer = call.get("self")
         if isinstance(layer, torch.nn.Module):
+            layers.append(layer)
             for module in layer.modules():
                 aggr = getattr(module, "aggr_module", None)
                 cls: Any = type(module)
@@ -595,6 +601,7 @@ def refuse_whole_graph(it: ShardedEdgeIndex, known: Iterable[torch.nn.Module] = 
                     fail(it, f"{names} cannot run on a share of the graph, because it {why}")
                 seen.add(module)
         frame = frame.f_back
+    running.enter(layers)
 
 
 def whole_graph(module: torch.nn.Module, call: dict[str, Any], graph: Any) -> str:

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Variable
 
+from pyg_sar import running
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.reduce import Needs, Reduce, Rows, linear, linear_grad
+from pyg_sar.running import About
 
 Lin = tuple[Tensor, Tensor | None]
 Visits = Sequence[Sequence[int]]
@@ -115,11 +117,20 @@ class _Call:
         self.shape, self.shapes = like.shape, [_columns(like, part.source).shape[1:] for part in self.parts]
         self.own: list[Tensor] = []  # rows that backward sends again
         with torch.no_grad():
-            blocks = self.fetch(self.make(home), graph.exchange.visits(len(self.parts)), self.traffic.forward, home)
+            visits, about = graph.exchange.visits(len(self.parts)), None
+            if not graph.exchange.alone:
+                about = running.about(self.shape, like.dtype, self.how(home))
+            blocks = self.fetch(self.make(home), visits, self.traffic.forward, home, about)
             # The first rows are own ones: when they come, the next are under way.
             self.blocks: Iterator[tuple[int, Tensor]] = chain([next(blocks)], blocks)
         self.found: list[Tensor | None] = []  # the gradients of `home`
         self.sink: Any = None  # while there is more to come
+
+    def how(self, home: Sequence[Tensor]) -> str:
+        """Return what else workers must do alike, in words."""
+        which = "of rows" if any(t.requires_grad for t in home) else "of all but rows"
+        mode = 3 if len(self.graph.blocks) == 1 else 1 if self.again else 2 if self.keep else "1 or 2"
+        return f"{f'gradients {which}' if self.grads else 'no gradients'}, mode {mode}"
 
     def make(self, home: Sequence[Tensor]) -> Iterator[Tensor]:
         """Return the own source rows of every part."""
@@ -133,17 +144,18 @@ class _Call:
             yield rows
 
     def fetch(
-        self, rows: Iterable[Tensor], visits: Visits, meter: Any, home: Sequence[Tensor] = ()
+        self, rows: Iterable[Tensor], visits: Visits, meter: Any, home: Sequence[Tensor] = (),
+        about: About | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Return source rows, part by part and block by block; those of a constant are fetched once."""
         exchange = self.graph.exchange
         if exchange.alone or len(home) != 1 or not self.graph.is_constant(home[0]):
-            return exchange.pull(rows, visits, meter)
+            return exchange.pull(rows, visits, meter, about)
         (x,) = home
 
         def fetch() -> dict[int, Tensor]:
             # Its own rows would keep the constant alive.
-            return {q: rows for q, rows in exchange.pull([x], exchange.visits(1), meter) if rows is not x}
+            return {q: rows for q, rows in exchange.pull([x], exchange.visits(1), meter, about) if rows is not x}
 
         kept = self.graph.recall(x, exchange, "rows", fetch)
         pairs = ((part, q) for part, visit in zip(self.parts, visits, strict=True) for q in visit)

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_sar.distributed import group as workers
-from pyg_sar.distributed.group import current, rank_of, size_of
+from pyg_sar.distributed.group import current, rank_of, size_of, talking
 
 
 def grouped(group: Any = None) -> bool:
     """Whether there are other workers."""
     return size_of(group) > 1
-
-
-@contextmanager
-def talking(doing: str, group: Any = None) -> Iterator[None]:
-    """Say what may have happened when the other workers do not answer."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"[rank {rank_of(group)}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). "
-            f"Either a worker ended (look for the first error among all ranks), or the workers ran different code: "
-            f"every rank must call the same layers in the same order with inputs of the same width, 'dtype' and "
-            f"'requires_grad', even if it holds no nodes, edges or labels."
-        ) from error
 
 
 def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:

@@ -3,10 +3,10 @@ r"""Where source rows live and how they travel.
 Every exchange has the same few verbs, which is all that the streaming loop knows of it:
 
 * ``visits(count, ...)``: for each of ``count`` parts, the source shards in the order in which they are visited;
-* ``pull(parts, visits, meter)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads, for one
+* ``pull(parts, visits, meter, about)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads, for one
   tensor ``x`` of ``parts`` after the other, which may be made when it is asked for: what is cut by columns travels in
-  one pipeline;
-* ``sink(meter, take)``: gets the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their
+  one pipeline; given what this worker does, it raises if others do something else;
+* ``sink(meter, take, about)``: gets the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their
   owners, and calls ``take(part, grad)`` with those of the own rows as soon as they are complete, at the latest in
   ``close()``; it may keep and change what was pushed;
 * ``tell(used)``: given which of the rows of other workers are used here (local-first), returns the own rows that each
@@ -42,9 +42,11 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed import staging
-from pyg_sar.distributed.collectives import global_max, talking
-from pyg_sar.distributed.group import Group, Message, current, rank_of, size_of, start
+from pyg_sar.distributed import guard
+from pyg_sar.distributed.collectives import global_max
+from pyg_sar.distributed.group import Group, Message, current, rank_of, size_of, start, talking
 from pyg_sar.graph import Index, length, renumber
+from pyg_sar.running import About
 
 Visits = Sequence[Sequence[int]]
 Meter = Callable[..., None]  # of bytes sent and received, and of seconds spent waiting
@@ -145,13 +147,15 @@ class Local:
         """Return the pieces in their order."""
         return [range(len(self.ids))] * count
 
-    def pull(self, parts: Iterable[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+    def pull(
+        self, parts: Iterable[Tensor], visits: Visits, meter: Meter, about: About | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield every piece of every part."""
         for x, order in zip(parts, visits, strict=True):
             for q in order:
                 yield q, x[self.ids[q]]
 
-    def sink(self, meter: Meter, take: Take) -> LocalSink:
+    def sink(self, meter: Meter, take: Take, about: About | None = None) -> LocalSink:
         """Return the sink."""
         return LocalSink(self.ids, take)
 
@@ -210,6 +214,7 @@ class Peers:
         self.others = [(self.rank + t) % self.size for t in range(1, self.size)]
         self.num_halo = sum(n for q, n in enumerate(num_src) if q != self.rank)
         self.turn = 0  # how often rows or gradients were exchanged
+        self.told: guard.Turn | None = None  # what others do in this turn, if they tell
 
     def to(self, device: torch.device | str) -> Peers:
         """Move the index tensors to ``device``."""
@@ -244,8 +249,9 @@ class Peers:
 
     def tell(self, used: Tensor) -> list[Tensor]:
         """Tell every peer which of its rows are used here, one byte each; return the own rows that each peer uses."""
-        self.turn += 1
-        flags, transfers = self._split(used.byte()), []
+        self.begin()
+        flags = self._split(used.byte())
+        transfers: list[Pending] = []
         answers = [used.new_empty(len(rows), dtype=torch.uint8) for rows in self.serve]
         for q in self.others:
             client = self.client(q)
@@ -264,6 +270,14 @@ class Peers:
     def _split(self, halo: Tensor) -> tuple[Tensor, ...]:
         return halo.split([0 if q == self.rank else n for q, n in enumerate(self.num_src)])
 
+    def begin(self, about: About | None = None, meter: Meter | None = None) -> None:
+        """Begin another turn; tell all with whom rows are exchanged what this worker does."""
+        self.turn, self.told = self.turn + 1, None
+        if about is not None and guard.ON and guard.travel(self.group, self.serve[0].device):
+            peers = [q for q in self.others if self.num_src[q] > 0 or len(self.serve[q]) > 0]
+            with talking("starting to tell others what this worker does", self.group):
+                self.told = guard.Turn(about, peers, self.group, zlib.crc32(f"{self.turn}".encode()) >> 1, meter)
+
     def client(self, q: int) -> int:
         """Return the worker that reads from this one at the step at which this one reads from ``q``."""
         return (2 * self.rank - q) % self.size
@@ -273,10 +287,12 @@ class Peers:
         early, late = [self.rank, *self.others], [*self.others, self.rank]
         return [late if backward and (k > 0 or not pulls) else early for k in range(count)]
 
-    def pull(self, parts: Iterable[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+    def pull(
+        self, parts: Iterable[Tensor], visits: Visits, meter: Meter, about: About | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield the own rows and those of every peer, for each part."""
-        self.turn += 1
-        queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]] = deque()
+        self.begin(about, meter)
+        queue: deque[tuple[int, Tensor, list[Pending], torch.dtype]] = deque()
         for number, (x, order) in enumerate(zip(parts, visits, strict=True)):
             for q in order:
                 queue.append((q, *self._fetch(q, x, number, meter), x.dtype))
@@ -285,13 +301,13 @@ class Peers:
         while queue:
             yield arrived(queue)
 
-    def _enough(self, queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> bool:
+    def _enough(self, queue: deque[tuple[int, Tensor, list[Pending], torch.dtype]]) -> bool:
         """Whether as many blocks of others are under way as shall be while the first is consumed."""
         # Of two workers every other block is an own one, for which one more keeps the link busy.
         fewer = queue[0][0] == self.rank and self.size > 2
         return self.prefetch == 0 or sum(q != self.rank for q, *_ in queue) > self.prefetch - fewer
 
-    def _fetch(self, q: int, x: Tensor, number: int, meter: Meter) -> tuple[Tensor, list[Transfer]]:
+    def _fetch(self, q: int, x: Tensor, number: int, meter: Meter) -> tuple[Tensor, list[Pending]]:
         if q == self.rank:
             return x, []
         client = self.client(q)
@@ -308,9 +324,9 @@ class Peers:
             return dtype
         return self.wire
 
-    def sink(self, meter: Meter, take: Take) -> PeerSink:
+    def sink(self, meter: Meter, take: Take, about: About | None = None) -> PeerSink:
         """Return the sink."""
-        self.turn += 1
+        self.begin(about, meter)
         return PeerSink(self, meter, take)
 
     def tag(self, what: str, tensor: Tensor) -> int:
@@ -321,8 +337,11 @@ class Peers:
         """
         return zlib.crc32(f"{self.turn} {what} {tensor.dtype} {list(tensor.shape)}".encode()) >> 1
 
-    def swap(self, out: Tensor, dst: int, into: Tensor, src: int, what: str, meter: Meter) -> list[Transfer]:
-        """Start to send ``out`` to ``dst`` and to receive ``into`` from ``src``; nothing empty travels."""
+    def swap(self, out: Tensor, dst: int, into: Tensor, src: int, what: str, meter: Meter) -> list[Pending]:
+        """Start to send ``out`` to ``dst`` and to receive ``into`` from ``src``; nothing empty travels.
+
+        What ``src`` does is heard before its rows are waited for.
+        """
         out, landing = out.to(self.travels_as(out.dtype)), None
         if staging.is_staged(into, self.group):
             out = staging.to_host(out) if out.numel() > 0 else out
@@ -332,19 +351,32 @@ class Peers:
         both = ((into, src, False), (out, dst, True))
         messages = [Message(t, peer, self.tag(what, t), sends) for t, peer, sends in both if t.numel() > 0]
         meter(out.numel() * out.element_size(), into.numel() * into.element_size())
+        header = None if self.told is None else self.told.headers.get(src)
+        found: list[Pending] = [] if header is None else [header]
         if not messages:
-            return []
-        with talking(f"starting to exchange {what} with workers {dst} and {src}", self.group):
+            return found
+        with self.talking(f"starting to exchange {what} with workers {dst} and {src}"):
             works = start(messages, self.group)
         # A backend that groups transfers returns one handle for all of them.
         pairs = zip(works, messages, strict=True) if len(works) == len(messages) else [(works[0], messages[0])]
-        found = [
+        transfers = [
             Transfer(self, work, messages, f"{'sending' if m.sends else 'receiving'} {what}, worker {m.peer}", meter)
             for work, m in pairs
         ]
         if landing is not None:
-            found[0].landing = landing  # receiving comes first
-        return found
+            transfers[0].landing = landing  # receiving comes first
+        return [*found, *transfers]
+
+    @contextmanager
+    def talking(self, doing: str) -> Iterator[None]:
+        """Say what has happened when the other workers do not answer."""
+        try:
+            with talking(doing, self.group):
+                yield
+        except RuntimeError as error:
+            if self.told is not None:
+                self.told.explain(error)
+            raise
 
 
 @dataclass
@@ -361,7 +393,7 @@ class Transfer:
     def wait(self) -> None:
         """Return when the message has arrived."""
         start = time.perf_counter()
-        with talking(self.doing, self.peers.group):
+        with self.peers.talking(self.doing):
             self.work.wait()
         self.meter(wait=time.perf_counter() - start)
         if self.landing is not None:
@@ -369,7 +401,10 @@ class Transfer:
         self.messages, self.landing = [], None
 
 
-def arrived(queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]]) -> tuple[int, Tensor]:
+Pending = Transfer | guard.Header
+
+
+def arrived(queue: deque[tuple[int, Tensor, list[Pending], torch.dtype]]) -> tuple[int, Tensor]:
     """Wait for the oldest transfer and return what came, in the type it had, keeping no reference to it."""
     q, block, transfers, dtype = queue.popleft()
     for transfer in transfers:
@@ -383,7 +418,7 @@ class PeerSink:
     def __init__(self, peers: Peers, meter: Meter, take: Take) -> None:
         self.peers, self.meter, self.take = peers, meter, take
         self.totals: dict[int, tuple[Tensor, int]] = {}  # of own rows, by part, and how many gradients are missing
-        self.queue: deque[tuple[int, Tensor, list[Transfer], torch.dtype]] = deque()
+        self.queue: deque[tuple[int, Tensor, list[Pending], torch.dtype]] = deque()
         self.pushed = self.drained = 0
 
     def push(self, q: int, grad: Tensor) -> None:
@@ -464,18 +499,20 @@ class OneShot:
         """Return the single piece, for each part."""
         return [(0,)] * count
 
-    def pull(self, parts: Iterable[Tensor], visits: Visits, meter: Meter) -> Iterator[tuple[int, Tensor]]:
+    def pull(
+        self, parts: Iterable[Tensor], visits: Visits, meter: Meter, about: About | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield the own rows and those of all peers as one piece."""
-        for x in parts:
-            yield 0, self._fetch(x, meter)
+        for number, x in enumerate(parts):
+            yield 0, self._fetch(x, meter, about if number == 0 else None)
 
-    def _fetch(self, x: Tensor, meter: Meter) -> Tensor:
+    def _fetch(self, x: Tensor, meter: Meter, about: About | None) -> Tensor:
         peers, n = self.peers, x.size(0)
-        peers.turn += 1
+        peers.begin(about, meter)
         rows = peers.buffer(n + self.num_halo, x, x.dtype)
         rows[:n] = x
         halo = rows[n:] if peers.travels_as(x.dtype) == x.dtype else peers.buffer(self.num_halo, x)
-        transfers: list[Transfer] = []
+        transfers: list[Pending] = []
         for q in peers.others:
             client = peers.client(q)
             transfers += peers.swap(x[peers.serve[client]], client, halo[self.spans[q]], q, "source rows", meter)
@@ -485,21 +522,21 @@ class OneShot:
             rows[n:] = halo
         return rows
 
-    def sink(self, meter: Meter, take: Take) -> OneShotSink:
+    def sink(self, meter: Meter, take: Take, about: About | None = None) -> OneShotSink:
         """Return the sink."""
-        return OneShotSink(self, meter, take)
+        return OneShotSink(self, meter, take, about)
 
 
 class OneShotSink:
     """Sends all gradients home at once."""
 
-    def __init__(self, exchange: OneShot, meter: Meter, take: Take) -> None:
-        self.exchange, self.meter, self.take, self.part = exchange, meter, take, 0
+    def __init__(self, exchange: OneShot, meter: Meter, take: Take, about: About | None) -> None:
+        self.exchange, self.meter, self.take, self.about, self.part = exchange, meter, take, about, 0
 
     def push(self, q: int, grad: Tensor) -> None:
         """Take the gradients of the own rows and of all others."""
         peers, n = self.exchange.peers, grad.size(0) - self.exchange.num_halo
-        peers.turn += 1
+        peers.begin(self.about if self.part == 0 else None, self.meter)
         own = grad[:n].clone()  # or the rows of others would live as long
         halo = grad[n:].contiguous()
         pending = []

@@ -57,6 +57,20 @@ def size_of(group: Group = None) -> int:
     return dist.get_world_size(group) if connected() else 1
 
 
+@contextmanager
+def talking(doing: str, group: Group = None) -> Iterator[None]:
+    """Say what may have happened when the other workers do not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"[rank {rank_of(group)}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). "
+            f"Either a worker ended (look for the first error among all ranks), or the workers ran different code: "
+            f"every rank must call the same layers in the same order with inputs of the same width, 'dtype' and "
+            f"'requires_grad', even if it holds no nodes, edges or labels."
+        ) from error
+
+
 def all_reduce_(tensor: Tensor, group: Group = None) -> None:
     """Add up a tensor over all workers, in place."""
     group = current(group)
@@ -133,7 +147,7 @@ class Member(NamedTuple):
 class Sent:
     """A message that is already there."""
 
-    def wait(self) -> None:
+    def wait(self, *timeout: Any) -> None:
         """Do nothing."""
 
 
@@ -144,8 +158,8 @@ class Arrival(NamedTuple):
     key: tuple[int, int, int]
     into: Tensor
 
-    def wait(self) -> None:
-        """Take it."""
+    def wait(self, *timeout: Any) -> None:
+        """Take it; whether it can still come is known without a timeout."""
         self.into.copy_(self.member.workers.take(self.member.rank, self.key))
 
 

@@ -1,0 +1,198 @@
+r"""Guards against workers that part without a word; :envvar:`PYG_SAR_GUARDS` ``=0`` leaves them away.
+
+Before rows travel, workers tell each other in a *header* which layer of the model they run, on rows of which shape, and
+the sum of its parameters. Whoever hears of something else than its own raises at once, with both names.
+What :func:`pyg_sar.sum_gradients` compares is in :mod:`pyg_sar.distributed.summed`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_sar.distributed.group import Group, Member, Message, rank_of, start, talking
+from pyg_sar.running import About
+
+ON = os.environ.get("PYG_SAR_GUARDS") != "0"
+
+SIZE = 256  # of a header, in bytes
+FIELDS = struct.Struct("<dBI")  # see `Told`; the words follow
+UNTOLD, FIRST, CHANGED = range(3)  # there is no sum; it is that of the layer's first call; it is another one
+LAST_WORDS = timedelta(seconds=1)  # in which peers shall hear why a worker ends
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+ORDER = (
+    "Every rank must call the same layers in the same order, with inputs of the same width, 'dtype' and "
+    "'requires_grad', even if it holds no nodes, edges or labels."
+)
+WIDTHS = "Widths must not be taken from a worker's own labels: 'data.num_classes' is that of the whole graph."
+ALIKE = (
+    "Every rank must start from the same parameters ('pyg_sar.broadcast_parameters(model)' before the first step), sum "
+    "gradients after each backward pass ('pyg_sar.sum_gradients(model)' before 'optimizer.step()'), and step by the "
+    "same learning rate."
+)
+
+
+def travel(group: Group, device: torch.device) -> bool:
+    """Whether headers accompany rows of a device: not where NCCL carries these, nor where nobody answers."""
+    if isinstance(group, Member):
+        return True
+    config = dist.get_backend_config(group)
+    return "cpu:gloo" in config and f"{device.type}:nccl" not in config
+
+
+class Told(NamedTuple):
+    """What is in a header.
+
+    Args:
+        total: The sum of the layer's parameters.
+        kind: ``UNTOLD``, ``FIRST`` or ``CHANGED``.
+        checksum: That of the words, which may have been cut.
+        words: What the worker does.
+    """
+
+    total: float
+    kind: int
+    checksum: int
+    words: str
+
+
+def pack(about: About) -> bytearray:
+    """Return the header of what this worker does."""
+    total, kind, words = 0.0, UNTOLD, about.what.encode()
+    if about.layer is not None and (parameters := summable(about.parameters)):
+        total, layer = sum(totals(parameters)), about.layer
+        # Lazy layers get their parameters in a first run, before they can be made alike.
+        if layer.first is None and about.complete:
+            layer.first = total
+        kind = FIRST if layer.first is None or same(layer.first, total) else CHANGED
+    packed = FIELDS.pack(total, kind, zlib.crc32(words)) + words
+    return bytearray(packed[:SIZE].ljust(SIZE, b"\0"))
+
+
+def unpack(header: bytearray) -> Told:
+    """Return what is in a header."""
+    return Told(*FIELDS.unpack_from(header), header[FIELDS.size :].rstrip(b"\0").decode(errors="ignore"))
+
+
+class Header:
+    """What a peer tells.
+
+    Args:
+        turn: The headers of all peers.
+        peer: Its number.
+    """
+
+    def __init__(self, turn: Turn, peer: int) -> None:
+        self.turn, self.peer, self.theirs = turn, peer, bytearray(SIZE)
+        self.into = torch.frombuffer(self.theirs, dtype=torch.uint8)
+        self.came: Any = None  # the handles of the messages from the peer and to it
+        self.sent: Any = None
+        self.heard = False
+
+    def wait(self) -> None:
+        """Wait for it, and raise if the peer does something else."""
+        try:
+            why = self.hear()
+        except RuntimeError as error:
+            self.turn.explain(error)
+            raise
+        if why:
+            self.turn.fail(why)
+
+    def hear(self, *timeout: timedelta) -> str:
+        """Wait for it, and return what is wrong with it."""
+        if self.heard:
+            return ""
+        begin, self.heard = time.perf_counter(), True
+        with talking(f"hearing what worker {self.peer} does", self.turn.group):
+            self.came.wait(*timeout)
+            self.sent.wait(*timeout)  # at once: who tells has asked before
+        self.turn.meter(wait=time.perf_counter() - begin)
+        if self.theirs == self.turn.mine:
+            return ""
+        return self.compare(unpack(self.turn.mine), unpack(self.theirs))
+
+    def compare(self, mine: Told, theirs: Told) -> str:
+        """Return what differs beyond rounding."""
+        layer, other = (told.words.partition(" on rows of ")[0] for told in (mine, theirs))
+        if mine[2:] != theirs[2:]:
+            advice = f"{ORDER} {WIDTHS}" if layer == other else ORDER
+            return f"This worker runs {mine.words}, worker {self.peer} {theirs.words}. {advice}"
+        known = UNTOLD not in (mine.kind, theirs.kind) and CHANGED in (mine.kind, theirs.kind)
+        if known and differ(mine.total, theirs.total, summable(self.turn.about.parameters)):
+            return f"The parameters of {layer} are not those of worker {self.peer}. {ALIKE}"
+        return ""
+
+
+class Turn:
+    """The headers of all peers with whom rows are exchanged in one turn.
+
+    Args:
+        about: What this worker does.
+        peers: The other workers.
+        group: The workers.
+        tag: A number that only headers of this turn have.
+        meter: Is told of the seconds spent waiting.
+    """
+
+    def __init__(self, about: About, peers: Iterable[int], group: Group, tag: int, meter: Callable[..., None]) -> None:
+        self.about, self.group, self.meter, self.mine = about, group, meter, pack(about)
+        self.headers = {q: Header(self, q) for q in peers}
+        out = torch.frombuffer(self.mine, dtype=torch.uint8)
+        messages = [Message(header.into, q, tag, False) for q, header in self.headers.items()]
+        messages += [Message(out, q, tag, True) for q in self.headers]
+        works = start(messages, group) if messages else []
+        for header, came, sent in zip(self.headers.values(), works, works[len(self.headers) :], strict=False):
+            header.came, header.sent = came, sent
+
+    def fail(self, why: str, error: RuntimeError | None = None) -> NoReturn:
+        """Raise, as soon as all peers have heard what this worker does and can tell by themselves."""
+        for header in self.headers.values():
+            with suppress(RuntimeError):
+                header.sent.wait(LAST_WORDS)
+        raise RuntimeError(f"[rank {rank_of(self.group)}] {why}") from error
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise if a worker was lost because workers do different things."""
+        for header in self.headers.values():
+            why = ""
+            with suppress(RuntimeError):
+                why = header.hear(LAST_WORDS)
+            if why:
+                self.fail(why, error)
+
+
+def summable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters whose sum is known without waiting for a device."""
+    return [t for t in tensors if type(t) is torch.nn.Parameter and t.is_cpu and t.dtype in TYPES]
+
+
+@torch.no_grad()
+def totals(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the sum of each tensor."""
+    return [float(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))) for t in tensors]
+
+
+def same(one: float, other: float) -> bool:
+    """Whether two numbers are equal, or neither is one."""
+    return one == other or (one != one and other != other)
+
+
+@torch.no_grad()
+def differ(one: float, other: float, tensors: Iterable[Tensor]) -> bool:
+    """Whether sums of tensors like these differ by more than what is rounded differently on other processors."""
+    if same(one, other):
+        return False
+    bound = sum(min(32 * torch.finfo(t.dtype).eps, 1e-2) * float(t.double().norm() + t.double().sum().abs()) for t in tensors)
+    return not abs(one - other) <= bound

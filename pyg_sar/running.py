@@ -1,0 +1,79 @@
+r"""Which layer of a model is running: what workers tell each other, so that none takes part in another's layer."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_here = threading.local()  # the `layer` of this thread, and whether its parameters are `told`
+LAYERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@dataclass
+class Layer:
+    """What is known of a layer.
+
+    Args:
+        name: What it is called in the model that ran when it was first seen.
+        first: The sum of its parameters then, as soon as all of them have values.
+    """
+
+    name: str
+    first: float | None = None
+
+
+class About(NamedTuple):
+    """What a worker does, which its peers must do as well.
+
+    Args:
+        what: The words, the same on all workers.
+        layer: The layer, if it is known.
+        parameters: Its own parameters; none where workers have compared them already.
+        complete: Whether all parameters have values.
+    """
+
+    what: str
+    layer: Layer | None = None
+    parameters: Sequence[Tensor] = ()
+    complete: bool = True
+
+
+def enter(modules: Sequence[torch.nn.Module]) -> None:
+    """Take note of the modules that are running, from the innermost to the outermost one."""
+    _here.layer = weakref.ref(modules[0]) if modules else None
+    _here.told = False
+    if modules and modules[0] not in LAYERS:
+        LAYERS[modules[0]] = Layer(called(modules))
+
+
+def called(modules: Sequence[torch.nn.Module]) -> str:
+    """Return what the innermost of the running modules is called in the outermost one that contains it."""
+    layer = modules[0]
+    kind = type(layer).__name__
+    names = (name for outer in reversed(modules) for name, found in outer.named_modules() if found is layer)
+    name = next(names)
+    return f"layer '{name}' ({kind})" if name else f"layer '{kind}'"
+
+
+def about(rows: Tensor | torch.Size, dtype: torch.dtype, how: str) -> About:
+    """Return what the present layer does with rows of a shape."""
+    module = getattr(_here, "layer", None) and _here.layer()
+    columns = " x ".join(map(str, rows[1:])) or "1"
+    doing = f"rows of {columns} columns ({str(dtype)[6:]}, {how})"
+    if module is None:
+        return About(doing)
+    layer, told, _here.told = LAYERS[module], _here.told, True
+    if told:
+        return About(f"{layer.name} on {doing}", layer)
+    # Others than message passing layers, such as a whole model that reads rows itself, may hold many.
+    owners = module.modules() if hasattr(module, "propagate") else (module,)
+    parameters = [p for owner in owners for p in owner._parameters.values() if p is not None]
+    complete = not any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in parameters)
+    return About(f"{layer.name} on {doing}", layer, parameters, complete)
