@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar import running
-from pyg_sar.distributed.collectives import grouped, is_local
+from pyg_sar.distributed.collectives import grouped
+from pyg_sar.distributed.group import is_local
 from pyg_sar.graph import ShardedGraph
 
 # What a tensor holds: both rows, both rows the other way round, or source numbers alone.

@@ -144,7 +144,11 @@ class _Call:
             yield rows
 
     def fetch(
-        self, rows: Iterable[Tensor], visits: Visits, meter: Any, home: Sequence[Tensor] = (),
+        self,
+        rows: Iterable[Tensor],
+        visits: Visits,
+        meter: Any,
+        home: Sequence[Tensor] = (),
         about: About | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Return source rows, part by part and block by block; those of a constant are fetched once."""

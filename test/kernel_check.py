@@ -316,7 +316,9 @@ def check_precision(
                 }
                 truth = normalised(execute(reference, call._replace(args=exact), torch.float64))
                 results = [normalised(execute(m, call, dtype)) for m in (module, reference)]
-                call_types = {} if call.name == "attention_" else {k: v.dtype for k, v in args.items() if isinstance(v, Tensor)}
+                call_types = (
+                    {} if call.name == "attention_" else {k: v.dtype for k, v in args.items() if isinstance(v, Tensor)}
+                )
                 for key, value in truth.items():
                     sums = errors.setdefault((call.title, key), [0.0, 0.0])
                     scale = value.masked_fill(value.isinf(), 0).square().sum().item()

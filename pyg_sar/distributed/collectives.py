@@ -2,15 +2,16 @@ r"""Sums over workers, of gradients above all, and the parameters they start fro
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_sar.distributed import group as workers
-from pyg_sar.distributed.group import current, rank_of, size_of, talking
+from pyg_sar.distributed.agreement import agree, compare, remember
+from pyg_sar.distributed.group import current, is_local, size_of, talking
 
 
 def grouped(group: Any = None) -> bool:
@@ -87,60 +88,71 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
 
 
 @torch.no_grad()
-def sum_gradients(module: torch.nn.Module, group: Any = None) -> None:
+def sum_gradients(
+    *modules: torch.nn.Module | Tensor | Iterable[Any],
+    group: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
     r"""Sum the gradients of all parameters over the workers, in one all-reduce for each type of parameter.
 
-    Call it after ``loss.backward()``. A parameter without a gradient here counts as zero; one that has a gradient on no
-    worker keeps none. Every worker must have the same parameters with the same ``requires_grad``, else all raise; those
-    of :class:`pyg_sar.nn.NodeEmbedding` are each worker's own and left out.
+    Call it once after ``loss.backward()``, or after the last backward pass of several that accumulate. A parameter
+    without a gradient here counts as zero; one that has a gradient on no worker keeps none. Those of
+    :class:`pyg_sar.nn.NodeEmbedding` are each worker's own and left out.
 
     :class:`torch.nn.parallel.DistributedDataParallel` can take its place. It averages where this sums: multiply the
     loss by the number of workers.
 
     Args:
-        module (torch.nn.Module): The model.
-        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+        *modules (torch.nn.Module, torch.nn.Parameter or iterable of these): The model, or what it is made of.
+        group (ProcessGroup, optional): The workers; may also come last without its name. (default: :obj:`None`, all of
+            them)
+        optimizer (torch.optim.Optimizer, optional): Its numbers, such as the learning rate, are compared.
+            (default: :obj:`None`)
+
+    Raises:
+        RuntimeError: On every worker, unless all of them have the same parameters of the same values and
+            ``requires_grad``, and the same numbers of the optimizer; or if gradients were summed before.
     """
+    if modules and workers.is_group(modules[-1]):
+        *modules, group = modules  # type: ignore[assignment]
+    named = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad and not is_local(p)}
     if not grouped(group):
         return
-    kinds: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
-    for parameter in module.parameters():
-        if parameter.requires_grad and not is_local(parameter):
-            kinds[parameter.dtype, parameter.device].append(parameter)
-    agree("the parameters that require a gradient", describe(module, grads=True), group)
-    for parameters in kinds.values():
-        sum_flat(parameters, group)
+    parameters = list(named.values())
+    totals = compare(named, optimizer, group)
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        kinds[parameter.dtype, parameter.device].append(parameter)
+    for alike in kinds.values():
+        sum_flat(alike, group)
+    remember(parameters, totals)
 
 
-def describe(module: torch.nn.Module, grads: bool = False) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Return name, type and shape of the parameters that require a gradient, or of all parameters and buffers, but for
-    those that differ among workers.
-    """
+def parameters_of(*modules: Any) -> dict[str, Tensor]:
+    """Return the parameters of modules, parameters and iterables of these by their names, each of them once."""
+    found: dict[str, Tensor] = {}
+    for k, it in enumerate(modules):
+        named: dict[str, Tensor] = {}
+        if isinstance(it, torch.nn.Module):
+            named |= it.named_parameters()
+        elif isinstance(it, Tensor):
+            named = {"parameter": it}
+        elif isinstance(it, Iterable) and not isinstance(it, (str, dict)):
+            named = parameters_of(*it)
+        else:
+            raise TypeError(f"Expected modules or parameters whose gradients shall be summed (got {type(it).__name__})")
+        found |= {name if len(modules) == 1 else f"{k}.{name}": p for name, p in named.items()}
+    first = {id(p): name for name, p in reversed(found.items())}
+    return {name: p for name, p in found.items() if first[id(p)] == name}
+
+
+def describe(module: torch.nn.Module) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Return name, type and shape of all parameters and buffers but those that are a worker's own."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    alike = [(name, t) for name, t in named if (t.requires_grad or not grads) and not is_local(t)]
-    return [(name, t.dtype, list(t.shape)) for name, t in alike]
+    return [(name, t.dtype, list(t.shape)) for name, t in named if not is_local(t)]
 
 
-def is_local(tensor: Tensor) -> bool:
-    """Whether a parameter or buffer holds rows of this worker's nodes (:class:`~pyg_sar.nn.NodeEmbedding`)."""
-    return getattr(tensor, "is_local", False)
-
-
-def agree(what: str, mine: list[Any], group: Any = None) -> None:
-    """Raise on every worker unless ``mine`` is the same on all: gloo would abort, or add up what does not belong."""
-    said = gather_objects(zlib.crc32(repr(mine).encode()), group)
-    if len(set(said)) == 1:
-        return
-    everything = [set(map(str, one)) for one in gather_objects(mine, group)]
-    odd = sorted({m for one in everything for m in one if any(m not in other for other in everything)})
-    same = [r for r, s in enumerate(said) if s == said[0]]
-    raise RuntimeError(
-        f"[rank {rank_of(group)}] The workers differ in {what}: ranks {same} have others than the rest "
-        f"({', '.join(odd[:3]) or 'in another order'}{', ...' if len(odd) > 3 else ''}). Make them all alike."
-    )
-
-
-def sum_flat(parameters: list[torch.nn.Parameter], group: Any) -> None:
+def sum_flat(parameters: list[Tensor], group: Any) -> None:
     """Sum the gradients of parameters of one type; how many workers have a gradient travels along."""
     some = parameters[0].new_tensor([p.grad is not None for p in parameters])
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

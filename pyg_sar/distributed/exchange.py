@@ -3,11 +3,11 @@ r"""Where source rows live and how they travel.
 Every exchange has the same few verbs, which is all that the streaming loop knows of it:
 
 * ``visits(count, ...)``: for each of ``count`` parts, the source shards in the order in which they are visited;
-* ``pull(parts, visits, meter, about)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads, for one
-  tensor ``x`` of ``parts`` after the other, which may be made when it is asked for: what is cut by columns travels in
-  one pipeline; given what this worker does, it raises if others do something else;
-* ``sink(meter, take, about)``: gets the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at their
-  owners, and calls ``take(part, grad)`` with those of the own rows as soon as they are complete, at the latest in
+* ``pull(parts, visits, meter, about)``: a generator of ``(q, x_q)``, the rows of shard ``q`` that this worker reads,
+  for one tensor ``x`` of ``parts`` after the other, which may be made when it is asked for: what is cut by columns
+  travels in one pipeline; if it is told what this worker is about, it raises where others are about something else;
+* ``sink(meter, take, about)``: gets the gradients of these rows by ``push(q, grad_q)``, in that order, adds them up at
+  their owners, and calls ``take(part, grad)`` with those of the own rows as soon as they are complete, at the latest in
   ``close()``; it may keep and change what was pushed;
 * ``tell(used)``: given which of the rows of other workers are used here (local-first), returns the own rows that each
   of them uses; ``restrict(used, served, number)``: the exchange of these rows alone, own rows having new numbers;
@@ -41,8 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.distributed import staging
-from pyg_sar.distributed import guard
+from pyg_sar.distributed import guard, staging
 from pyg_sar.distributed.collectives import global_max
 from pyg_sar.distributed.group import Group, Message, current, rank_of, size_of, start, talking
 from pyg_sar.graph import Index, length, renumber
@@ -249,13 +248,14 @@ class Peers:
 
     def tell(self, used: Tensor) -> list[Tensor]:
         """Tell every peer which of its rows are used here, one byte each; return the own rows that each peer uses."""
-        self.begin()
+        meter = Traffic().forward
+        self.begin(None, meter)
         flags = self._split(used.byte())
         transfers: list[Pending] = []
         answers = [used.new_empty(len(rows), dtype=torch.uint8) for rows in self.serve]
         for q in self.others:
             client = self.client(q)
-            transfers += self.swap(flags[q], q, answers[client], client, "used rows", Traffic().forward)
+            transfers += self.swap(flags[q], q, answers[client], client, "used rows", meter)
         for transfer in transfers:
             transfer.wait()
         return [rows[answer.bool()] for rows, answer in zip(self.serve, answers, strict=True)]
@@ -270,7 +270,7 @@ class Peers:
     def _split(self, halo: Tensor) -> tuple[Tensor, ...]:
         return halo.split([0 if q == self.rank else n for q, n in enumerate(self.num_src)])
 
-    def begin(self, about: About | None = None, meter: Meter | None = None) -> None:
+    def begin(self, about: About | None, meter: Meter) -> None:
         """Begin another turn; tell all with whom rows are exchanged what this worker does."""
         self.turn, self.told = self.turn + 1, None
         if about is not None and guard.ON and guard.travel(self.group, self.serve[0].device):

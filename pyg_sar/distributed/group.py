@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -34,6 +35,11 @@ class Message(NamedTuple):
 def current(group: Group = None) -> Group:
     """Return the group that ``group`` stands for; None for the default one of :mod:`torch.distributed`."""
     return getattr(_here, "member", None) if group is None else group
+
+
+def is_group(value: Any) -> bool:
+    """Whether a value may stand for a group."""
+    return value is None or isinstance(value, Member) or (dist.is_available() and isinstance(value, dist.ProcessGroup))
 
 
 def connected(group: Group = None) -> bool:
@@ -69,6 +75,18 @@ def talking(doing: str, group: Group = None) -> Iterator[None]:
             f"every rank must call the same layers in the same order with inputs of the same width, 'dtype' and "
             f"'requires_grad', even if it holds no nodes, edges or labels."
         ) from error
+
+
+def host(group: Group = None) -> torch.device:
+    """Return the device of small messages that the host reads: the CPU, if the workers can talk from there."""
+    group = current(group)
+    alone = isinstance(group, Member) or "cuda:" not in (config := dist.get_backend_config(group)) or "cpu:" in config
+    return torch.device("cpu" if alone else "cuda")
+
+
+def is_local(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer holds rows of this worker's nodes (:class:`~pyg_sar.nn.NodeEmbedding`)."""
+    return getattr(tensor, "is_local", False)
 
 
 def all_reduce_(tensor: Tensor, group: Group = None) -> None:
@@ -219,14 +237,17 @@ class Workers:
         return results
 
     def post(self, key: Any, value: Any) -> None:
-        """Leave something for somebody."""
-        self.box[key] = value
+        """Leave something for somebody, behind what was left before."""
+        self.box.setdefault(key, deque()).append(value)
         self.changed.notify_all()
 
     def take(self, rank: int, key: tuple[int, int, int]) -> Any:
         """Wait for a message and take it."""
-        self.wait(rank, f"a message of worker {key[0]}", lambda: key in self.box, {key[0]})
-        return self.box.pop(key)
+        self.wait(rank, f"a message of worker {key[0]}", lambda: bool(self.box.get(key)), {key[0]})
+        found = self.box[key].popleft()
+        if not self.box[key]:
+            del self.box[key]
+        return found
 
     def meet(self, rank: int, what: str, value: Any) -> list[Any]:
         """Wait until all workers have come, and return what they brought."""

@@ -2,7 +2,7 @@ r"""Guards against workers that part without a word; :envvar:`PYG_SAR_GUARDS` ``
 
 Before rows travel, workers tell each other in a *header* which layer of the model they run, on rows of which shape, and
 the sum of its parameters. Whoever hears of something else than its own raises at once, with both names.
-What :func:`pyg_sar.sum_gradients` compares is in :mod:`pyg_sar.distributed.summed`.
+What :func:`pyg_sar.sum_gradients` compares is in :mod:`pyg_sar.distributed.agreement`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.distributed.group import Group, Member, Message, rank_of, start, talking
+from pyg_sar.distributed.group import Group, Member, Message, is_local, rank_of, start, talking
 from pyg_sar.running import About
 
 ON = os.environ.get("PYG_SAR_GUARDS") != "0"
@@ -29,18 +30,23 @@ SIZE = 256  # of a header, in bytes
 FIELDS = struct.Struct("<dBI")  # see `Told`; the words follow
 UNTOLD, FIRST, CHANGED = range(3)  # there is no sum; it is that of the layer's first call; it is another one
 LAST_WORDS = timedelta(seconds=1)  # in which peers shall hear why a worker ends
-TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 ORDER = (
     "Every rank must call the same layers in the same order, with inputs of the same width, 'dtype' and "
     "'requires_grad', even if it holds no nodes, edges or labels."
 )
 WIDTHS = "Widths must not be taken from a worker's own labels: 'data.num_classes' is that of the whole graph."
-ALIKE = (
-    "Every rank must start from the same parameters ('pyg_sar.broadcast_parameters(model)' before the first step), sum "
-    "gradients after each backward pass ('pyg_sar.sum_gradients(model)' before 'optimizer.step()'), and step by the "
-    "same learning rate."
+START = (
+    "All workers must start from the same parameters: make and load the model alike on all of them, or call "
+    "'pyg_sar.broadcast_parameters(model)' before the first step."
 )
+NEVER = "Was 'pyg_sar.sum_gradients(model)' left out? It must be called between 'backward' and 'optimizer.step()'."
+STEPS = (
+    "Their optimizers have made different steps: by other numbers such as the learning rate, which "
+    "'pyg_sar.sum_gradients(model, optimizer=optimizer)' compares, or by gradients that were not summed after every "
+    "backward pass."
+)
+SUMMED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is remembered of parameters, see `agreement.Mark`
 
 
 def travel(group: Group, device: torch.device) -> bool:
@@ -75,14 +81,15 @@ def pack(about: About) -> bytearray:
         # Lazy layers get their parameters in a first run, before they can be made alike.
         if layer.first is None and about.complete:
             layer.first = total
-        kind = FIRST if layer.first is None or same(layer.first, total) else CHANGED
+        kind = FIRST if layer.first is None or alike(layer.first, total) else CHANGED
     packed = FIELDS.pack(total, kind, zlib.crc32(words)) + words
     return bytearray(packed[:SIZE].ljust(SIZE, b"\0"))
 
 
 def unpack(header: bytearray) -> Told:
     """Return what is in a header."""
-    return Told(*FIELDS.unpack_from(header), header[FIELDS.size :].rstrip(b"\0").decode(errors="ignore"))
+    total, kind, checksum = FIELDS.unpack_from(header)
+    return Told(total, kind, checksum, header[FIELDS.size :].rstrip(b"\0").decode(errors="ignore"))
 
 
 class Header:
@@ -130,9 +137,13 @@ class Header:
             advice = f"{ORDER} {WIDTHS}" if layer == other else ORDER
             return f"This worker runs {mine.words}, worker {self.peer} {theirs.words}. {advice}"
         known = UNTOLD not in (mine.kind, theirs.kind) and CHANGED in (mine.kind, theirs.kind)
-        if known and differ(mine.total, theirs.total, summable(self.turn.about.parameters)):
-            return f"The parameters of {layer} are not those of worker {self.peer}. {ALIKE}"
-        return ""
+        if not known or alike(mine.total, theirs.total):
+            return ""
+        parameters = summable(self.turn.about.parameters)
+        if alike(mine.total, theirs.total, sum(map(bound, parameters))):
+            return ""
+        advice = STEPS if any(p in SUMMED for p in parameters) else f"{NEVER} {START}"
+        return f"The parameters of {layer} are not those of worker {self.peer}. {advice}"
 
 
 class Turn:
@@ -174,25 +185,35 @@ class Turn:
 
 
 def summable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters whose sum is known without waiting for a device."""
-    return [t for t in tensors if type(t) is torch.nn.Parameter and t.is_cpu and t.dtype in TYPES]
+    """Return the parameters that all workers have alike and whose sum is known without waiting for a device."""
+    return [t for t in tensors if type(t) is torch.nn.Parameter and t.is_cpu and not is_local(t)]
 
 
 @torch.no_grad()
 def totals(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sum of each tensor."""
-    return [float(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))) for t in tensors]
-
-
-def same(one: float, other: float) -> bool:
-    """Whether two numbers are equal, or neither is one."""
-    return one == other or (one != one and other != other)
+    """Return the sum of each tensor, 0 of those that have none."""
+    found = [
+        t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) if has_sum(t) else t.new_zeros(()) for t in tensors
+    ]
+    if all(t.is_cpu for t in found):
+        return [float(t) for t in found]
+    return torch.stack([t.double().to(found[0].device) for t in found]).tolist()  # for which the host waits once
 
 
 @torch.no_grad()
-def differ(one: float, other: float, tensors: Iterable[Tensor]) -> bool:
-    """Whether sums of tensors like these differ by more than what is rounded differently on other processors."""
-    if same(one, other):
-        return False
-    bound = sum(min(32 * torch.finfo(t.dtype).eps, 1e-2) * float(t.double().norm() + t.double().sum().abs()) for t in tensors)
-    return not abs(one - other) <= bound
+def bound(tensor: Tensor) -> float:
+    """Return how far the sum of a tensor may be off on other processors."""
+    if not has_sum(tensor):
+        return 0.0
+    values = tensor.double()
+    return min(32 * torch.finfo(tensor.dtype).eps, 1e-2) * float(values.norm() + values.sum().abs())
+
+
+def has_sum(tensor: Tensor) -> bool:
+    """Whether a tensor can be summed up."""
+    return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.layout == torch.strided
+
+
+def alike(one: float, other: float, bound: float = 0.0) -> bool:
+    """Whether two sums differ by no more than a bound, or both are no numbers."""
+    return one == other or (one != one and other != other) or abs(one - other) <= bound

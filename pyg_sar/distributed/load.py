@@ -7,7 +7,7 @@ import os
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from pyg_sar.distributed import hetero
+from pyg_sar.distributed import guard, hetero
 from pyg_sar.distributed.assemble import assemble
 from pyg_sar.distributed.collectives import all_reduce, gather_objects
 from pyg_sar.distributed.exchange import Log
@@ -66,7 +66,7 @@ def load(
         shard = hetero.read_part(path, rank) if "node_types" in read_info(path, rank) else read_part(path, rank)
     except Exception as e:  # whatever it is, the others must hear of it
         error = f"{type(e).__name__}: {e}"
-    settings = torch.initial_seed(), remat, prefetch, str(wire)
+    settings = torch.initial_seed(), remat, prefetch, str(wire), guard.ON
     mine = error, *((shard.identity, shard.num_parts) if shard else ("", 0)), *settings
     said = gather_objects(mine, group)
     _agree(said, rank)
@@ -85,7 +85,7 @@ def load(
     return _hetero_data(shard, edges).to(str(device))
 
 
-def _agree(said: list[tuple[str, str, int, int, bool, int, str]], rank: int) -> None:
+def _agree(said: list[tuple[str, str, int, int, bool, int, str, bool]], rank: int) -> None:
     """Raise the same error on every worker unless all opened parts of one partition that fits them."""
     errors = [f"rank {r}: {error}" for r, (error, *_) in enumerate(said) if error]
     parts = {num_parts for error, _, num_parts, *_ in said if not error}
@@ -97,12 +97,14 @@ def _agree(said: list[tuple[str, str, int, int, bool, int, str]], rank: int) -> 
             f"[rank {rank}] The partition has {found} parts, but there are {len(said)} workers. Start one worker for "
             f"each part ('--nproc-per-node'), or partition the graph anew with 'num_parts={len(said)}'."
         )
-    for name, column in (("identity", 1), ("remat", 4), ("prefetch", 5), ("wire", 6)):
+    for name, column in (("identity", 1), ("remat", 4), ("prefetch", 5), ("wire", 6), ("PYG_SAR_GUARDS", 7)):
         values = [s[column] for s in said]
         if len(set(values)) > 1:
             why = (
                 "The parts come from different partitions; copy all of them from one run of the partitioner."
                 if name == "identity"
+                else "Set this variable alike on every rank."
+                if name == "PYG_SAR_GUARDS"
                 else f"Pass the same '{name}' to 'load' on every rank."
             )
             listed = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))

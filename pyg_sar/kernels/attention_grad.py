@@ -70,7 +70,9 @@ def _sources(
             values = x + features
         product = tl.sum(g * values, 1)
         top = head_of(peak, i, peak_stride, h, c, on, False, channels, type)
-        alpha = tl.where(on, tl.exp(score - top) / head_of(total, i, total_stride, h, c, on, False, channels, type), 0.0)
+        alpha = tl.where(
+            on, tl.exp(score - top) / head_of(total, i, total_stride, h, c, on, False, channels, type), 0.0
+        )
         factor = factor_of(e_id, e, on, of_edges, of_head, threshold, scale, type)
         of_row = head_of(inner, i, inner_stride, h, c, on, False, channels, type)
         # Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a difference

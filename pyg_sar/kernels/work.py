@@ -125,5 +125,12 @@ def launch(
     r = r if scores else min(r, triton.next_power_of_2(count))
     with torch.cuda.device_of(units.first):
         kernel[(min(triton.cdiv(count, r), programs) * columns,)](
-            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c, enable_fp_fusion=not scores
+            *args,
+            **units._asdict(),
+            num_units=count,
+            columns=columns,
+            **settings,
+            R=r,
+            C=c,
+            enable_fp_fusion=not scores,
         )

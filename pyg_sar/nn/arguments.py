@@ -11,7 +11,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import is_local
+from pyg_sar.distributed.group import is_local
 from pyg_sar.edge_index import EDGES, ShardedEdgeIndex, wrong_rows
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.trace import NotStreamable

@@ -46,9 +46,7 @@ def attend(
         half = x.dtype != accumulator(x.dtype)
         groups = [slice(0, layer.heads)] if half else head_groups(layer.heads, layer.out_channels)
         once = len(graph.blocks) == 1
-        reduce: Softmax = ProjectedSoftmax(
-            layer.heads, layer.out_channels, parameter, graph.degree, drop, groups, once
-        )
+        reduce: Softmax = ProjectedSoftmax(layer.heads, layer.out_channels, parameter, graph.degree, drop, groups, once)
     else:
         groups = travelling(layer, graph)
         reduce = Softmax(layer.heads, layer.out_channels, kind, parameter, graph.degree, drop, groups)

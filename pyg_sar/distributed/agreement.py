@@ -1,0 +1,183 @@
+r"""What workers must have in common before their gradients are summed, and what is remembered of those that were."""
+
+from __future__ import annotations
+
+import struct
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from pyg_sar.distributed import guard
+from pyg_sar.distributed.group import Group, all_gather, gather_objects, host, rank_of, talking
+
+# What is wrong with a gradient that was summed before.
+TROUBLES = {
+    1: "'sum_gradients' was called twice for one backward pass: the gradient of '{}' would count once for every "
+    "worker. Call it once, after 'backward' and before 'optimizer.step()'.",
+    2: "A backward pass added to the gradient of '{}', which was summed already and would count once for every worker. "
+    "Of passes that accumulate gradients, call 'sum_gradients' once, after the last one.",
+}
+CALLS = count()  # of `sum_gradients`
+
+
+class Mark(NamedTuple):
+    """What is remembered of a parameter whose gradient was summed.
+
+    Args:
+        grad: The gradient.
+        changes: How often it had been changed.
+        state: That of the parameter.
+        call: The number of the call.
+    """
+
+    grad: weakref.ref[Tensor]
+    changes: int
+    state: tuple[int, float]
+    call: int
+
+
+def agree(what: str, mine: Sequence[Any], group: Group = None) -> None:
+    """Raise on every worker unless ``mine`` is the same on all: gloo would abort, or add up what does not belong."""
+    said = gathered(checksum(mine), group)
+    if not differs(said):
+        return
+    everything = [set(map(str, one)) for one in gathered(mine, group)]
+    odd = sorted({m for one in everything for m in one if any(m not in other for other in everything)})
+    some = f"({', '.join(odd[:3]) or 'in another order'}{', ...' if len(odd) > 3 else ''})"
+    fail(f"The workers differ in {what}: {apart(said)} {some}. Make them all alike.", group)
+
+
+def compare(named: dict[str, Tensor], optimizer: torch.optim.Optimizer | None, group: Group) -> list[float]:
+    """Raise on every worker unless all of them sum the gradients of the same parameters, once, and have the same values
+    of them and of the optimizer's numbers; return the sums of the parameters' values.
+    """
+    tensors, numbers = list(named.values()), dict(settings(optimizer))
+    described = [(name, t.dtype, list(t.shape)) for name, t in named.items()]
+    totals = guard.totals(tensors) if guard.ON else []
+    mine = [int(guard.ON), checksum(described), 0, 0, 0, 0]
+    if guard.ON:
+        mine[2:] = checksum(numbers), *trouble(tensors, totals), *struct.unpack("<q", struct.pack("<d", sum(totals)))
+    with talking("comparing what gradients they sum", group):
+        found = torch.stack(all_gather(torch.tensor(mine, device=host(group)), group)).tolist()
+    guards, parameters, steps, troubles, which, values = zip(*found, strict=True)
+    if differs(guards):
+        fail(f"The workers differ in PYG_SAR_GUARDS: {apart(guards)}. Set it to 0 on all of them, or on none.", group)
+    if differs(parameters):
+        agree("the parameters that require a gradient", described, group)
+    if differs(steps):
+        fail(f"The workers' optimizers differ: {listed(gathered(numbers, group))}. Give all the same numbers.", group)
+    if worst := max(troubles):
+        fail(TROUBLES[worst].format(list(named)[which[troubles.index(worst)]]), group)
+    if differs(values):
+        look(named, totals, group)
+    return totals
+
+
+def look(named: dict[str, Tensor], totals: Sequence[float], group: Group) -> None:
+    """Raise if the values of parameters differ by more than rounding."""
+    bounds = [guard.bound(t) for t in named.values()]
+    everything = gathered((totals, bounds), group)
+    odd = []
+    for k, name in enumerate(named):
+        bound = max(bounds[k] for _, bounds in everything)
+        others = [0 if guard.alike(totals[k], everything[0][0][k], bound) else 1 for totals, _ in everything]
+        odd += [(name, others)] if any(others) else []
+    if odd:
+        names = ", ".join(f"'{name}'" for name, _ in odd[:3])
+        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+        advice = guard.STEPS if any(t in guard.SUMMED for t in named.values()) else guard.START
+        fail(f"The workers hold different values of {names}{more}: {apart(odd[0][1])}. {advice}", group)
+
+
+def trouble(tensors: Sequence[Tensor], totals: Sequence[float]) -> tuple[int, int]:
+    """Return what is wrong with one of the gradients, and with which of them."""
+    for k, tensor in enumerate(tensors):
+        mark, grad = guard.SUMMED.get(tensor), tensor.grad
+        if mark is None or grad is None or mark.grad() is not grad:
+            continue
+        changes = changes_of(grad) - mark.changes
+        # Two of them may be a change to zeros and the next backward pass.
+        if (changes == 0 or (changes == 1 and bool(grad.any()))) and not stepped(mark.call):
+            return 1 + changes, k
+    return 0, 0
+
+
+def stepped(call: int) -> bool:
+    """Whether some parameter changed since its gradient was summed by this or a later call: a gradient of others that
+    is never used may be summed as often as one likes.
+    """
+    # Simulated workers add to it meanwhile.
+    known = [(ref(), mark.state) for ref, mark in list(guard.SUMMED.data.items()) if mark.call >= call]
+    return any(t is not None and (changes_of(t), *guard.totals([t])) != state for t, state in known)
+
+
+def remember(tensors: Sequence[Tensor], totals: Sequence[float]) -> None:
+    """Remember that gradients were summed; without guards there are no sums of parameters."""
+    call = next(CALLS)
+    for tensor, total in zip(tensors, totals, strict=False):
+        if tensor.grad is not None:
+            mark = Mark(weakref.ref(tensor.grad), changes_of(tensor.grad), (changes_of(tensor), total), call)
+            guard.SUMMED[tensor] = mark
+
+
+def changes_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def settings(optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str]]:
+    """Yield the numbers by which an optimizer steps, without the last digits, which a scheduler may round."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    for k, group in enumerate(groups):
+        for name, value in group.items():
+            numbers = value if isinstance(value, (tuple, list)) else (value,)
+            numbers = [v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in numbers]
+            if all(isinstance(v, (int, float)) for v in numbers):
+                text = ", ".join(f"{v:.12g}" for v in numbers)
+                yield name if len(groups) == 1 else f"{name} of group {k}", text
+
+
+def listed(numbers: Sequence[dict[str, str]]) -> str:
+    """Return the numbers that differ, with those who have them."""
+    texts = []
+    for name in dict.fromkeys(name for one in numbers for name in one):
+        said = [one.get(name, "none") for one in numbers]
+        if differs(said):
+            texts.append(", ".join(f"{name}={v} on ranks {ranks(said, v)}" for v in dict.fromkeys(said)))
+    return "; ".join(texts[:3])
+
+
+def differs(said: Sequence[Any]) -> bool:
+    """Whether not all have said the same."""
+    return any(one != said[0] for one in said)
+
+
+def ranks(said: Sequence[Any], value: Any) -> list[int]:
+    """Return who has said something."""
+    return [rank for rank, one in enumerate(said) if one == value]
+
+
+def apart(said: Sequence[Any]) -> str:
+    """Return who differs from whom."""
+    return f"ranks {ranks(said, said[0])} have others than the rest"
+
+
+def checksum(value: Any) -> int:
+    """Return a number by which values can be compared."""
+    return zlib.crc32(repr(value).encode())
+
+
+def gathered(value: Any, group: Group) -> list[Any]:
+    """Return the values of all workers."""
+    with talking("comparing what they have in common", group):
+        return gather_objects(value, group)
+
+
+def fail(why: str, group: Group) -> NoReturn:
+    """Raise."""
+    raise RuntimeError(f"[rank {rank_of(group)}] {why}")
