@@ -121,10 +121,18 @@ def nll_loss(values: Tensor) -> Any:
     for node in nodes:
         name = "" if node is None else node.name()
         if name.startswith("NllLoss"):
-            return node
+            return node if remembers(node) else None
         if name.startswith(("Add", "Mul", "View", "Index")):  # label smoothing, rows of pixels, chosen rows
             nodes += [inner for inner, _ in node.next_functions]
     return None
+
+
+def remembers(node: Any) -> bool:
+    """Whether a step of autograd still has its inputs, which it drops after backward."""
+    try:
+        return node._saved_target is not None
+    except RuntimeError:
+        return False
 
 
 def check_weight(loss: Any, values: Tensor, weight: Tensor | None, group: Any) -> None:

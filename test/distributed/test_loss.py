@@ -221,6 +221,8 @@ def test_what_is_meant_is_not_refused():
     weighted = entropy(out, CLASSES, weight=WEIGHT)
     close(global_mean(weighted, weight=torch.ones_like(weighted)), weighted.mean(), "plain mean", 1e-6)
     close(global_mean(entropy(out[:5], LABELS[:5])), F.cross_entropy(out, LABELS), "chosen before", 1e-6)
+    weighted.sum().backward()
+    close(global_mean(weighted), weighted.mean(), "of a loss that was used", 1e-6)
     pixels = entropy(out.view(3, 4, 2), CLASSES.view(3, 2), weight=WEIGHT)
     expected = F.cross_entropy(out.view(3, 4, 2), CLASSES.view(3, 2), weight=WEIGHT)
     close(global_mean(pixels, weight=WEIGHT[CLASSES.view(3, 2)]), expected, "pixels", 1e-6)
