@@ -179,7 +179,9 @@ def main(args: argparse.Namespace) -> None:
             for workers in (0, 1, 2, 4):
                 folder = Path(scratch) / f"{task.replace('/', '-')}-{workers}"
                 if workers and not folder.exists():
-                    pyg_sar.partition(read(task, args.root), workers, folder)
+                    pairs = () if task == "DBLP" else ("pairs", "negatives", "test_pairs")  # ids of the whole graph
+                    levels = dict.fromkeys(pairs, "graph")
+                    pyg_sar.partition(read(task, args.root), workers, folder, levels=levels)
                 where = ["--folder", str(folder)] if workers else []
                 results = launch(__file__, workers, common + where, threads=1)[0]
                 losses.append(torch.tensor([curve for curve, _ in results], dtype=torch.float64))

@@ -392,7 +392,7 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 def _is_pairs(path: Path, value: Tensor) -> bool:
     """Tell whether integers are pairs of nodes, or faces of three, by name and shape."""
     words = _words(path)
-    edges = "edges" in words or ("edge" in words and bool(words & (SPLITS | {"pos", "neg"})))
+    edges = bool(words & {"edges", "pairs", "links"}) or ("edge" in words and bool(words & (SPLITS | {"pos", "neg"})))
     by_row, by_column = (value.dim() == 2 and value.size(dim) == 2 for dim in (0, 1))
     return path[-1] == "face" or (by_row and (edges or _names_ids(path))) or (by_column and edges)
 

@@ -87,6 +87,7 @@ PAIRS = {
     "edge_label_index": torch.tensor([[1, 2, 3], [4, 5, 6]]),
     "train_pos_edge_index": torch.randint(10, (2, 24)),  # as many as edges
     "test_edges": torch.tensor([[1, 2], [3, 4], [5, 6]]),
+    "test_pairs": torch.tensor([[1, 2, 3], [4, 5, 6]]),
     "face": torch.tensor([[1], [2], [3]]),
 }
 
