@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from pyg_sar.distributed.exchange import Peers, Transfer
+from pyg_sar.distributed.guard import Header
 
 # What takes a worker's time, besides computing. Rows are gathered, and messages started, by the thread that computes.
 POSTING, FORWARD, BACKWARD, GRADIENTS, COLLECTIVES = KINDS = (
@@ -70,6 +71,7 @@ def watch() -> Iterator[Step]:
     """Record the spans of a step."""
     step, started, numbers = Step(), {}, Counter()
     wait, swap, fetch, collectives = Transfer.wait, Peers.swap, Peers._fetch, ("all_reduce", "all_gather_object")
+    hear = Header.wait
 
     def timed(kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -77,9 +79,9 @@ def watch() -> Iterator[Step]:
         step.spans.append(Span(kind, start, time.perf_counter()))
         return out
 
-    def timed_swap(peers: Peers, *args: Any) -> list[Transfer]:
+    def timed_swap(peers: Peers, *args: Any) -> list[Transfer | Header]:
         transfers = swap(peers, *args)
-        for transfer in transfers:
+        for transfer in (t for t in transfers if isinstance(t, Transfer)):
             direction, peer = transfer.doing.split()[0], int(transfer.doing.split()[-1])
             numbers[direction, peer] += 1
             started[id(transfer)] = (direction, peer, numbers[direction, peer]), time.perf_counter()
@@ -96,6 +98,7 @@ def watch() -> Iterator[Step]:
     with ExitStack() as stack:
         for target, name, new in ((Transfer, "wait", timed_wait), (Peers, "swap", timed_swap)):
             stack.enter_context(patch.object(target, name, new))
+        stack.enter_context(patch.object(Header, "wait", lambda header: timed(FORWARD, hear, header)))
         stack.enter_context(patch.object(Peers, "_fetch", lambda *args: timed(POSTING, fetch, *args)))
         for name in (*collectives, "all_gather"):
             stack.enter_context(patch.object(dist, name, partial(timed, COLLECTIVES, getattr(dist, name))))
