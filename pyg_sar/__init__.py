@@ -20,10 +20,11 @@ from pyg_sar.distributed.gather import gather
 from pyg_sar.distributed.links import corrupt, links
 from pyg_sar.distributed.load import load
 from pyg_sar.distributed.loss import accuracy, global_mean, replicated
-from pyg_sar.distributed.process_group import process_group
+from pyg_sar.distributed.process_group import init, process_group
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Block, ShardedGraph
 from pyg_sar.inference import inference
+from pyg_sar.watch import allow_local
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "ShardedGraph",
     "accuracy",
     "all_reduce",
+    "allow_local",
     "broadcast_parameters",
     "check",
     "corrupt",
@@ -62,6 +64,7 @@ __all__ = [
     "global_mean",
     "global_sum",
     "inference",
+    "init",
     "links",
     "load",
     "locality_order",

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar import running
-from pyg_sar.distributed.collectives import grouped
-from pyg_sar.distributed.group import is_local
+from pyg_sar.distributed.group import is_local, size_of
 from pyg_sar.graph import ShardedGraph
 
 # What a tensor holds: both rows, both rows the other way round, or source numbers alone.
@@ -569,7 +568,7 @@ UNLESS: dict[str, Callable[[Any, dict[str, Any], Any], bool]] = {
 
 def numbers_all_nodes(graph: ShardedGraph | None) -> bool:
     """Whether rows are those of all nodes in their order, as in one process (of which all is known without a graph)."""
-    return not grouped() if graph is None else graph.exchange.alone and graph.n_id is None
+    return size_of() == 1 if graph is None else graph.exchange.alone and graph.n_id is None
 
 
 def decides_alike(pyg: Any) -> bool:

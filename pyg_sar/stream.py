@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Variable
 
-from pyg_sar import running
+from pyg_sar import running, watch
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.reduce import Needs, Reduce, Rows, linear, linear_grad
 from pyg_sar.running import About
@@ -68,7 +68,12 @@ def start(graph: ShardedGraph, reduce: Reduce, x: Tensor, others: Rows, lin: Lin
     call = _Call(graph, reduce, home, others)
     if call.grads and not graph.exchange.alone and any(t.requires_grad for t in home):
         home = _Home.apply(call, *home)
-    return lambda: _Aggregate.apply(call, *home, *chain(*others))
+
+    def end() -> Tensor:
+        out = _Aggregate.apply(call, *home, *chain(*others))
+        return out if graph.exchange.alone else watch.rows(out)
+
+    return end
 
 
 def once_differentiable() -> None:

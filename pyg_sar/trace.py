@@ -237,7 +237,7 @@ class Trace(Dropout):
 
     def watch(self, func: Callable, name: str, args: Any, kwargs: Any) -> Any:
         """Let a function run or answer in its place."""
-        kinds = {self.kinds.get(t) for t in _tensors(args, kwargs)}
+        kinds = {self.kinds.get(t) for t in tensors(args, kwargs)}
         if name == "dropout":
             return self.drop(func, args, kwargs)
         if kinds & {"edges", "row", "col"}:
@@ -251,7 +251,7 @@ class Trace(Dropout):
         out = func(*args, **kwargs)
         if "unknown" in kinds and name not in KNOWN:
             inplace = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-            for t in _tensors((out, args[:1] if inplace else ())):
+            for t in tensors((out, args[:1] if inplace else ())):
                 self.kinds[t] = "unknown"
         return out
 
@@ -283,7 +283,7 @@ class Trace(Dropout):
                 return count
         elif name in SUMS | EXTREMA:
             return self.reduce(name, args, kwargs)
-        elif name in READS and [self.kinds.get(t) for t in _tensors(args[1:], kwargs)] == ["row"]:
+        elif name in READS and [self.kinds.get(t) for t in tensors(args[1:], kwargs)] == ["row"]:
             out = func(*args, **kwargs)
             if first == "unknown":
                 self.kinds[out] = "unknown"
@@ -362,12 +362,12 @@ def _bind(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return target, dim, index, src, op, include_self
 
 
-def _tensors(*values: Any) -> Iterator[Tensor]:
+def tensors(*values: Any) -> Iterator[Tensor]:
     """Yield the tensors in the arguments."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(*value)
+            yield from tensors(*value)
         elif isinstance(value, dict):
-            yield from _tensors(*value.values())
+            yield from tensors(*value.values())

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar import watch
 from pyg_sar.distributed import group as workers
 from pyg_sar.distributed.agreement import agree, compare, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
+from pyg_sar.kinds import SAME
 
 
 def grouped(group: Any = None) -> bool:
@@ -19,6 +21,7 @@ def grouped(group: Any = None) -> bool:
     return size_of(group) > 1
 
 
+@watch.gives(SAME)
 def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the sum of a tensor over all workers, without a gradient."""
     tensor = tensor.detach().clone()
@@ -41,6 +44,7 @@ class _Sum(torch.autograd.Function):
         return global_sum(grad, ctx.group), None
 
 
+@watch.gives(SAME)
 def global_sum(tensor: Tensor, group: Any = None) -> Tensor:
     r"""Return the sum of a tensor over all workers, with its gradient.
 
@@ -54,6 +58,7 @@ def global_sum(tensor: Tensor, group: Any = None) -> Tensor:
     return _Sum.apply(tensor, group)
 
 
+@watch.gives(SAME)
 def global_max(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the largest entries of a tensor on any worker, without a gradient."""
     return all_gather(tensor, group).amax(0)
@@ -71,6 +76,7 @@ def degree_histogram(edge_index: Any, group: Any = None) -> Tensor:
     return all_reduce(torch.bincount(degree, minlength=size), group)
 
 
+@watch.gives(SAME)
 def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the tensors of all workers, stacked in the order of ranks, without a gradient."""
     if not grouped(group):
@@ -113,6 +119,7 @@ def sum_gradients(
         RuntimeError: On every worker, unless all of them have the same parameters of the same values and
             ``requires_grad``, and the same numbers of the optimizer; or if gradients were summed before.
     """
+    watch.stepped()
     if modules and workers.is_group(modules[-1]):
         *modules, group = modules  # type: ignore[assignment]
     named = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad and not is_local(p)}

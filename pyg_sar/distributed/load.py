@@ -7,6 +7,7 @@ import os
 import torch
 from torch_geometric.data import Data, HeteroData
 
+from pyg_sar import watch
 from pyg_sar.distributed import guard, hetero
 from pyg_sar.distributed.assemble import assemble
 from pyg_sar.distributed.collectives import all_reduce, gather_objects
@@ -80,9 +81,9 @@ def load(
         return ShardedEdgeIndex(assemble(topology, rank, group, remat, prefetch, seeds, wire, log))
 
     if isinstance(shard, Shard):
-        return _data(shard, edge_index(shard.topology)).to(str(device))
+        return watch.loaded(_data(shard, edge_index(shard.topology)).to(str(device)), shard.graph_attrs)
     edges = {it: edge_index(topology, k) for k, (it, topology) in enumerate(shard.topologies.items())}
-    return _hetero_data(shard, edges).to(str(device))
+    return watch.loaded(_hetero_data(shard, edges).to(str(device)), ())
 
 
 def _agree(said: list[tuple[str, str, int, int, bool, int, str, bool]], rank: int) -> None:

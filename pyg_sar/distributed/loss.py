@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar import watch
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import rank_of, size_of
+from pyg_sar.kinds import LOSS
 
 
 class _Valued(torch.autograd.Function):
@@ -23,6 +25,7 @@ class _Valued(torch.autograd.Function):
         return grad, None
 
 
+@watch.gives(LOSS)
 def global_mean(
     values: Tensor, group: Any = None, *, weight: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
@@ -157,6 +160,7 @@ def ignored_values(loss: Any, values: Tensor, mask: Tensor | None) -> Tensor:
     return ignored.sum() if mask is None else (ignored & like_rows(mask, values).reshape_as(ignored)).sum()
 
 
+@watch.gives(LOSS)
 def replicated(term: Tensor, group: Any = None) -> Tensor:
     r"""Mark a term of the loss that every worker adds alike, because it does not depend on nodes.
 

@@ -2,13 +2,18 @@ r"""Start and orderly end of the workers."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from pyg_sar import watch
 
 
 @contextmanager
@@ -24,9 +29,65 @@ def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterato
             tensors if there is a GPU for every local worker.
         timeout: Seconds after which a worker gives up waiting for another one.
     """
-    if "WORLD_SIZE" not in os.environ:
+    if not join(backend, timeout):
         yield 0
         return
+    try:
+        with watch.watching():
+            yield dist.get_rank()
+    except SystemExit as end:
+        if not end.code:  # a script that ends well by `sys.exit()`
+            leave()
+        raise
+    # Not in a `finally`: after an exception the others may never come to the barrier.
+    leave()
+
+
+def init(backend: str | None = None, timeout: float = 300.0) -> int:
+    """Join the workers as :func:`process_group` does, for the rest of the script, and return the rank.
+
+    .. code-block:: python
+
+        pyg_sar.init()
+        data = pyg_sar.load("parts/cora")
+
+    Workers wait for each other when the script has ended well, and leave at once after an exception that nobody caught,
+    or ``sys.exit`` with another status than 0.
+
+    Args:
+        backend: As for :func:`process_group`.
+        timeout: As for :func:`process_group`.
+    """
+    if not join(backend, timeout):
+        return 0
+    watch.start()
+    leave_at_exit()
+    return dist.get_rank()
+
+
+def leave_at_exit() -> None:
+    """Leave when the interpreter ends, if it ends well: of an exception it tells in ``sys.last_value``, of ``sys.exit``
+    only those who were called.
+    """
+    leaves, statuses = sys.exit, []
+
+    def leaving(status: Any = None) -> NoReturn:
+        statuses.append(status)
+        leaves(status)
+
+    def end() -> None:
+        watch.stop()
+        if not hasattr(sys, "last_value") and not any(statuses):
+            leave()
+
+    sys.exit = leaving
+    atexit.register(end)
+
+
+def join(backend: str | None, timeout: float) -> bool:
+    """Join the workers, if there are others."""
+    if "WORLD_SIZE" not in os.environ:
+        return False
     if backend is None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         backend = "cpu:gloo,cuda:nccl" if 0 < local <= torch.cuda.device_count() else "gloo"
@@ -35,14 +96,7 @@ def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterato
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     if "nccl" in backend:  # a first message from one worker to another one takes connections that all make together
         dist.all_reduce(torch.zeros(1, device="cuda"))
-    try:
-        yield dist.get_rank()
-    except SystemExit as end:
-        if not end.code:  # a script that ends well by `sys.exit()`
-            leave()
-        raise
-    # Not in a `finally`: after an exception the others may never come to the barrier.
-    leave()
+    return True
 
 
 def leave() -> None:

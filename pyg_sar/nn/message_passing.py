@@ -17,9 +17,11 @@ from pyg_sar.distributed.assemble import shard
 from pyg_sar.distributed.reverse import reverse
 from pyg_sar.edge_index import EDGES, SOURCES, ShardedEdgeIndex, fail, refuse_table, sharded
 from pyg_sar.graph import Seeds, ShardedGraph, fingerprint
+from pyg_sar.kinds import ROWS
 from pyg_sar.nn.arguments import FLOW, PAIR, Call, check_destinations, check_edges, edge_arguments
 from pyg_sar.nn.rows import SIMPLE
 from pyg_sar.nn.strategy import rows_of_edges, strategy
+from pyg_sar.watch import gives
 
 OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 
@@ -94,6 +96,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         """Aggregate the arguments of :meth:`propagate` over ``graph``."""
         raise NotImplementedError
 
+    @gives(ROWS)
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Stream if possible, else run PyG's own code."""
         if type(self).stream is not MessagePassing.stream:
@@ -115,6 +118,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
                 f"{edge_index.size(1)} edges ({error}). The aggregations {', '.join(SIMPLE)} work on every graph."
             ) from error
 
+    @gives(ROWS)
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Stream if possible, else run PyG's own code; the generated one does not know the arguments of an overridden
         ``forward``.

@@ -1,0 +1,324 @@
+r"""Sees what looks at a worker's rows alone, in the first training step, and refuses it by name.
+
+Layers see the rows of all workers. What a script computes beside them (a mean over nodes, a pooling function, a
+normalisation that was not converted, a term of the loss without nodes) sees those of one worker, and gives another
+number than the whole graph would, without a word. :class:`Watch` is a mode of torch that follows the rows of loaded
+data from function to function (:mod:`pyg_sar.kinds`), and raises where they are mixed. It begins with
+:func:`pyg_sar.process_group` or :func:`pyg_sar.init` and ends with the second call of :func:`pyg_sar.sum_gradients`,
+when it leaves torch's stack of modes: from then on it costs nothing.
+
+Functions of this package that know what they do say by :func:`gives` what they return, and nobody looks into them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils.weak import WeakIdKeyDictionary
+from torch_geometric.data.data import BaseData
+
+from pyg_sar.distributed import guard
+from pyg_sar.distributed.group import rank_of, size_of
+from pyg_sar.edge_index import ShardedEdgeIndex, sharded
+from pyg_sar.kinds import (
+    BEFORE,
+    COUNTED,
+    REPLICATED,
+    ROWS,
+    SAME,
+    SHARE,
+    SUM_UP,
+    WIDTH,
+    Call,
+    Kind,
+    Local,
+    assigned,
+    kind_of,
+)
+from pyg_sar.trace import tensors
+
+STEPS = 2  # calls of `sum_gradients`: a training step, what follows it, and the beginning of the next one
+CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
+NUMBERS = {"item", "int", "float", "complex", "format", "tolist", "numpy", "array"}
+ARRAYS = {"numpy", "array", "tolist"}
+POOLS = ("torch_geometric.nn.pool", "torch_geometric.nn.aggr")
+METRICS = ("torch_geometric.nn", "sklearn", "ogb")  # where rows leave torch to become a number
+LIBRARIES = ("torch", "torch_geometric", "sklearn", "ogb", "numpy", "scipy")  # which scripts call
+KNOWING = ("pyg_sar", "torchmetrics")  # who takes the rows of all workers together
+CONVERT = "'pyg_sar.nn.convert(model)' gives a model of PyG its exact form, if there is one"
+POOL = "Take the pooling of this name in 'pyg_sar.nn', or convert the module that does it ('pyg_sar.nn.convert')"
+GATHER = "Take the rows of all workers ('pyg_sar.gather(...)'), or a metric that does, such as 'pyg_sar.accuracy(...)'"
+MEANT = "Where this worker's rows are meant, say 'with pyg_sar.allow_local():'"
+
+_here = threading.local()  # whose `watch` is that of this thread
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Watch(TorchFunctionMode):
+    """Follows rows through the functions of torch that this thread calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = WeakIdKeyDictionary()
+        self.values = WeakIdKeyDictionary()  # of shares: those that others add to in place are shares no more
+        self.steps = self.calls = self.local = self.aside = 0
+        self.over = self.warned = False
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let a function run, and look at what it was given and what it returned."""
+        if torch.compiler.is_compiling() or self.aside or self.over:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        self.over = self.calls > CALLS
+        call = Call(func, args, kwargs or {}, self.kind)
+        out = func(*args, **(kwargs or {}))
+        self.look(call, out)
+        return out
+
+    def kind(self, tensor: Tensor) -> Kind | None:
+        """Return what a tensor is, if that is known."""
+        known = self.kinds.get(tensor)
+        if known is None:
+            return Kind(SAME) if isinstance(tensor, torch.nn.Parameter) else None
+        if known.what == SHARE and not torch.equal(tensor, self.values[tensor]):
+            return None
+        return known
+
+    def mark(self, tensor: Tensor, kind: Kind | None) -> None:
+        """Remember what a tensor is."""
+        if isinstance(tensor, ShardedEdgeIndex):
+            return
+        if kind is None or (kind.what == SHARE and self.local):
+            self.kinds.pop(tensor, None)
+            return
+        self.kinds[tensor] = kind
+        if kind.what == SHARE:
+            self.values[tensor] = tensor.detach().clone()
+
+    def look(self, call: Call, out: Any) -> None:
+        """Remember what the results of a call are, or refuse it."""
+        results = call.args[:1] if call.name == "setitem" else tuple(tensors(out))
+        try:
+            found = [assigned(call) if call.name == "setitem" else kind_of(call, t) for t in results]
+            self.check(call, found)
+        except Local as local:
+            self.refuse(local)
+            found = [None] * len(results)
+        for tensor, kind in zip(results, found, strict=True):
+            self.mark(tensor, kind)
+
+    def check(self, call: Call, found: list[Kind | None]) -> None:
+        """Refuse, or warn of, what is local because of who does it, or where it ends."""
+        name, rows, whole = call.name, ROWS in call.whats, call.kinds[:1] and call.kinds[0][1] == Kind(SAME)
+        if name in NUMBERS and SHARE in call.whats:
+            self.warn(call)
+        elif name == "backward" and whole:
+            raise Local(f"differentiates what {COUNTED}", REPLICATED)
+        elif rows and name in ARRAYS and path().through(*METRICS):
+            raise Local(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER)
+        elif rows and any(kind is not None and kind.what == SHARE for kind in found) and path().through(*POOLS):
+            raise Local("reads out nodes or edges of this worker alone", "")
+        elif name == "randperm" and self.transforms():
+            raise Local("draws among the nodes or edges of this worker alone ('randperm')", BEFORE)
+
+    def transforms(self) -> bool:
+        """Whether a transform of PyG is running on loaded data."""
+        frames = [frame for frame in path().inner if within(frame, "torch_geometric.transforms")]
+        found = [data for frame in frames if isinstance(data := frame.f_locals.get("data"), BaseData)]
+        return any(self.kind(t) is not None for data in found for store in data.stores for t in tensors(dict(store)))
+
+    def refuse(self, local: Local) -> None:
+        """Raise, unless this is meant, or done by code that knows what it does."""
+        at = path()
+        if self.local or at.known:
+            return
+        advice = local.advice
+        if at.through("torch_geometric.transforms"):
+            advice = BEFORE
+        elif at.through(*POOLS):
+            advice = POOL
+        elif at.through("torch_geometric.nn.models") and advice != WIDTH:
+            advice = CONVERT
+        raise NotImplementedError(f"[rank {rank_of()}] {at.user}: {at.entry} {local.why}. {advice}. {MEANT}.") from None
+
+    def warn(self, call: Call) -> None:
+        """Say once that a number is that of this worker."""
+        at = path()
+        if self.warned or self.local or at.known:
+            return
+        self.warned = True
+        warnings.warn_explicit(
+            f"[rank {rank_of()}] '{call.name}' of a sum over rows gives the number of this worker alone. {SUM_UP}, or "
+            f"'pyg_sar.accuracy(...)'. {MEANT}. This is said once.",
+            UserWarning, at.file, at.line,
+        )  # fmt: skip
+
+    def run(self, what: str, function: Callable, args: Any, kwargs: Any) -> Any:
+        """Run a function that knows what it does, and remember what it returns."""
+        self.aside += 1
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self.aside -= 1
+        if what == ROWS:
+            known = any(k is not None and k.what == ROWS for k in map(self.kind, tensors(args, kwargs)))
+            what = ROWS if known or any(sharded(args, kwargs)) else ""
+        for t in tensors(out):
+            dim = getattr(args[0], "node_dim", 0) % max(t.dim(), 1)
+            self.mark(t, Kind(what, dim if what == ROWS else 0) if what else None)
+        return out
+
+
+class Path:
+    """Who called: frames of libraries, and beyond these the one of a script, or of this package."""
+
+    def __init__(self, frame: FrameType | None) -> None:
+        self.inner: list[FrameType] = []
+        while frame is not None and within(frame, __name__, *LIBRARIES):
+            if not within(frame, __name__):
+                self.inner.append(frame)
+            frame = frame.f_back
+        self.known = frame is None or within(frame, *KNOWING)
+        self.file, self.line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        self.user = f"{self.file}, line {self.line}"
+
+    def through(self, *names: str) -> bool:
+        """Whether modules of these names take part."""
+        return any(within(frame, *names) for frame in self.inner)
+
+    @property
+    def entry(self) -> str:
+        """What the script called of another library than torch, if it did."""
+        frame = next((frame for frame in reversed(self.inner) if not within(frame, "torch")), None)
+        if frame is None:
+            return "this"
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if owner is not None:
+            name = type(owner).__name__ if name in ("forward", "__call__") else f"{type(owner).__name__}.{name}"
+        return f"'{name}'"
+
+
+def path() -> Path:
+    """Return who called."""
+    return Path(sys._getframe(1))
+
+
+def within(frame: FrameType, *names: str) -> bool:
+    """Whether a frame runs code of modules of these names."""
+    module = frame.f_globals.get("__name__", "")
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def current() -> Watch | None:
+    """Return what watches this thread."""
+    return getattr(_here, "watch", None)
+
+
+def gives(what: str) -> Callable[[Function], Function]:
+    """Say what a function of this package returns: ``ROWS`` if it is given rows or a sharded graph, the ``SAME`` on
+    every worker, or a ``LOSS``. What it does within is right.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def known(*args: Any, **kwargs: Any) -> Any:
+            watch = None if torch.compiler.is_compiling() else current()
+            if watch is not None and watch.over:
+                stop()
+                watch = None
+            return function(*args, **kwargs) if watch is None else watch.run(what, function, args, kwargs)
+
+        return known  # type: ignore[return-value]
+
+    return decorate
+
+
+def rows(tensor: Tensor, dim: int = 0) -> Tensor:
+    """Say that a dimension of a tensor counts nodes or edges of this worker, and return the tensor."""
+    watch = None if torch.compiler.is_compiling() else current()
+    if watch is not None and not watch.aside:
+        watch.mark(tensor, Kind(ROWS, dim))
+    return tensor
+
+
+def loaded(data: BaseData, whole: Iterable[str]) -> Any:
+    """Say that the tensors of loaded data but those named ``whole`` have a row for each node or edge of this worker."""
+    for store in {id(store): store for store in (*data.node_stores, *data.edge_stores)}.values():
+        for key, value in store.items():
+            if isinstance(value, Tensor) and key not in whole:
+                rows(value)
+    return data
+
+
+@contextmanager
+def allow_local() -> Iterator[None]:
+    r"""Take a worker's rows for what they are, within a ``with`` block or a function that this decorates.
+
+    In the first training step what mixes the rows of nodes or edges, of which a worker holds a share, raises. This is
+    for those who mean the share:
+
+    .. code-block:: python
+
+        with pyg_sar.allow_local():
+            print(f"rank {rank} has labels up to {data.y.max()}")
+    """
+    watch = current()
+    if watch is not None:
+        watch.local += 1
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.local -= 1
+
+
+def start() -> None:
+    """Watch this thread, if there are several workers and nobody has switched it off."""
+    if size_of() > 1 and guard.ON:
+        _here.watch = Watch()
+        _push_mode(_here.watch)
+
+
+def stop() -> None:
+    """Leave the stack of modes, wherever others stand above."""
+    watch = current()
+    if watch is None:
+        return
+    watch.over = True
+    if not any(mode is watch for mode in _get_current_function_mode_stack()):
+        return  # within a function that it called; the next one of this package will try again
+    above = []
+    while (mode := _pop_mode()) is not watch:
+        above.append(mode)
+    for mode in reversed(above):
+        _push_mode(mode)
+    _here.watch = None
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Watch this thread while a block runs, at most."""
+    start()
+    try:
+        yield
+    finally:
+        stop()
+
+
+def stepped() -> None:
+    """Count a training step."""
+    watch = current()
+    if watch is not None:
+        watch.steps += 1
+        if watch.steps >= STEPS:
+            stop()
