@@ -77,7 +77,7 @@ DIMENSIONS: dict[tuple[int, int | None], str] = {
     (4, -1): "gumbel_softmax",
 }
 REDUCTIONS = {name: place for place, names in DIMENSIONS.items() for name in names.split()}
-SUMS, ASKS = {"sum", "nansum", "count_nonzero"}, {"any", "all"}
+SUMS, ASKS, ORDERS = {"sum", "nansum", "count_nonzero"}, {"any", "all"}, {"sort", "argsort"}
 WIDTHS = {"max", "amax", "unique", "one_hot", "bincount"}
 NORMS = {"batch_norm": 1, "instance_norm": 2, "group_norm": 1}  # the first dimension that is not kept apart
 LAYER_NORMS = {"layer_norm", "rms_norm"}
@@ -213,10 +213,17 @@ def reduced(call: Call, out: Tensor) -> Kind | None:
         return Kind(ROWS, row - sum(d < row for d in over) * (out.dim() < t.dim()))
     if call.name in SUMS:
         return Kind(SHARE, size=t.size(row))
-    if call.name in ASKS:
-        return None
+    if call.name in ASKS or harmless(call, t):
+        return Kind(ROWS, row) if call.name in ORDERS else None
     advice = MEAN if "mean" in call.name else WIDTH if call.name in WIDTHS and not t.is_floating_point() else BEFORE
     raise Local(f"takes '{call.name}' {OVER}", advice)
+
+
+def harmless(call: Call, t: Tensor) -> bool:
+    """Whether numbers are ordered to group rows by them, or the largest destination tells how many sums to make."""
+    kind = call.kind(t)
+    ends = kind is not None and kind.what == ENDS and call.name in ("max", "amax")
+    return ends or (call.name in ORDERS and not t.is_floating_point())
 
 
 @functools.cache
@@ -383,7 +390,7 @@ def scattered(call: Call, out: Tensor) -> Kind | None:
         return Kind(SHARE)
     if call.name in ("scatter_reduce", "index_reduce"):
         raise Local(f"takes '{call.name}' of groups {OVER}", BEFORE)
-    return None
+    return Kind(ROWS, dim) if call.rows(call.arg(3, "source")) is not None else None
 
 
 def counted(call: Call, out: Tensor) -> Kind | None:

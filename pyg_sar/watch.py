@@ -154,7 +154,7 @@ class Watch(TorchFunctionMode):
     def warn(self, call: Call) -> None:
         """Say once that a number is that of this worker."""
         at = path()
-        if self.warned or self.local or at.known:
+        if self.warned or self.local or at.known or at.entry != "this":
             return
         self.warned = True
         warnings.warn_explicit(
@@ -188,7 +188,7 @@ class Path:
             if not within(frame, __name__):
                 self.inner.append(frame)
             frame = frame.f_back
-        self.known = frame is None or within(frame, *KNOWING)
+        self.known = frame is None or within(frame, *KNOWING) or any(map(passes_messages, (*self.inner, frame)))
         self.file, self.line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         self.user = f"{self.file}, line {self.line}"
 
@@ -199,13 +199,19 @@ class Path:
     @property
     def entry(self) -> str:
         """What the script called of another library than torch, if it did."""
-        frame = next((frame for frame in reversed(self.inner) if not within(frame, "torch")), None)
+        of_others = (f for f in reversed(self.inner) if not within(f, "torch") and f.f_code.co_name != "wrapper")
+        frame = next(of_others, None)
         if frame is None:
             return "this"
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
         if owner is not None:
             name = type(owner).__name__ if name in ("forward", "__call__") else f"{type(owner).__name__}.{name}"
         return f"'{name}'"
+
+
+def passes_messages(frame: FrameType) -> bool:
+    """Whether a frame is within a layer's message passing, which is exact, or refused, for other reasons."""
+    return frame.f_code.co_name in ("propagate", "edge_updater")
 
 
 def path() -> Path:

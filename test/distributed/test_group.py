@@ -8,7 +8,7 @@ from torch import Tensor
 import pyg_sar
 from pyg_sar.distributed.assemble import assemble
 from pyg_sar.distributed.collectives import all_gather, gather_objects
-from pyg_sar.distributed.group import Member, Workers, all_reduce_, current, rank_of, size_of
+from pyg_sar.distributed.group import Member, Message, Workers, all_reduce_, current, rank_of, size_of
 from pyg_sar.distributed.split import split
 from pyg_sar.edge_index import ShardedEdgeIndex
 
@@ -115,3 +115,20 @@ def test_one_runs_at_a_time_and_draws_random_numbers_as_if_alone() -> None:
     one, other = run(2, work)
     assert one == other
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_messages_of_the_same_tag_keep_their_order() -> None:
+    def work(rank: int) -> list[float]:
+        member = current()
+        assert isinstance(member, Member)
+        rows = [torch.full((1,), float(k)) for k in range(3)]
+        handles = [member.start(Message(row, 1 - rank, 5, sends=rank == 0)) for row in rows]
+        if rank == 0:
+            return []
+        for row in rows:
+            row.zero_()
+        for handle in handles:
+            handle.wait()
+        return [row.item() for row in rows]
+
+    assert run(2, work) == [[], [0.0, 1.0, 2.0]]

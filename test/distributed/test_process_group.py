@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import pyg_sar
+from pyg_sar.distributed import process_group as module
 
 SCRIPT = """
 import sys
@@ -32,9 +33,9 @@ assert not dist.is_initialized()
 """
 
 
-def launch(tmp_path, what):
+def launch(tmp_path, what, text=SCRIPT):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(Path(pyg_sar.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
@@ -129,3 +130,57 @@ def test_leaves_at_once_after_an_error(tmp_path, ends):
     assert left < ended
     assert group  # no barrier, no farewell
     assert other == "RuntimeError"
+
+
+INIT = """
+import sys
+import torch
+import torch.distributed as dist
+import pyg_sar
+
+rank = pyg_sar.init(timeout=60)
+assert (dist.get_world_size(), dist.get_rank()) == (2, rank)
+total = pyg_sar.all_reduce(torch.tensor(rank + 1))
+if sys.argv[1] == "raise" and rank == 1:
+    raise ValueError("boom on purpose")
+totals = [total.item(), pyg_sar.all_reduce(total).item()]
+if rank == 0:
+    print("totals", totals)
+"""
+
+
+def test_init_leaves_in_order_at_the_end(tmp_path):
+    done = launch(tmp_path, "well", INIT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "totals [3, 6]\n"
+
+
+def test_init_leaves_at_once_after_an_exception(tmp_path):
+    done = launch(tmp_path, "raise", INIT)
+    assert done.returncode != 0
+    assert "ValueError: boom on purpose" in done.stderr
+    assert "Timed out" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("status", [None, 0, 3, "a message", ValueError()])
+def test_whether_init_waits_at_the_end(monkeypatch, status):
+    ends, left = [], []
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(module.atexit, "register", ends.append)
+    monkeypatch.setattr(module, "leave", lambda: left.append(True))
+    module.leave_at_exit()
+    if isinstance(status, ValueError):  # as the interpreter does with what nobody caught
+        monkeypatch.setattr(sys, "last_value", status, raising=False)
+    else:
+        with pytest.raises(SystemExit):
+            sys.exit(status)
+    ends[0]()
+    assert bool(left) == (status in (None, 0))
+
+
+def test_init_without_torchrun_is_a_group_of_one():
+    environment = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
+    with mock.patch.dict(os.environ, environment, clear=True):
+        assert pyg_sar.init() == 0
+    assert not dist.is_initialized()
