@@ -73,11 +73,15 @@ def diagnose(problem: Problem, one: Team) -> Finding | None:
             "Until then they are a worker's share, whose norm is not that of the gradient.",
             "Call `pyg_sar.sum_gradients` right after `loss.backward()`, and clip afterwards.",
         )
-    return values(problem, whole, team) or gradients(problem, whole, team) or means(whole)
+    return values(problem, whole, team) or gradients(problem, whole, team)
 
 
 def failure(error: BaseException) -> Finding:
-    """Say that a step failed in one process."""
+    """Say that a step failed in one process; errors of this library speak for themselves."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    *_, last = (frame for frame in frames if frame.f_code.co_name != "__torch_function__")  # which lets functions run
+    if last.f_globals.get("__name__", "").startswith("pyg_sar."):
+        return Finding(f"The step fails in one process already: {told(error)}.", "", "", error)
     return Finding(
         f"The step fails on the small graph in one process already: {told(error)}.",
         "That graph has rows drawn from those of `data`, but other nodes and edges, about 40 nodes of a type: what the "
@@ -354,14 +358,3 @@ def listed(names: list[str]) -> str:
     """Return some names."""
     more = f" and {len(names) - 3} others" if len(names) > 3 else ""
     return ", ".join(f"'{name}'" for name in names[:3]) + more
-
-
-def means(whole: Run) -> Finding | None:
-    """Say if a mean is another one than PyG's, which it is in one process alike."""
-    if not whole.recorder.means:
-        return None
-    return Finding(
-        f"`pyg_sar.global_mean` of a loss with `weight` or `ignore_index` ({whole.recorder.means}) is not PyG's mean.",
-        "PyG divides by the sum of the weights of all labels that count, not by their number.",
-        "Give `pyg_sar.global_mean` these weights.",
-    )

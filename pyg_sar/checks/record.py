@@ -2,7 +2,6 @@ r"""Watches a training step: which numbers it makes where, and what it does to g
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import os
 import re
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_sar.dropout import NoDropout
@@ -27,7 +25,6 @@ DRAWS = re.compile(
 )
 # What is no longer true of the sum if each worker does it to its share of a gradient, by a part of the name.
 NONLINEAR = ("norm", "clamp", "clip", "abs", "sign", "square", "pow", "sqrt", "max", "min", "finite", "isnan", "isinf")
-MEANS = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
 
 
 class CheckError(AssertionError):
@@ -82,8 +79,6 @@ class Recorder(NoDropout):
         self.events: list[str] = []  # backward passes and sums of gradients
         self.early = ""  # who read gradients before their sum
         self.sum: Any = None
-        self.marked: list[tuple[Tensor, Tensor, str]] = []  # losses of nodes, PyG's mean of them
-        self.means = ""  # whose mean is another one than PyG's
         for name, module in model.named_modules():
             if name:
                 self.watch(f"'{name}' ({type(module).__name__})", module)
@@ -112,10 +107,8 @@ class Recorder(NoDropout):
         self.look(name, list(flat((args, kwargs))))
         state = torch.get_rng_state() if DRAWS.search(name) else None
         out = super().__torch_function__(func, types, args, kwargs)
-        if state is not None and not torch.equal(state, torch.get_rng_state()):
+        if state is not None and (kwargs.get("generator") or not torch.equal(state, torch.get_rng_state())):
             self.draw(name, out, state)
-        if func in MEANS:
-            self.mark(func, args, kwargs, out)
         if name == "backward":
             self.events.append(name)
             self.keep(name, args[0])
@@ -134,7 +127,7 @@ class Recorder(NoDropout):
             self.records.append(Record(what, place, tensors, module))
 
     def look(self, name: str, given: list[Tensor]) -> None:
-        """Look at arguments: parameters of others, gradients, losses of nodes."""
+        """Look at arguments: parameters of others, gradients."""
         for t in given:
             if id(t) in self.foreign:
                 raise CheckError(
@@ -147,11 +140,6 @@ class Recorder(NoDropout):
         grads = {id(p.grad) for p in self.parameters if p.grad is not None}
         if any(id(t) in grads for t in given):
             self.read(name)
-        for loss, mean, place in self.marked:
-            if any(t is loss for t in given) and (call := frame_of("global_mean")) is not None:
-                plain = call.f_locals.get("weight") is None and call.f_locals.get("mask") is None
-                if plain and not torch.allclose(loss.mean(), mean):
-                    self.means = self.means or place
 
     def read(self, name: str) -> None:
         """Note who reads a gradient."""
@@ -177,19 +165,6 @@ class Recorder(NoDropout):
         place = caller()
         inside = f" in {self.running[-1]}" if self.running else ""
         self.random = self.random or f"'{name}'{inside}" + (f" ({place})" if place else "")
-
-    def mark(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        """Keep the losses of nodes whose mean depends on weights."""
-        call = MEANS[func].bind(*args, **kwargs)
-        call.apply_defaults()
-        of = call.arguments
-        if of["reduction"] != "none" or of["target"].is_floating_point():
-            return
-        if of["weight"] is None and not bool((of["target"] == of["ignore_index"]).any()):
-            return
-        of["reduction"] = "mean"
-        with torch.no_grad():
-            self.marked.append((out, func(*call.args, **call.kwargs), str(caller())))
 
 
 def is_opaque(module: torch.nn.Module) -> bool:
