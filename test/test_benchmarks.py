@@ -105,3 +105,10 @@ def test_shards(tmp_path):
     rows = [line.split(" | ") for line in (tmp_path / "shards-cpu.md").read_text().splitlines() if "| gat |" in line]
     assert [row[1:3] for row in rows] == [["pyg_sar", "1"], ["pyg_sar", "3"], ["PyG", ""]]
     assert len({row[-1] for row in rows}) == 1
+
+
+@pytest.mark.slow
+def test_guards(tmp_path):
+    sizes = ["--graph", "Community/300/2000", "--hidden", 8, "--epochs", 3, "--rounds", 1, "--models", "sage"]
+    run("epoch", "--of", "guards", *sizes, "--modes", 1, "--layers", 4, "--out", tmp_path)
+    assert "| sage | 1 | 0." in (tmp_path / "guards-cpu.md").read_text()
