@@ -1,25 +1,43 @@
 """Small random data sets in the shape of those that PyG's examples train on."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
 NODES, EDGES, FEATURES, CLASSES = 120, 600, 9, 4
 
 
-class Dataset:
-    """A data set of one graph, with the numbers that scripts ask it for."""
+class Dataset(InMemoryDataset):
+    """A data set of one graph."""
 
-    def __init__(self, data: Data | HeteroData, **numbers: int) -> None:
-        self.data = data
-        self.__dict__.update(numbers)
+    def __init__(self, data: Data | HeteroData) -> None:
+        super().__init__()
+        self._data, self.slices = self.collate([data])
 
-    def __getitem__(self, index: int) -> Data | HeteroData:
-        assert index == 0
-        return self.data
 
-    def __len__(self) -> int:
-        return 1
+class Entities(Dataset):
+    """One whose edges have types, and some of whose nodes have labels."""
+
+    num_relations, num_classes = 5, CLASSES
+
+
+def seeded(seed: int) -> Callable:
+    """Draw the numbers of a seed, and leave those that follow to others."""
+
+    def decorate(make: Callable[[], Any]) -> Callable[[], Any]:
+        @wraps(make)
+        def made() -> Any:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return make()
+
+        return made
+
+    return decorate
 
 
 def draw(*size: int) -> Tensor:
@@ -38,51 +56,54 @@ def masks(data: Data) -> Data:
 
 def citations() -> Dataset:
     """Cora's: features, one label for each node, masks; and what scripts would draw at random."""
-    torch.manual_seed(1)
+    return Dataset(papers())
+
+
+@seeded(1)
+def papers() -> Data:
     data = masks(Data(x=draw(NODES, FEATURES), y=torch.randint(CLASSES, (NODES,)), edge_index=edges()))
     data.shuffled = data.x[torch.randperm(NODES)]
-    data.hint_mask = data.train_mask & (torch.rand(NODES) < 0.6)
-    return Dataset(data, num_features=FEATURES, num_classes=CLASSES)
+    data.hint_mask = data.train_mask & (torch.rand(NODES, dtype=torch.float64) < 0.6)
+    return data
 
 
+@seeded(6)
 def links() -> Dataset:
     """The same with edges held back, and pairs that are none."""
-    dataset = citations()
-    data = dataset[0]
+    data = papers()
     data.pos_edge_label_index, data.neg_edge_label_index = data.edge_index[:, :200], edges(count=150)
     data.edge_index = data.edge_index[:, 200:]
-    return dataset
+    return Dataset(data)
 
 
 def wikipedia() -> Dataset:
     """Chameleon's: several splits, a column of each mask."""
-    dataset = citations()
+    data = papers()
     for name in ("train_mask", "val_mask", "test_mask"):
-        mask = dataset[0][name]
-        dataset[0][name] = torch.stack([mask, mask.flip(0)], 1)
-    return dataset
+        data[name] = torch.stack([data[name], data[name].flip(0)], 1)
+    return Dataset(data)
 
 
+@seeded(2)
 def entities() -> Dataset:
     """AIFB's: edge types, and ids of labelled nodes with their labels."""
-    torch.manual_seed(2)
     data = Data(edge_index=edges(), edge_type=torch.randint(5, (EDGES,)), num_nodes=NODES)
     data.train_idx, data.test_idx = torch.randperm(NODES)[:70].split([40, 30])
     data.train_y, data.test_y = torch.randint(CLASSES, (40,)), torch.randint(CLASSES, (30,))
-    return Dataset(data, num_relations=5, num_classes=CLASSES)
+    return Entities(data)
 
 
+@seeded(3)
 def proteins() -> Dataset:
     """ogbn-proteins': features of edges, several labels for each node."""
-    torch.manual_seed(3)
     data = Data(edge_index=edges(), edge_attr=draw(EDGES, 8).abs(), num_nodes=NODES)
     data.x, data.y = draw(NODES, 5), torch.randint(2, (NODES, 6)).to(torch.float64)
     return Dataset(masks(data))
 
 
+@seeded(4)
 def dblp() -> Dataset:
     """DBLP's: types of nodes, of which one is labelled."""
-    torch.manual_seed(4)
     data, sizes = HeteroData(), {"author": 60, "paper": 80, "term": 30}
     for node_type, size in sizes.items():
         data[node_type].x = draw(size, FEATURES)
@@ -90,16 +111,16 @@ def dblp() -> Dataset:
         data[one, "to", other].edge_index = edges(sizes[one], sizes[other], 300)
         data[other, "to", one].edge_index = data[one, "to", other].edge_index.flip(0)
     authors = data["author"]
-    authors.y, authors.train_mask = torch.randint(CLASSES, (60,)), torch.rand(60) < 0.5
+    authors.y, authors.train_mask = torch.randint(CLASSES, (60,)), torch.rand(60, dtype=torch.float64) < 0.5
     return Dataset(data)
 
 
+@seeded(5)
 def imdb() -> Dataset:
     """IMDB's after its meta-paths: edges of several types among movies."""
-    torch.manual_seed(5)
     data = HeteroData()
     data["movie"].x, data["movie"].y = draw(NODES, FEATURES), torch.randint(CLASSES, (NODES,))
-    data["movie"].train_mask = torch.rand(NODES) < 0.5
+    data["movie"].train_mask = torch.rand(NODES, dtype=torch.float64) < 0.5
     for k in range(2):
         data["movie", f"path_{k}", "movie"].edge_index = edges()
     return Dataset(data)

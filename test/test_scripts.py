@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pool import Pool
 
 import pyg_sar
+from pyg_sar.watch import watching
 
 ROOT = Path(__file__).parent
 DATASETS = {"autoencoder": "links", "deepgcn": "proteins", "dir_gnn": "wikipedia", "han": "imdb", "hetero_conv": "dblp",
@@ -69,7 +70,8 @@ def run_adapted(group: Any, folder: str) -> list[list[tuple[float, ...]]]:
     found = []
     for name, script in SCRIPTS.items():
         dist.barrier()  # as between jobs
-        found.append(run(script, name, f"{folder}/{name}"))
+        with watching():  # as after `init()` in a process of its own
+            found.append(run(script, name, f"{folder}/{name}"))
     return found
 
 

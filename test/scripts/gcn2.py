@@ -47,7 +47,7 @@ def train():
     loss.backward()
     pyg_sar.sum_gradients(model)  #+
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 for epoch in range(3):

@@ -42,7 +42,7 @@ def train():
     loss.backward()
     pyg_sar.sum_gradients(model)  #+
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 for epoch in range(4):

@@ -40,7 +40,7 @@ def train():
     pyg_sar.sum_gradients(model)  #+
     optimizer.step()
     scheduler.step()
-    return float(loss)
+    return loss.item()
 
 
 for epoch in range(4):

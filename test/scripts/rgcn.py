@@ -36,7 +36,7 @@ def train():
     loss.backward()
     pyg_sar.sum_gradients(model)  #+
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 @torch.no_grad()
