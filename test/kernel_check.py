@@ -157,8 +157,8 @@ def calls(b: Block, heads: int, channels: int, seed: int = 0, base: float = 1.0)
         if dropout == 0:  # a second block, whose scores are above and below those of the first
             state = {"peak": 3 * rows(m, heads), "total": rows(m, heads).abs() + 1, "out": rows(m)}
             yield Call(title + " again", "attention_", {**state, "ptr": b.ptr, "col": b.col, **inputs, **settings})
-        # What the coefficients are relative to, from the same scores; of other blocks as well, so that none of them is 1,
-        # next to which `inner` would be known.
+        # What the coefficients are relative to, from the same scores, each of them twice: next to a coefficient of 1
+        # `inner` could not be any number.
         reference.attention_(peak, total, out, b.ptr, b.col, **inputs, **settings)
         total = 2 * total
         for wanted in ("all", "none") if dropout == 0 else ("all",):
@@ -316,9 +316,8 @@ def check_precision(
                 }
                 truth = normalised(execute(reference, call._replace(args=exact), torch.float64))
                 results = [normalised(execute(m, call, dtype)) for m in (module, reference)]
-                call_types = (
-                    {} if call.name == "attention_" else {k: v.dtype for k, v in args.items() if isinstance(v, Tensor)}
-                )
+                given = {} if call.name == "attention_" else args
+                call_types = {k: v.dtype for k, v in given.items() if isinstance(v, Tensor)}
                 for key, value in truth.items():
                     sums = errors.setdefault((call.title, key), [0.0, 0.0])
                     scale = value.masked_fill(value.isinf(), 0).square().sum().item()

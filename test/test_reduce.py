@@ -400,7 +400,7 @@ ATTENTION = [
     (GATv2Conv, (16, 20), {"heads": 2, "edge_dim": 3}, "a"),
     (TransformerConv, (16, 8), {"heads": 3}, ""),
     (TransformerConv, (16, 20), {"heads": 2, "edge_dim": 3}, "a"),
-    (OwnMessage, (16, 8), {"heads": 2}, ""),
+    (OwnMessage, (16, 8), {"heads": 2, "edge_dim": 3}, "a"),
 ]
 
 
@@ -470,12 +470,11 @@ def test_large_scores_in_double_precision(layer, args, kwargs, roles, parts):
 def test_scores_that_are_no_numbers(layer, args, kwargs, roles, value):
     """Of some edges of a destination, of those of one block, and of all: what PyG makes of them, NaN included."""
     edge_index = torch.tensor([[0, 3, 6, 0, 3, 1, 4, 7, 8, 2, 2, 5], [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4]])
-    loops = {} if layer is TransformerConv else {"add_self_loops": False}
+    loops = {} if issubclass(layer, TransformerConv) else {"add_self_loops": False}
     reference = layer(*args, **kwargs, **loops).double()
-    for name, p in reference.named_parameters():
-        if "edge" in name:
-            p.data.abs_()  # or PyG adds infinities of either sign
-    ours, x = nn.convert(copy.deepcopy(reference)), torch.randn(9, args[0], dtype=torch.float64)
+    for p in reference.parameters():
+        p.data.abs_()  # or infinities of either sign are added up
+    ours, x = nn.convert(copy.deepcopy(reference)), torch.rand(9, args[0], dtype=torch.float64)
     for which in ([0], [1, 4], [0, 1, 2], [0, 1, 2, 9, 10], [11]):
         features = torch.ones(12, 3, dtype=torch.float64)
         features[which] = value

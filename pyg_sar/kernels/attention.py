@@ -27,7 +27,7 @@ from pyg_sar.kernels.device import (
 )
 from pyg_sar.kernels.extremum import highest
 from pyg_sar.kernels.sum import add_hubs, merged
-from pyg_sar.kernels.work import Units, Work, launch, work_of
+from pyg_sar.kernels.work import Units, Work, launch, scores_of, work_of
 from pyg_sar.reference import accumulator, spread
 
 
@@ -91,7 +91,8 @@ def attention_(
         tensors = [given[name] for name in ("key", "value", "query", "edge", "att")]
         launch(_attention, units, count, heads, width // heads, *state, col, *tensors, *map(stride, state),
                *map(stride, tensors[:4]), kind=kind, parameter=parameter, channels=width // heads,
-               type=arguments.type_of(value), scores=True, **dropout(given["e_id"], p, seed, head, type))  # fmt: skip
+               type=arguments.type_of(value), scores=scores_of(value, ptr, col),
+               **dropout(given["e_id"], p, seed, head, type))  # fmt: skip
 
     run(work.rows, work.filled, peak, total, out)
     if work.pieces is not None:

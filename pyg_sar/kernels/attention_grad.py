@@ -31,7 +31,7 @@ from pyg_sar.kernels.device import (
     units_of,
 )
 from pyg_sar.kernels.sum import add_rows, in_units
-from pyg_sar.kernels.work import Outs, Units, launch, work_of
+from pyg_sar.kernels.work import Outs, Units, launch, scores_of, work_of
 from pyg_sar.reference import accumulator
 
 PROGRAMS = 1024  # that share the gradient of GATv2's vector, each with a sum of its own
@@ -70,13 +70,12 @@ def _sources(
             values = x + features
         product = tl.sum(g * values, 1)
         top = head_of(peak, i, peak_stride, h, c, on, False, channels, type)
-        alpha = tl.where(
-            on, tl.exp(score - top) / head_of(total, i, total_stride, h, c, on, False, channels, type), 0.0
-        )
+        norm = tl.where(on, head_of(total, i, total_stride, h, c, on, False, channels, type), 1.0)
+        alpha = tl.where(on, tl.exp(score - top) / norm, 0.0)
         factor = factor_of(e_id, e, on, of_edges, of_head, threshold, scale, type)
         of_row = head_of(inner, i, inner_stride, h, c, on, False, channels, type)
-        # Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a difference
-        # of two large products.
+        # Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a
+        # difference of two large products.
         d = tl.where(on, tl.where(alpha == 1, 0.0, alpha) * (product * factor - of_row), 0.0)
         to_value += (alpha * factor)[:, None] * g
         if kind == DOT:
@@ -179,8 +178,8 @@ def _gatv2_queries(
 def attention_grad_(
     d_value: Tensor, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None, d_att: Tensor | None,
     ptr: Tensor, col: Tensor, src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, value: Tensor,
-    query: Tensor | None, edge: Tensor | None, att: Tensor | None, peak: Tensor, total: Tensor, inner: Tensor, grad: Tensor,
-    kind: int, parameter: float, e_id: Tensor | None, seed: int, p: float, head: int,
+    query: Tensor | None, edge: Tensor | None, att: Tensor | None, peak: Tensor, total: Tensor, inner: Tensor,
+    grad: Tensor, kind: int, parameter: float, e_id: Tensor | None, seed: int, p: float, head: int,
 ) -> None:  # fmt: skip
     """Add to the gradients of everything that attention reads."""
     heads = arguments.width_of("peak", peak)
@@ -246,6 +245,7 @@ class _Call:
         self.width = heads if kind == reference.ADDITIVE else value.size(1)
         self.common = {"channels": self.channels, "type": arguments.type_of(value)}
         self.settings: dict[str, Any] = {}
+        self.scores = scores_of(value, self.ptr, col)
 
     def take(self, peak: Tensor, total: Tensor, inner: Tensor, grad: Tensor) -> None:
         """Check what is known of destinations."""
@@ -272,7 +272,7 @@ class _Call:
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             strides = map(stride, (*outs, d_edge, *tensors[:4], *tensors[5:]))
             launch(_sources, units, count, self.heads, self.channels, *outs, d_edge, d_score, self.dst, self.perm,
-                   *tensors, *strides, once=once, scores=True, **self.common, **self.settings)  # fmt: skip
+                   *tensors, *strides, once=once, scores=self.scores, **self.common, **self.settings)  # fmt: skip
 
         in_units(self.by_source, [d_value, d_key], run, once)
         return d_score
@@ -284,7 +284,7 @@ class _Call:
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             launch(_inner, units, count, self.heads, self.channels, *outs, self.col, *tensors,
-                   *map(stride, (*outs, *tensors)), scores=True, **self.common, **settings)  # fmt: skip
+                   *map(stride, (*outs, *tensors)), scores=self.scores, **self.common, **settings)  # fmt: skip
 
         in_units(self.work, [self.given["inner"]], run)
         self.given["inner"].div_(self.given["total"])

@@ -104,6 +104,11 @@ def share_out(ptr: Tensor) -> Work:
     return work
 
 
+def scores_of(value: Tensor, ptr: Tensor, col: Tensor) -> int:
+    """Return the number that :func:`launch` is given for all scores of a block: about its units, by row or column."""
+    return max(value.size(0), ptr.numel()) + col.numel() // CUT
+
+
 def tiles(width: int) -> tuple[int, int]:
     """Return into how many tiles columns are cut, and the width of one."""
     return -(-width // COLUMNS), min(width, COLUMNS)
@@ -111,26 +116,19 @@ def tiles(width: int) -> tuple[int, int]:
 
 def launch(
     kernel: Any, units: Units, count: int, columns: int, width: int, *args: Any, programs: int = 1 << 31,
-    scores: bool = False, **settings: Any,
+    scores: int = 0, **settings: Any,
 ) -> None:  # fmt: skip
     """Run a kernel on ``count`` units, times ``columns`` tiles of ``width`` columns, in so many programs at most.
 
-    Kernels that make ``scores`` must make the same ones, to the last digit: all of them have tiles of the same shape, and
-    no product is fused with the difference that follows.
+    Kernels that make ``scores`` must make the same ones, to the last digit: they are given the same number, and so have
+    tiles of the same shape, and no product is fused with the difference that follows.
     """
     if count == 0 or columns == 0:
         return
     c = triton.next_power_of_2(max(width, 1))
-    r = min(max(CELLS // c, 1), ROWS)
-    r = r if scores else min(r, triton.next_power_of_2(count))
+    r = min(max(CELLS // c, 1), ROWS, triton.next_power_of_2(scores or count))
     with torch.cuda.device_of(units.first):
         kernel[(min(triton.cdiv(count, r), programs) * columns,)](
-            *args,
-            **units._asdict(),
-            num_units=count,
-            columns=columns,
-            **settings,
-            R=r,
-            C=c,
-            enable_fp_fusion=not scores,
-        )
+            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c,
+            enable_fp_fusion=scores == 0,
+        )  # fmt: skip
