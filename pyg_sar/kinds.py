@@ -116,7 +116,7 @@ def name_of(func: Callable) -> str:
     if isinstance(func, OPERATORS):  # of other libraries, perhaps, where names mean other things
         return ""
     name = getattr(func, "__name__", "")
-    name = getattr(func, "__self__", func).__name__ if name == "__get__" else name
+    name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
     return ALIASES.get(name.strip("_"), name.strip("_"))
 
 
@@ -482,7 +482,7 @@ def of_share(call: Call) -> Kind | None:
 
 def of_loss(call: Call) -> Kind | None:
     """What comes of a loss."""
-    if call.name in ("grad", "grad_fn"):
+    if call.name == "grad":  # of parameters
         return None
     return added(call, Kind(LOSS)) if call.name in ARITHMETIC else Kind(SAME if call.name == "detach" else LOSS)
 

@@ -98,11 +98,12 @@ class Watch(TorchFunctionMode):
         """Remember what a tensor is."""
         if isinstance(tensor, ShardedEdgeIndex):
             return
-        if kind is None or (kind.what == SHARE and self.local):
+        shared = kind is not None and kind.what == SHARE
+        if kind is None or (shared and (self.local or tensor.layout != torch.strided)):
             self.kinds.pop(tensor, None)
             return
         self.kinds[tensor] = kind
-        if kind.what == SHARE:
+        if shared:
             self.values[tensor] = tensor.detach().clone()
 
     def look(self, call: Call, out: Any) -> None:
@@ -110,10 +111,12 @@ class Watch(TorchFunctionMode):
         results = call.args[:1] if call.name == "setitem" else tuple(tensors(out))
         try:
             found = [assigned(call) if call.name == "setitem" else kind_of(call, t) for t in results]
-            self.check(call, found)
         except Local as local:
             self.refuse(local)
             found = [None] * len(results)
+        except Exception:  # of a call that is put in another way than expected nothing is known
+            found = [None] * len(results)
+        self.check(call, found)
         for tensor, kind in zip(results, found, strict=True):
             self.mark(tensor, kind)
 
@@ -123,13 +126,13 @@ class Watch(TorchFunctionMode):
         if name in NUMBERS and SHARE in call.whats:
             self.warn(call)
         elif name == "backward" and whole:
-            raise Local(f"differentiates what {COUNTED}", REPLICATED)
+            self.refuse(Local(f"differentiates what {COUNTED}", REPLICATED))
         elif rows and name in ARRAYS and path().through(*METRICS):
-            raise Local(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER)
+            self.refuse(Local(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER))
         elif rows and any(kind is not None and kind.what == SHARE for kind in found) and path().through(*POOLS):
-            raise Local("reads out nodes or edges of this worker alone", "")
+            self.refuse(Local("reads out nodes or edges of this worker alone", POOL))
         elif name == "randperm" and self.transforms():
-            raise Local("draws among the nodes or edges of this worker alone ('randperm')", BEFORE)
+            self.refuse(Local("draws among the nodes or edges of this worker alone ('randperm')", BEFORE))
 
     def transforms(self) -> bool:
         """Whether a transform of PyG is running on loaded data."""
@@ -168,14 +171,17 @@ class Watch(TorchFunctionMode):
         self.aside += 1
         try:
             out = function(*args, **kwargs)
+            given = {kind.what for t in tensors(args, kwargs) if (kind := self.kind(t)) is not None}
+            if what != ROWS:
+                kind = Kind(what)
+            elif ROWS in given or any(sharded(args, kwargs)):
+                kind = Kind(ROWS, getattr(args[0], "node_dim", 0))
+            else:
+                kind = None
+            for t in tensors(out):
+                self.mark(t, kind and kind._replace(dim=kind.dim % max(t.dim(), 1)))
         finally:
             self.aside -= 1
-        if what == ROWS:
-            known = any(k is not None and k.what == ROWS for k in map(self.kind, tensors(args, kwargs)))
-            what = ROWS if known or any(sharded(args, kwargs)) else ""
-        for t in tensors(out):
-            dim = getattr(args[0], "node_dim", 0) % max(t.dim(), 1)
-            self.mark(t, Kind(what, dim if what == ROWS else 0) if what else None)
         return out
 
 

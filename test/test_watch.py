@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 import torch_geometric.transforms as T
+from conv_zoo import CASES, INPUTS, Case, arguments, converted, default, layer_of, output, sizes
+from problem import Share, assignment, edges
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -20,9 +22,13 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import degree, homophily, scatter, softmax
 
 import pyg_sar
+from pyg_sar.distributed.assemble import assemble
 from pyg_sar.distributed.group import Workers
+from pyg_sar.distributed.split import split
+from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.kinds import ENDS, LOSS, ROWS, SAME, SHARE, Kind
-from pyg_sar.watch import Watch, current, watching
+from pyg_sar.trace import tensors
+from pyg_sar.watch import Watch, current, rows, watching
 
 N, C = 40, 3
 RELATION, BACK = ("u", "to", "v"), ("v", "back", "u")
@@ -284,6 +290,7 @@ KINDS: dict[str, tuple[Callable[[Any], Tensor], Kind | None]] = {
     "a weight": (lambda d: LINEAR.weight.square().mean(), Kind(SAME)),
     "the sum of all": (lambda d: pyg_sar.all_reduce(d.x.sum(0)), Kind(SAME)),
     "a readout": (lambda d: pyg_sar.nn.global_mean_pool(d.x, d.batch).relu(), Kind(SAME)),
+    "by name": (lambda d: torch.matmul(input=d.x, other=torch.ones(8, 2)), None),
     "questions": (lambda d: (d.x > 0).any(0), None),
 }
 
@@ -358,6 +365,40 @@ def test_models_pass(parts: str, name: str) -> None:
         pyg_sar.accuracy(out.argmax(-1), data.y, data.train_mask)
 
     passes(f"{parts}/one", work)
+
+
+# Which have loops over types, orders and widths of their own, are not cut, or are written by hand.
+ODD = ["MFConv", "RGCNConv", "HEATConv", "MedianAggregation", "RGATConv within-relation",
+       "CorrectAndSmooth unscaled", "MetaLayer", "DirGNNConv"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("make", [CASES.get, converted], ids=["as it is", "converted"])
+def test_layers_pass(name: str, make: Callable[[str], Case]) -> None:
+    case = make(name)
+    part = assignment("random", 2)
+    topologies = [list(split(edges(seed=seed), part, part, 2)) for seed in (0, 1)]
+
+    def worker(rank: int) -> None:
+        own = [Share(ShardedEdgeIndex(assemble(t[rank], rank)), *ids(t[rank])) for t in topologies]
+        with watching():
+            given, _ = arguments(case, own, sizes(case))
+            for value in tensors([given[k] for k in given if INPUTS.get(k, ("",))[0] in ("node", "dst", "edge")]):
+                rows(value)
+            out = output(layers[rank](**given))
+            assert current().kind(out) == Kind(ROWS)  # type: ignore[union-attr]
+            if out.requires_grad:
+                out.square().sum().backward()
+
+    with default(case.dtype):
+        layers = [layer_of(case) for _ in range(2)]
+        for error in Workers(2).run(worker):
+            if error is not None:
+                raise error
+
+
+def ids(topology: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return topology.src_id, topology.dst_id, topology.e_id
 
 
 def test_heterogeneous_models_pass(parts: str) -> None:
