@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar import watch
 from pyg_sar.distributed import staging
-from pyg_sar.distributed.collectives import gather_objects, talking
-from pyg_sar.distributed.group import Message, current, rank_of, size_of, start
+from pyg_sar.distributed.collectives import gather_objects
+from pyg_sar.distributed.group import Message, current, rank_of, size_of, start, talking
+from pyg_sar.kinds import SAME
 
 
+@watch.gives(SAME)
 @torch.no_grad()
 def gather(rows: Tensor, n_id: Tensor, dst: int | None = 0, group: Any = None) -> Tensor | None:
     r"""Return the rows of all workers in the order of the graph, on one worker or on all, without a gradient.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.storage import NodeStorage
 
+from pyg_sar import watch
 from pyg_sar.distributed.collectives import all_reduce, gather_objects
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -111,7 +112,7 @@ class NodeEmbedding(torch.nn.Module):
     def forward(self, rows: Tensor | None = None) -> Tensor:
         """Return the rows of all own nodes, or of some."""
         if rows is None and not self.sparse:
-            return self.weight
+            return watch.rows(self.weight)
         if isinstance(rows, ShardedEdgeIndex):
             if self.sparse:
                 raise NotImplementedError(
@@ -128,7 +129,7 @@ class NodeEmbedding(torch.nn.Module):
                 f"[rank {rank_of(self.group)}] Expected rows of this worker's nodes, 0 to {self.n_id.numel() - 1}, but "
                 f"got their global ids, 'n_id'. Call the embedding without them for the rows of all own nodes."
             )
-        return F.embedding(rows, self.weight, sparse=self.sparse)
+        return watch.rows(F.embedding(rows, self.weight, sparse=self.sparse))
 
     @torch.no_grad()
     def whole(self, rows: Tensor | None = None) -> Tensor:
