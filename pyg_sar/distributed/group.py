@@ -132,6 +132,13 @@ def start(messages: Sequence[Message], group: Group = None) -> list[Any]:
     group = current(group)
     if isinstance(group, Member):
         return [group.start(message) for message in messages]
+    if all(m.tensor.is_cpu for m in messages):  # a batch would be the same, and take longer
+        return [
+            dist.isend(m.tensor, group=group, tag=m.tag, group_dst=m.peer)
+            if m.sends
+            else dist.irecv(m.tensor, group=group, tag=m.tag, group_src=m.peer)
+            for m in messages
+        ]
     ops = [
         dist.P2POp(dist.isend if m.sends else dist.irecv, m.tensor, group=group, tag=m.tag, group_peer=m.peer)
         for m in messages
