@@ -196,8 +196,9 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
 
 def stream(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, size: Any) -> Tensor | None:
     """Stream a call whose messages flow along the edges of ``graph``."""
-    counts = graph.bipartite and size is not None  # the layer does, by another rule
-    for name in () if counts else call.lifted & call.kwargs.keys():
+    # There the layer counts by another rule, or these are rows of sources.
+    others = (graph.bipartite and size is not None) or call.backwards
+    for name in () if others else call.lifted & call.kwargs.keys():
         if isinstance(call.kwargs[name], PAIR) or f"{name}_j" not in call.asked:
             check_destinations(call.layer, name, call.kwargs[name], edge_index)
     plan, name = strategy(call, graph, size), type(call.layer).__name__
