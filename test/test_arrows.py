@@ -24,7 +24,11 @@ BELOW = {
     "stream": {"graph", "reduce", "running", "watch"},
 }
 THIRD_PARTY = {
-    "torch_geometric": {"nn", "watch.py", *(f"distributed/{f}.py" for f in ("partition", "partition_hetero", "datasets", "load"))},
+    "torch_geometric": {
+        "nn",
+        "watch.py",
+        *(f"distributed/{f}.py" for f in ("partition", "partition_hetero", "datasets", "load")),
+    },
     "torch.distributed": {"distributed"},
     "pymetis": {"distributed/metis.py"},
     "safetensors": {"distributed/store.py"},
