@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -142,9 +140,6 @@ def scaled(data: Any) -> Tensor:
 LINEAR = torch.nn.Linear(8, 8)
 # By what they say: what, where it is known by name, and the way out.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "recon_loss": (recon, r"'GAE' in 'GAE' cannot run on a share.*averages its losses.*pyg_sar\.nn\.convert"),
-    "kl_loss": (kl, r"'VGAE' in 'VGAE' cannot run on a share.*averages its losses"),
-    "test": (auc, r"'GAE' in 'GAE' cannot run on a share.*averages its losses"),
     "infomax": (infomax, r"'DeepGraphInfomax\.loss' takes 'mean'"),
     **{
         f"homophily {m}": (lambda d, m=m: homophily(d.edge_index, d.y, method=m), "'homophily' takes '(mean|max)'")
@@ -192,16 +187,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def sklearn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What PyG imports for its metrics; it is not called."""
-    for name in ("sklearn", "sklearn.metrics"):
-        module = types.ModuleType(name)
-        module.__dict__.update(average_precision_score=None, roc_auc_score=None)
-        monkeypatch.setitem(sys.modules, name, module)
+@pytest.mark.parametrize("work", [recon, kl, auc])
+def test_what_a_model_averages_is_refused_before(parts: str, work: Callable[[Any], Any]) -> None:
+    for error in outcomes(f"{parts}/one", work):
+        assert isinstance(error, NotImplementedError)
+        assert "averages its losses over nodes and pairs of nodes" in str(error) and "pyg_sar.nn.convert" in str(error)
 
 
-@pytest.mark.usefixtures("sklearn")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(parts: str, name: str) -> None:
     work, says = REFUSED[name]
