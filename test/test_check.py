@@ -85,6 +85,25 @@ def test_a_correct_step() -> None:
     assert report.seconds < 10
 
 
+@pytest.mark.parametrize("leave", [Tensor.float, Tensor.half])
+def test_a_step_that_rounds_to_another_type(leave: Callable[[Tensor], Tensor]) -> None:
+    def step(model: torch.nn.Module, data: Any) -> Tensor:
+        target = (data.y == 1).float()
+        return finish(
+            pyg_sar.global_mean(F.mse_loss(leave(model(data.x, data.edge_index)[:, 0]), target, reduction="none")),
+            model,
+        )
+
+    def biased(model: torch.nn.Module, data: Any) -> Tensor:
+        return finish(leave(model(data.x, data.edge_index)[:, 0]).float().pow(2).mean(), model)
+
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = pyg_sar.nn.GATConv(WIDTH, 8)
+        pyg_sar.check(step, graph(), model)
+    assert "'loss'" in refused(biased, model=model)
+
+
 def test_nothing_changes() -> None:
     model, data = Net(), graph()
     model(data.x, data.edge_index, data.edge_attr).sum().backward()

@@ -73,6 +73,7 @@ class Recorder(NoDropout):
         super().__init__()
         self.parameters, self.ids, self.foreign = list(model.parameters()), ids, foreign
         self.records: list[Record] = []
+        self.dtypes: set[torch.dtype] = set()  # of what has a gradient
         self.running: list[str] = []  # modules that are taken as a whole
         self.drawn = 0
         self.random = ""  # where other random numbers come from
@@ -121,7 +122,9 @@ class Recorder(NoDropout):
         if self.running:
             return
         with torch._C.DisableTorchFunction():
-            tensors = [t.detach().clone() for t in flat(out) if not isinstance(t, ShardedEdgeIndex)]
+            given = [t for t in flat(out) if not isinstance(t, ShardedEdgeIndex)]
+            self.dtypes |= {t.dtype for t in given if t.requires_grad}
+            tensors = [t.detach().clone() for t in given]
         place = caller() if tensors else None
         if place is not None:
             self.records.append(Record(what, place, tensors, module))

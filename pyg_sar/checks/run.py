@@ -88,6 +88,9 @@ class Problem:
         for run in runs:
             if isinstance(run, BaseException):  # of what is ours
                 raise run
+            # A step may leave the type of its model, by '.float()' for example, and round to another one.
+            dtypes = run.recorder.dtypes | {t.dtype for t in run.values.values() if t.is_floating_point()}
+            self.tolerance = max(self.tolerance, *(TOLERANCE.get(d, 0.05) for d in dtypes), 0)
         return Team(runs, workers.broken)
 
     def run(self, data: Any) -> Run:
