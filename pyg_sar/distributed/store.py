@@ -254,6 +254,8 @@ def load_file(path: Path, name: str, info: dict[str, Any], verify: bool) -> dict
         with safe_open(file, framework="pt") as f:
             identity = (f.metadata() or {}).get("identity")
             tensors = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118
+            # Empty ones share an address, for which 'torch.save' takes several types for views of one memory.
+            tensors = {key: t if t.numel() > 0 else torch.empty_like(t) for key, t in tensors.items()}
     except SafetensorError as error:
         raise ValueError(f"'{file}' is truncated or damaged: {size} ({error}). {AGAIN}") from error
     if identity != info["identity"]:

@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar import load, partition
+from pyg_sar.distributed.group import Workers
 from pyg_sar.distributed.partition import prepare
 
 
@@ -143,3 +144,15 @@ def test_errors_reach_every_worker(pool, folders, what):
 def test_one_process_cannot_open_several_parts(folders):
     with pytest.raises(RuntimeError, match="The partition has 2 parts, but there are 1 workers"):
         load(folders / "two")
+
+
+def test_what_a_worker_without_nodes_loaded_can_be_saved(tmp_path):
+    data = Data(x=torch.ones(4, 2), y=torch.ones(4, dtype=torch.int64), edge_index=torch.tensor([[0, 1], [1, 2]]))
+    partition(data, 2, tmp_path / "parts", method=torch.zeros(4, dtype=torch.int64))
+
+    def work(rank):
+        data = load(tmp_path / "parts")
+        torch.save({"x": data.x, "y": data.y}, tmp_path / f"{rank}.pt")
+        return data.num_nodes
+
+    assert Workers(2).run(work) == [4, 0]
