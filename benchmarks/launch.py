@@ -43,6 +43,6 @@ def results(output: str) -> list[Any]:
 
 
 def answer(result: Any) -> None:
-    """Print the result of one rank, in one write so that ranks do not mix their lines."""
-    sys.stdout.write(f"{MARK}{json.dumps(result)}\n")
+    """Print the result of one rank, in one write and on a line of its own, so that ranks do not mix their lines."""
+    sys.stdout.write(f"\n{MARK}{json.dumps(result)}\n")
     sys.stdout.flush()

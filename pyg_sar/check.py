@@ -15,7 +15,7 @@ from pyg_sar.checks.diagnose import diagnose, failure
 from pyg_sar.checks.record import CheckError
 from pyg_sar.checks.run import Problem, Step, Team
 from pyg_sar.checks.sample import Sample
-from pyg_sar.distributed.group import kept_generators
+from pyg_sar.distributed.group import is_local, kept_generators
 
 TABLE = 20_000  # nodes of the graph up to which a table with a row for each is taken as it is
 
@@ -79,7 +79,7 @@ def check(step: Step, data: Any, model: torch.nn.Module) -> Report:
     model = getattr(model, "_orig_mod", model)  # of a compiled model
     refuse(data, model)
     total = {int(store.get("total_nodes") or store.num_nodes or 0) for store in data.node_stores}
-    tables = {n for p in model.parameters() for n in p.shape if n in total and n <= TABLE}
+    tables = {n for p in model.parameters() if not is_local(p) for n in p.shape if n in total and n <= TABLE}
     with kept_generators(), without_gradients(model):
         problem, whole = in_one_process(step, data, model, tables)
         found = diagnose(problem, whole)

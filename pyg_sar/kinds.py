@@ -44,11 +44,11 @@ class Kind(NamedTuple):
 
 
 class Local(Exception):
-    """Why a function sees only a share of the graph, and what to do instead."""
+    """Why a function sees only a share of the graph, or, if not ``sure``, seems to do so, and what to do instead."""
 
-    def __init__(self, why: str, advice: str) -> None:
+    def __init__(self, why: str, advice: str, sure: bool = True) -> None:
         super().__init__(why)
-        self.why, self.advice = why, advice
+        self.why, self.advice, self.sure = why, advice, sure
 
 
 BEFORE = "Do it before 'pyg_sar.partition', with the whole graph at hand"
@@ -60,7 +60,7 @@ WIDTH = "A width must be one that all workers know: take 'data.num_classes', or 
 REPLICATED = "Wrap what does not depend on nodes in 'pyg_sar.replicated(...)'"
 
 OVER = "over nodes or edges, of which this worker holds a share: the others would get other results"
-COUNTED = "is the same on all workers, because no nodes are in it: its gradient would count for each of them"
+COUNTED = "is the same on all workers (of parameters alone, or a sum of all): its gradient would count for each"
 SUMMED = "of a sum over this worker's rows as if it were one over all of them"
 
 # Where functions have the dimensions that they reduce, or put in order, and which these are if they are not given.
@@ -475,7 +475,8 @@ def of_share(call: Call) -> Kind | None:
         raise Local(f"takes '{name}' {SUMMED}", SUM_UP)
     count = shares[0][1].size
     if type(divisor) in (int, float) and divisor == count > 1:
-        raise Local(f"divides a sum over this worker's {count} rows by their number, which is a mean {OVER}", MEAN)
+        why = f"divides a sum over this worker's {count} rows by their number, which is a mean {OVER}"
+        raise Local(why, MEAN, sure=False)  # it may be that of all workers, of whom only this one has some
     adds = name in ADDS or name in ("linear", "addmm", "addmv", "baddbmm")
     return added(call, Kind(SHARE, size=count)) if adds else Kind(SHARE, size=count)
 

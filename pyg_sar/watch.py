@@ -152,7 +152,10 @@ class Watch(TorchFunctionMode):
             advice = POOL
         elif at.through("torch_geometric.nn.models") and advice != WIDTH:
             advice = CONVERT
-        raise NotImplementedError(f"[rank {rank_of()}] {at.user}: {at.entry} {local.why}. {advice}. {MEANT}.") from None
+        text = f"[rank {rank_of()}] {at.user}: {at.entry} {local.why}. {advice}. {MEANT}."
+        if local.sure:
+            raise NotImplementedError(text) from None
+        warnings.warn_explicit(text, UserWarning, at.file, at.line)
 
     def warn(self, call: Call) -> None:
         """Say once that a number is that of this worker."""

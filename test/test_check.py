@@ -431,6 +431,33 @@ def test_link_prediction() -> None:
         assert "'VGAE' in 'VGAE' cannot run on a share" in text and "averages its losses" in text
 
 
+class Tables(torch.nn.Module):
+    """Learns features of nodes."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__()
+        self.features, self.conv = pyg_sar.nn.NodeEmbedding(data, 8), pyg_sar.nn.SAGEConv(8, CLASSES)
+
+    def forward(self, edge_index: Tensor, centred: bool = False) -> Tensor:
+        x = self.features()
+        return self.conv(x - x.mean(0) if centred else x, edge_index)
+
+
+def tables_step(model: torch.nn.Module, data: Data, centred: bool = False) -> Tensor:
+    out = model(data.edge_index, centred)
+    return finish(pyg_sar.global_mean(F.cross_entropy(out, data.y, reduction="none")), model)
+
+
+def test_tables_of_nodes(tmp_path: Path) -> None:
+    pyg_sar.partition(graph(), 1, tmp_path / "parts")
+    for data in (graph(), pyg_sar.load(tmp_path / "parts")):
+        model = Tables(data)
+        assert "gradient of 'features.weight'" in pyg_sar.check(tables_step, data, model).compared
+        assert model.features.num_nodes == data.num_nodes
+        text = refused(lambda model, data: tables_step(model, data, True), data, model)
+        assert "begins at 'mean' (test_check.py:" in text
+
+
 class Relational(torch.nn.Module):
     """Has a row of weights for each node, and messages that drop features."""
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from pyg_sar.checks.record import CheckError, Recorder, flat
 from pyg_sar.checks.sample import Sample, ids_of
-from pyg_sar.distributed.group import Workers
+from pyg_sar.distributed.group import Workers, is_local
 from pyg_sar.distributed.load import load
+from pyg_sar.nn.node_embedding import NodeEmbedding
 
 Step = Callable[[torch.nn.Module, Any], Any]
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -100,6 +101,7 @@ class Problem:
         before = states()
         model, ids = self.copied(), ids_of(data)
         totals = ids_of(self.sample.one())
+        self.fill_tables(model, ids, totals)
         recorder = Recorder(model, {k: (i, totals[k].numel()) for k, i in ids.items()}, self.foreign)
         run = Run(recorder, ids)
         try:
@@ -112,10 +114,22 @@ class Problem:
             run.error = error
         if before != states():
             recorder.random = recorder.random or "a generator of torch, numpy or Python"
-        run.grads = {name: dense(p.grad) for name, p in model.named_parameters() if p.requires_grad}
-        run.buffers = {name: b.detach() for name, b in model.named_buffers()}
+        grads = {name: (p, dense(p.grad)) for name, p in model.named_parameters() if p.requires_grad}
+        run.grads = {name: grad for name, (p, grad) in grads.items() if not is_local(p)}
+        rows = {name: torch.zeros_like(p) if grad is None else grad for name, (p, grad) in grads.items() if is_local(p)}
+        run.values |= {f"gradient of '{name}'": grad for name, grad in rows.items() if run.values}
+        run.buffers = {name: b.detach() for name, b in model.named_buffers() if not is_local(b)}
         recorder.sum = None
         return run
+
+    def fill_tables(self, model: torch.nn.Module, ids: dict[Any, Tensor], totals: dict[Any, Tensor]) -> None:
+        """Give tables of nodes the rows of the small graph, of that type of nodes of which they have had as many."""
+        for module in model.modules():
+            if isinstance(module, NodeEmbedding):
+                kind = next(k for k, count in self.sample.counts.items() if count == module.num_nodes)
+                generator = torch.Generator().manual_seed(11)
+                size = totals[kind].numel(), *module.weight.shape[1:]
+                module.become(ids[kind], torch.randn(size, generator=generator, dtype=torch.float64))
 
     def same(self, found: Tensor, expected: Tensor, scale: float | None = None) -> bool:
         """Whether numbers are the same up to rounding."""

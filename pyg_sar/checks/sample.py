@@ -35,6 +35,9 @@ class Sample:
         self.hetero = hasattr(data, "node_types")
         self.whole = copy.copy(data)
         types = data.node_types if self.hetero else [None]
+        stores = {t or "nodes": self.node_store(data, t) for t in types}
+        # Of the given graph, by the names of 'ids_of'.
+        self.counts = {t: int(store.get("total_nodes") or store.num_nodes or 0) for t, store in stores.items()}
         self.first = {t: self.nodes(self.node_store(data, t), k, tables) for k, t in enumerate(types)}
         self.listed = self.lists(data)
         for store, given in zip(self.whole.stores, data.stores, strict=True):

@@ -145,6 +145,12 @@ class NodeEmbedding(torch.nn.Module):
         out[self.n_id] = rows
         return all_reduce(out, self.group)
 
+    def become(self, n_id: Tensor, table: Tensor) -> None:
+        """Be the table of another graph, given the ids of the own nodes and all rows."""
+        self.num_nodes, self.n_id = table.size(0), n_id
+        self.weight = torch.nn.Parameter(table[n_id].to(self.weight), self.weight.requires_grad)
+        self.mark()
+
     def mark(self) -> None:
         """Have others know that the tensors are this worker's alone (see
         :func:`~pyg_sar.distributed.collectives.is_local`).
