@@ -6,6 +6,7 @@ One more script is README's own.
 """
 
 import math
+import re
 import statistics
 import warnings
 from pathlib import Path
@@ -53,6 +54,11 @@ def changed(script: str) -> int:
 
 def run(text: str, name: str, parts: str = "") -> list[tuple[float, ...]]:
     """Run a script in double precision and return what it logs."""
+    return execute(text, name, parts)["logged"]
+
+
+def execute(text: str, name: str, parts: str) -> dict[str, Any]:
+    """Run a script in double precision and return its names."""
     logged: list[tuple[float, ...]] = []
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
@@ -61,7 +67,7 @@ def run(text: str, name: str, parts: str = "") -> list[tuple[float, ...]]:
         exec(compile(text, name, "exec"), values)
     finally:
         torch.set_default_dtype(torch.float32)
-    return logged
+    return values | {"logged": logged}
 
 
 def run_adapted(group: Any, folder: str) -> list[list[tuple[float, ...]]]:
@@ -98,6 +104,23 @@ def test_same_losses(workers: int, expected: dict[str, list[tuple[float, ...]]],
             for row, known in zip(rows, expected[name], strict=True):
                 assert row == pytest.approx(known, rel=SAMELOSS, abs=SAMELOSS), (name, workers)
                 assert all(map(math.isfinite, row))
+
+
+# Theirs reads data that are not its arguments, or pairs that were made of them before.
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ("agnn", "autoencoder", "infomax")])
+def test_check_passes(name: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pyg_sar.partition(getattr(graphs, DATASETS.get(name, "citations"))(), 1, tmp_path / "parts")
+    values = execute(SCRIPTS[name], name, str(tmp_path / "parts"))
+    source = re.search(r"^def train\(.*?\n(?=\w|@)", SCRIPTS[name], re.M | re.S)[0]  # type: ignore[index]
+
+    def step(model: torch.nn.Module, data: Any) -> float:
+        own = values | {"model": model, "data": data, "dataset": data}  # of each worker
+        exec(source, own)
+        return own["train"]()
+
+    pyg_sar.check(step, values["data"], values["model"])
 
 
 def test_lines_that_change() -> None:
