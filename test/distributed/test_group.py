@@ -3,23 +3,13 @@
 import pytest
 import torch
 from problem import NUM_NODES, assignment, close, edges
+from simulate import Cut
+from simulate import simulate as run
 from torch import Tensor
 
 import pyg_sar
-from pyg_sar.distributed.assemble import assemble
 from pyg_sar.distributed.collectives import all_gather, gather_objects
 from pyg_sar.distributed.group import Member, Message, Workers, all_reduce_, current, rank_of, size_of
-from pyg_sar.distributed.split import split
-from pyg_sar.edge_index import ShardedEdgeIndex
-
-
-def run(size: int, work: object) -> list:
-    """Return what every worker returns, or raise what the first of them raised."""
-    results = Workers(size).run(work)  # type: ignore[arg-type]
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def test_numbers_of_workers() -> None:
@@ -43,16 +33,14 @@ def test_collectives() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_layer_and_its_gradients(size: int) -> None:
-    part = assignment("random", size)
-    topologies = list(split(edges(), part, part, size))
+    cut = Cut(edges(), assignment("random", size), size)
     x = torch.randn(NUM_NODES, 8, dtype=torch.float64)
     layer = pyg_sar.nn.GATConv(8, 4, heads=2).double()
 
     def work(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        topology = topologies[rank]
-        own = x[topology.src_id].requires_grad_()
-        out = layer(own, ShardedEdgeIndex(assemble(topology, rank)))
-        return topology.src_id, out.detach(), torch.autograd.grad(out.square().sum(), own)[0]
+        own = x[cut.ids[rank]].requires_grad_()
+        out = layer(own, cut.edge_index(rank))
+        return cut.ids[rank], out.detach(), torch.autograd.grad(out.square().sum(), own)[0]
 
     whole = x.clone().requires_grad_()
     expected = layer(whole, edges())
