@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.group import Group, all_gather, gather_objects, host, rank_of, talking
+from pyg_sar.distributed.group import Group, all_gather, gather_objects, host, is_local, rank_of, talking
 
 # What is wrong with a gradient that was summed before.
 TROUBLES = {
@@ -113,15 +113,25 @@ def stepped(call: int) -> bool:
     """
     # Simulated workers add to it meanwhile.
     known = [(ref(), mark.state) for ref, mark in list(guard.SUMMED.data.items()) if mark.call >= call]
-    return any(t is not None and (changes_of(t), *guard.totals([t])) != state for t, state in known)
+    return any(t is not None and state_of(t) != state for t, state in known)
 
 
-def remember(tensors: Sequence[Tensor], totals: Sequence[float]) -> None:
-    """Remember that gradients were summed; without guards there are no sums of parameters."""
+def state_of(tensor: Tensor, total: float | None = None) -> tuple[int, float]:
+    """Return what changes with a parameter; tables of nodes may be too large to be summed up."""
+    if is_local(tensor):
+        return changes_of(tensor), 0.0
+    return changes_of(tensor), guard.totals([tensor])[0] if total is None else total
+
+
+def remember(tensors: Sequence[Tensor], totals: Sequence[float], tables: Sequence[Tensor]) -> None:
+    """Remember that gradients were summed, or are complete, as those of tables of nodes; without guards there are no
+    sums of parameters.
+    """
     call = next(CALLS)
-    for tensor, total in zip(tensors, totals, strict=False):
+    totals = [*totals, *[0.0] * len(tables)]
+    for tensor, total in zip([*tensors, *tables], totals, strict=True) if guard.ON else ():
         if tensor.grad is not None:
-            mark = Mark(weakref.ref(tensor.grad), changes_of(tensor.grad), (changes_of(tensor), total), call)
+            mark = Mark(weakref.ref(tensor.grad), changes_of(tensor.grad), state_of(tensor, total), call)
             guard.SUMMED[tensor] = mark
 
 

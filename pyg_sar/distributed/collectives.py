@@ -122,7 +122,8 @@ def sum_gradients(
     watch.stepped()
     if modules and workers.is_group(modules[-1]):
         *modules, group = modules  # type: ignore[assignment]
-    named = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad and not is_local(p)}
+    every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
+    named = {name: p for name, p in every.items() if not is_local(p)}
     if not grouped(group):
         return
     parameters = list(named.values())
@@ -132,7 +133,7 @@ def sum_gradients(
         kinds[parameter.dtype, parameter.device].append(parameter)
     for alike in kinds.values():
         sum_flat(alike, group)
-    remember(parameters, totals)
+    remember(parameters, totals, [p for p in every.values() if is_local(p)])
 
 
 def parameters_of(*modules: Any) -> dict[str, Tensor]:

@@ -325,7 +325,21 @@ def evaluated(rank, model, x, edge_index):
     return [p.detach().clone() for p in model.parameters()]
 
 
+def table_alone(rank, model, x, edge_index):
+    """Features of nodes are learnt, and the model that reads them is not."""
+    graph = edge_index.graph
+    table = pyg_sar.nn.NodeEmbedding(torch.arange(len(x)) if graph.n_id is None else graph.n_id, x.size(1)).to(x.dtype)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(table(), edge_index).square().sum().backward()
+        pyg_sar.sum_gradients(model, table)
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
 RECIPES = {
+    "table alone": table_alone,
     "accumulated": lambda *given: train(*given, passes=3),
     "accumulated on zeros": lambda *given: train(*given, passes=2, none=False),
     "no step": lambda *given: train(*given, lr=0.0, none=False, optimizer=torch.optim.SGD),
