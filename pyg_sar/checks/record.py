@@ -6,7 +6,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyg_sar.dropout import NoDropout
 from pyg_sar.edge_index import ShardedEdgeIndex, packages
+from pyg_sar.trace import tensors
 
 LIBRARIES = ("torch", "torch_geometric")
 TABLES: dict[str, Callable] = {
@@ -105,7 +106,7 @@ class Recorder(NoDropout):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in ("__get__", "__set__"):
             return func(*args, **kwargs)
-        self.look(name, list(flat((args, kwargs))))
+        self.look(name, list(tensors(args, kwargs)))
         state = torch.get_rng_state() if DRAWS.search(name) else None
         out = super().__torch_function__(func, types, args, kwargs)
         if state is not None and (kwargs.get("generator") or not torch.equal(state, torch.get_rng_state())):
@@ -122,12 +123,12 @@ class Recorder(NoDropout):
         if self.running:
             return
         with torch._C.DisableTorchFunction():
-            given = [t for t in flat(out) if not isinstance(t, ShardedEdgeIndex)]
+            given = [t for t in tensors(out) if not isinstance(t, ShardedEdgeIndex)]
             self.dtypes |= {t.dtype for t in given if t.requires_grad}
-            tensors = [t.detach().clone() for t in given]
-        place = caller() if tensors else None
+            found = [t.detach().clone() for t in given]
+        place = caller() if found else None
         if place is not None:
-            self.records.append(Record(what, place, tensors, module))
+            self.records.append(Record(what, place, found, module))
 
     def look(self, name: str, given: list[Tensor]) -> None:
         """Look at arguments: parameters of others, gradients."""
@@ -175,17 +176,6 @@ def is_opaque(module: torch.nn.Module) -> bool:
     own = packages(type(module))  # type: ignore[arg-type]
     library = type(module).__module__.partition(".")[0] in LIBRARIES
     return hasattr(module, "propagate") or "pyg_sar" in own or (library and not list(module.children()))
-
-
-def flat(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from flat(v)
-    elif isinstance(value, dict):
-        yield from flat(list(value.values()))
 
 
 def package_of(frame: Any) -> str:

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_sar.checks.record import CheckError, Recorder, flat
+from pyg_sar.checks.record import CheckError, Recorder
 from pyg_sar.checks.sample import Sample, ids_of
 from pyg_sar.distributed.group import Workers, is_local
 from pyg_sar.distributed.load import load
 from pyg_sar.nn.node_embedding import NodeEmbedding
+from pyg_sar.trace import tensors
 
 Step = Callable[[torch.nn.Module, Any], Any]
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -214,9 +215,9 @@ def named(returned: Any) -> dict[str, Tensor]:
     for name, value in pairs:
         if isinstance(value, (bool, int, float, np.number)):
             value = torch.tensor(float(value), dtype=torch.float64)
-        tensors = list(flat(value))
-        for k, t in enumerate(tensors):
-            out[str(name) if len(tensors) == 1 else f"{name}[{k}]"] = t.detach().clone()
+        found = list(tensors(value))
+        for k, t in enumerate(found):
+            out[str(name) if len(found) == 1 else f"{name}[{k}]"] = t.detach().clone()
     return out
 
 

@@ -14,7 +14,8 @@ from torch_geometric.data import Data
 from torch_geometric.data.storage import NodeStorage
 
 from pyg_sar import watch
-from pyg_sar.distributed.collectives import all_reduce, gather_objects
+from pyg_sar.distributed.collectives import gather_objects
+from pyg_sar.distributed.gather import gather
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 
@@ -140,10 +141,9 @@ class NodeEmbedding(torch.nn.Module):
             rows (torch.Tensor, optional): Other rows of the own nodes, such as outputs, or what an optimizer keeps of
                 ``weight``. (default: :obj:`None`, ``weight``)
         """
-        rows = self.weight if rows is None else rows
-        out = rows.new_zeros(self.num_nodes, *rows.shape[1:])
-        out[self.n_id] = rows
-        return all_reduce(out, self.group)
+        whole = gather(self.weight if rows is None else rows, self.n_id, None, self.group)
+        assert whole is not None  # which it is where one worker alone gets them
+        return whole
 
     def become(self, n_id: Tensor, table: Tensor) -> None:
         """Be the table of another graph, given the ids of the own nodes and all rows."""
