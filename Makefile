@@ -4,7 +4,7 @@
 PYTHON ?= python3
 # Installed before everything else, so that nothing below chooses another build of torch.
 TORCH ?= torch==2.13.0
-# Another PyG release to test with, and arguments of pytest: make test PYG=2.6.0 ARGS='-m "not slow"'
+# Another PyG release to test with, and arguments of pytest: make test PYG=2.6.0 ARGS='test/nn -k gat'
 PYG ?=
 ARGS ?=
 
@@ -17,7 +17,7 @@ BIN := $(CURDIR)/.venv/bin
 DATA := runs/community-2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2
 
-.PHONY: train test lint sanitize venv clean
+.PHONY: train test test-grid lint sanitize venv clean
 
 train: $(DATA)
 	$(TORCHRUN) examples/train.py $(DATA) --model sage --epochs $(EPOCHS) --save runs/sage.safetensors
@@ -28,6 +28,10 @@ train: $(DATA)
 # A release asked for by name stands before the one in .venv on the path.
 test: $(VENV) $(if $(PYG),.pyg/$(PYG)/stamp)
 	$(if $(PYG),PYTHONPATH=$(CURDIR)/.pyg/$(PYG)) $(BIN)/python -m pytest $(ARGS)
+
+# All settings of all layers, and the tests that take long: benchmarks, examples, simulated hosts, kernels for GPUs.
+test-grid:
+	$(MAKE) test ARGS='-m "grid or not grid" $(ARGS)'
 
 lint: $(VENV)
 	$(BIN)/ruff check

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from launch import answer, launch
+from harness.launch import answer, launch
 
 import pyg_sar
-from pyg_sar.distributed.datasets import dataset
+from pyg_sar.data.datasets import dataset
 
 # data set, layer, hidden width, epochs, seeds
 TASKS = [
@@ -31,7 +31,7 @@ COLUMNS = [
     (0, "PyG, 1 process", "nothing"),
     (2, "2 workers", "nothing"),
     (4, "4 workers", "nothing"),
-    (2, "2 workers, bf16 travels", "wire"),
+    (2, "2 workers, bf16 travels", "comm_dtype"),
     (0, "PyG, autocast to bf16", "autocast"),
     (2, "2 workers, autocast to bf16", "autocast"),
 ]
@@ -91,7 +91,10 @@ def worker(args: argparse.Namespace) -> None:
     with pyg_sar.process_group() as rank:
         torch.manual_seed(args.seeds)
         if args.folder:
-            nn, data = pyg_sar.nn, pyg_sar.load(args.folder, wire=torch.bfloat16 if args.narrow == "wire" else None)
+            nn, data = (
+                pyg_sar.nn,
+                pyg_sar.load(args.folder, comm_dtype=torch.bfloat16 if args.narrow == "comm_dtype" else None),
+            )
         else:
             nn, data = torch_geometric.nn, dataset(args.task, args.root)
             data.total_nodes = data.num_nodes

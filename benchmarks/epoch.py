@@ -1,7 +1,7 @@
 """Time of an epoch of ``examples/train.py`` with the compiled kernels and without them, or with the guards.
 
-    python benchmarks/epoch.py --out docs
-    python benchmarks/epoch.py --of guards --layers 16 --graph Community/20000/400000 --out docs
+    python benchmarks/epoch.py --out docs/results
+    python benchmarks/epoch.py --of guards --layers 16 --graph Community/20000/400000 --out docs/results
 
 Runs with and without kernels (``PYG_SAR_KERNELS=0``) take turns, so that slow minutes of the machine hit both alike. An
 epoch takes as long as its slowest worker; the first of a run, which makes what is made once, does not count. Writes
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import answer, launch
+from harness.launch import answer, launch
 from layers import processor
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.data.datasets import dataset
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.datasets import dataset
 
 SWITCH = {"on": "1", "off": "0"}
 WHAT = {"kernels": "compiled kernels", "guards": "guards"}

@@ -1,6 +1,6 @@
 """A graph that METIS has no room for, end to end: generate, partition by FENNEL, load, train.
 
-    python benchmarks/large.py --out docs
+    python benchmarks/large.py --out docs/results
     python benchmarks/large.py --out /tmp --nodes 100000 --edges 1000000
 
 Every step runs in fresh processes, and the graph is on disk between them. Peaks are resident memory from the start of
@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 
 import torch
-from launch import GNN, answer, launch
+from harness.launch import GNN, answer, launch
+from harness.process_memory import RETURN_FREED_MEMORY, resident, settle
 from layers import processor
-from process_memory import RETURN_FREED_MEMORY, resident, settle
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.distributed.datasets import community_graph, dataset
+from pyg_sar.data.datasets import community_graph, dataset
 
 # GraphSAGE with 16 hidden features, GAT with 4 heads of 4: rows of 16 floats, too, also those of the last layer. With
 # twice as many, GAT on 10M nodes does not fit 24 GB.

@@ -1,8 +1,8 @@
 """Time and memory of one layer in one process: pyg_sar, DGL, PyG, and the machine's own bound.
 
-    python benchmarks/layers.py --out docs
+    python benchmarks/layers.py --out docs/results
     python benchmarks/layers.py --out /tmp --cases gat sum-400 --implementations DGL gather --repetitions 3
-    python benchmarks/layers.py --out docs --device cuda    # 2.4M nodes, 62M edges, as ogbn-products has
+    python benchmarks/layers.py --out docs/results --device cuda    # 2.4M nodes, 62M edges, as ogbn-products has
 
 Every implementation of a case lives in a child process of its own, with the same graph, weights and features; its
 output and all gradients are checked against PyG in double precision before anything is timed. Then they take turns, one
@@ -15,7 +15,7 @@ DGL is measured where it can be imported. Its release 1.1.3 runs with current to
 scipy)::
 
     pip install --no-deps --target DIRECTORY dgl==1.1.3
-    PYTHONPATH=DIRECTORY python benchmarks/layers.py --out docs
+    PYTHONPATH=DIRECTORY python benchmarks/layers.py --out docs/results
 
 Writes ``layers-cpu.md`` and ``layers-cpu.png`` (``layers-cuda.*``), with ``--order`` ``layers-cpu-ordered.*``, after
 every case.
@@ -37,14 +37,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layer_jobs import BF16, FEATURES, RELATIONS, Case, cases, make_job, needs
-from process_memory import RETURN_FREED_MEMORY, available
-from rounds import Child, Died, serve
+from harness.layer_jobs import BF16, FEATURES, RELATIONS, Case, cases, make_job, needs
+from harness.process_memory import RETURN_FREED_MEMORY, available
+from harness.rounds import Child, Died, serve
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.distributed.datasets import community_graph
+from pyg_sar.data.datasets import community_graph
 
 TOLERANCE, TOLERANCE_BF16 = 1e-3, 2e-2
 CHECKED = 100_000  # nodes of a graph on which errors are measured on a GPU, at most

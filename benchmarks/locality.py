@@ -1,6 +1,6 @@
 """How many gathered rows a cache still holds, for several orders of the nodes.
 
-    python benchmarks/locality.py --out docs
+    python benchmarks/locality.py --out docs/results
     python benchmarks/locality.py --out /tmp --graphs Community/50000/2500000 Coauthor/Physics --root data
 
 Counts instead of measuring: a walk over the edges by destination, as an aggregation makes it, and a cache of the given
@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.distributed.datasets import dataset
+from pyg_sar.data.datasets import dataset
 
 FLOATS = (100, 400)  # of a row
 

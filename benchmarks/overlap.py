@@ -1,6 +1,6 @@
 """How much of the communication hides behind computation, on simulated hosts with links of limited bandwidth.
 
-    python benchmarks/overlap.py --out docs
+    python benchmarks/overlap.py --out docs/results
     python benchmarks/overlap.py --out /tmp --nodes 5000 --edges 100000 --models gat --prefetch 1
 
 Every host runs one worker (mode 1, models and graph of ``scaling.py``). *Hidden* is one minus the seconds that a worker
@@ -20,11 +20,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.launch import answer, environment, results
+from harness.timeline import (
+    BACKWARD,
+    COLLECTIVES,
+    FORWARD,
+    GRADIENTS,
+    KINDS,
+    POSTING,
+    WAITING,
+    Step,
+    late,
+    sampled,
+    watch,
+)
 from hosts import LINK, SKIPPED, Hosts, Unavailable, end_in_order, links
-from launch import answer, environment, results
 from layers import processor
 from scaling import graph, prepare, replay, step
-from timeline import BACKWARD, COLLECTIVES, FORWARD, GRADIENTS, KINDS, POSTING, WAITING, Step, late, sampled, watch
 from tqdm import tqdm
 
 import pyg_sar
@@ -55,7 +67,7 @@ def worker(args: argparse.Namespace) -> None:
         data = pyg_sar.load(args.folder, prefetch=args.prefetch[0])
         (name,) = args.models
         if name.endswith(CACHED):
-            data.edge_index.cache(data.x)
+            data.edge_index.cache_features(data.x)
         model, optimizer = prepare(pyg_sar.nn, name.removesuffix(CACHED), data)
         steps, layers = [], []
         with sampled(LINK) as samples:

@@ -1,6 +1,6 @@
 """Peak memory of partitioning, in multiples of the bytes of ``edge_index``, and the share of edges that are cut.
 
-    python benchmarks/partition.py --out docs
+    python benchmarks/partition.py --out docs/results
     python benchmarks/partition.py --out /tmp --nodes 10000 --edges 100000 --parts 2 --graphs Community/1000/9000
 
 Partitions random graphs without features, which are METIS's worst case, each in a fresh process that gives freed
@@ -16,15 +16,15 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from launch import answer, launch
+from harness.launch import answer, launch
+from harness.process_memory import RETURN_FREED_MEMORY, resident, settle
 from layers import processor
-from process_memory import RETURN_FREED_MEMORY, resident, settle
 from torch_geometric.data import Data
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.distributed.datasets import dataset
-from pyg_sar.distributed.partition import assign, balanced_weights
+from pyg_sar.data.assign import assign, balanced_weights
+from pyg_sar.data.datasets import dataset
 
 # Method, order of rows, whether edges are stored in both directions, and whether there is a single part.
 CASES = [

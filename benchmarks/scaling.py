@@ -1,6 +1,6 @@
 """Memory, traffic and time of a training step of the paper's 3-layer models, against the number of workers.
 
-    python benchmarks/scaling.py --out docs
+    python benchmarks/scaling.py --out docs/results
     python benchmarks/scaling.py --out /tmp --models sage --workers 2 4 --modes 1 --method random --no-peer
 
 For every model, mode and number of workers it measures in each worker: the peak of resident memory during training
@@ -29,16 +29,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn
-from launch import GNN, answer, launch
+from harness.launch import GNN, answer, launch
+from harness.process_memory import RETURN_FREED_MEMORY, resident, settle
 from layers import processor
-from process_memory import RETURN_FREED_MEMORY, resident, settle
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.distributed.datasets import community_graph
-from pyg_sar.distributed.exchange import Traffic
+from pyg_sar import planner
+from pyg_sar.data.datasets import community_graph
+from pyg_sar.distributed.traffic import Traffic
+from pyg_sar.exchange import Received
 
-MODES = {1: "rematerialise", 2: "keep", 3: "one shot"}
+MODES = {1: "rematerialise", 2: "keep", 3: "one-shot"}
 FEATURES, CLASSES, RELATIONS = 100, 47, 8
 
 
@@ -112,19 +114,19 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any) ->
 
 def replay(shares: Any, layers: list[Any]) -> float:
     """Return the seconds that the messages of a step take when nothing is computed between them."""
-    exchange = shares.exchange
+    exchange, num_halo = shares.exchange, shares.exchange.routes.num_halo
     dist.barrier()  # waiting for a worker that starts later is not what messages take
-    if exchange.num_halo == 0:
+    if num_halo == 0:
         return 0.0
 
     silent, start = Traffic().forward, time.perf_counter()
     for t in layers:
-        x = torch.zeros(shares.num_src, t.forward_received // exchange.num_halo // 4)
+        x = torch.zeros(shares.num_src, t.forward_received // num_halo // 4)
         for _ in range(2 if t.case == 2 and shares.remat else 1):
-            deque(exchange.pull([x], exchange.visits(1), silent), maxlen=0)
+            deque(exchange.pull([x], exchange.order(1), silent), maxlen=0)
         if t.backward_received:
-            sink = exchange.sink(silent, lambda *_: None)
-            for q in exchange.visits(1, True, False)[0]:
+            sink = exchange.sink(silent, Received())
+            for q in exchange.order(1, True, False)[0]:
                 sink.push(q, x.new_zeros(shares.blocks[q].num_src, x.size(1)))
             sink.close()
     return time.perf_counter() - start
@@ -141,7 +143,7 @@ def measure(args: argparse.Namespace, model: str, workers: int, mode: int, folde
         rows = launch(__file__, workers, [*options, "--steps", str(args.steps)])
         found.step, found.waited, found.alone = (max(column) for column in list(zip(*rows, strict=True))[2:])
     if folder:
-        share = max(pyg_sar.shares_of(folder), key=lambda share: share.nodes + sum(share.rows_in))
+        share = max(planner.from_partition(folder), key=lambda share: share.nodes + sum(share.rows_in))
         relations = RELATIONS if model == "rgcn" else 0
         options = {"modes": [mode], "prefetch": args.prefetch, "num_relations": relations}
         (need,) = pyg_sar.plan(lambda: network(pyg_sar.nn, model), share, FEATURES, **options)

@@ -1,6 +1,6 @@
 """Time and memory of a training step in one process whose graph is in several shards, and of PyG.
 
-    python benchmarks/shards.py --device cuda --out docs    # 2.4M nodes, 62M edges, as ogbn-products has
+    python benchmarks/shards.py --device cuda --out docs/results    # 2.4M nodes, 62M edges, as ogbn-products has
     python benchmarks/shards.py --nodes 20000 --edges 1000000 --out /tmp
 
 Three layers of GraphSAGE or GAT, forward, backward and one step of Adam. Implementations take turns; each has the whole
@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from layer_jobs import clock
+from harness.layer_jobs import clock
+from harness.process_memory import peak, settle
 from layers import machine
-from process_memory import peak, settle
 from torch import Tensor
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.distributed.datasets import community_graph
+from pyg_sar.data.datasets import community_graph
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from models import GNN

@@ -4,7 +4,7 @@
 
 All is trained in double precision without dropout, so that the losses of all epochs can be compared: the table's last
 column is the largest difference from PyG's, of any number of workers. Negative pairs of "link" are the same in every
-epoch; those of "link, drawn" are drawn anew, by ``pyg_sar.corrupt``. Writes ``tasks.md``.
+epoch; those of "link, drawn" are drawn anew, by ``pyg_sar.negative_sampling``. Writes ``tasks.md``.
 """
 
 import argparse
@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 import torch_geometric
 import torch_geometric.nn as gnn
-from launch import answer, launch
+from harness.launch import answer, launch
 from torch_geometric.transforms import RandomLinkSplit
 from torch_geometric.utils import negative_sampling
 
 import pyg_sar
+from pyg_sar.data.datasets import dataset
 from pyg_sar.distributed.collectives import gather_objects
-from pyg_sar.distributed.datasets import dataset
 
 # data set, model, epochs, seeds
 TASKS = [
@@ -103,7 +103,7 @@ def predict_links(model: torch.nn.Module, data: Any, epochs: int, drawn: bool, s
     generator = torch.Generator().manual_seed(1000 * seed + (0 if n_id is None else int(n_id[0])))
 
     def local(pairs: torch.Tensor) -> Any:
-        return pyg_sar.links(pairs, n_id) if sharded else (pairs, slice(None))
+        return pyg_sar.shard_links(pairs, n_id) if sharded else (pairs, slice(None))
 
     def score(z: torch.Tensor, index: Any) -> torch.Tensor:
         return (z[index[0]] * z[index[1]]).sum(-1)
@@ -111,7 +111,7 @@ def predict_links(model: torch.nn.Module, data: Any, epochs: int, drawn: bool, s
     (positive, _), (negative, _), (test, mine) = map(local, (data.pairs, data.negatives, data.test_pairs))
     for _ in range(epochs):
         if drawn and sharded:
-            negative, _ = pyg_sar.links(pyg_sar.corrupt(positive, n_id, generator=generator), n_id)
+            negative, _ = pyg_sar.shard_links(pyg_sar.negative_sampling(positive, n_id, generator=generator), n_id)
         elif drawn:
             negative = torch.stack([torch.randint(data.num_nodes, data.pairs[1].shape), data.pairs[1]])
         optimizer.zero_grad()

@@ -15,8 +15,8 @@ from models import GNN
 from safetensors.torch import load_file
 
 import pyg_sar
+from pyg_sar.data.datasets import dataset
 from pyg_sar.distributed.collectives import gather_objects
-from pyg_sar.distributed.datasets import dataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data", help="a folder made by 'pyg-sar partition'")

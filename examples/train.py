@@ -27,7 +27,7 @@ parser.add_argument("--epochs", type=int, default=30)
 parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--dropout", type=float, default=0.5)
 parser.add_argument("--attention-dropout", type=float, default=0.0)
-parser.add_argument("--mode", type=int, choices=[1, 2, 3], default=1, help="1 rematerialise, 2 keep, 3 one shot")
+parser.add_argument("--mode", type=int, choices=[1, 2, 3], default=1, help="1 rematerialise, 2 keep, 3 one-shot")
 parser.add_argument("--prefetch", type=int, default=1)
 parser.add_argument("--device", default="cpu")
 parser.add_argument("--seed", type=int, default=0)
@@ -56,9 +56,8 @@ def test(model: torch.nn.Module, data: object) -> list[float]:
 def main(args: argparse.Namespace, rank: int) -> list[float]:
     """Train, and return the seconds of every epoch."""
     torch.manual_seed(args.seed)
-    data = pyg_sar.load(args.data, args.device, remat=args.mode == 1, prefetch=args.prefetch)  # sar
-    if args.mode == 3:
-        data.edge_index = data.edge_index.merge()  # sar
+    mode = {"remat": args.mode == 1, "one_shot": args.mode == 3}
+    data = pyg_sar.load(args.data, args.device, **mode, prefetch=args.prefetch)  # sar
     hidden = args.hidden or {"sage": 256, "gat": 128}[args.model]
     model = GNN(
         pyg_sar.nn, args.model, data.x.size(1), hidden, data.num_classes, args.heads, args.dropout,  # sar: pyg_sar.nn

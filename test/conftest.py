@@ -30,7 +30,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from pool import Pool
+from support.pool import Pool
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if not torch.cuda.is_available():  # whether Triton compiles or interprets is decided when it is imported
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync() -> Iterator[None]:
+    """Disks are slow. That partitions are durable is tested by itself, in `test_store.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")

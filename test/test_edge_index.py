@@ -13,15 +13,15 @@ import torch.distributed as dist
 import torch_geometric.nn as gnn
 import torch_geometric.transforms as T
 import torch_geometric.utils as U
-from conv_zoo import CASES, F, Net, default, difference, refusal
-from problem import NUM_NODES, assignment, edges, share
+from support.conv_zoo import F, Net, default, difference
+from support.nasty_graph import NUM_NODES, assignment, edges, share
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 
 import pyg_sar.nn
 from pyg_sar import ShardedEdgeIndex, record_traffic, shard
-from pyg_sar.edge_index import EDGES, FLIPPED, SOURCES, UNLESS, WHOLE_GRAPH
+from pyg_sar.edge_index import EDGES, FLIPPED, SOURCES
 from pyg_sar.graph import ShardedGraph
 
 N = NUM_NODES
@@ -404,15 +404,15 @@ CALLS = {
     "ToUndirected": (lambda data: T.ToUndirected()(data), WHOLE),
     "ToSparseTensor": (lambda data: T.ToSparseTensor()(data), WHOLE),
     "SIGN": (lambda data: T.SIGN(2)(data), WHOLE),
-    "RandomLinkSplit": (lambda data: T.RandomLinkSplit()(data), "pyg_sar.links"),
+    "RandomLinkSplit": (lambda data: T.RandomLinkSplit()(data), "pyg_sar.shard_links"),
     "to_undirected": (lambda data: U.to_undirected(data.edge_index), WHOLE),
     "add_self_loops": (lambda data: U.add_self_loops(data.edge_index), COUNT),
     "degree": (lambda data: U.degree(data.edge_index[0]), COUNT),
     "to_dense_adj": (lambda data: U.to_dense_adj(data.edge_index), WHOLE),
     "sort_edge_index": (lambda data: U.sort_edge_index(data.edge_index), WHOLE),
     "coalesce": (lambda data: U.coalesce(data.edge_index), WHOLE),
-    "k_hop_subgraph": (lambda data: U.k_hop_subgraph(0, 1, data.edge_index), "pyg_sar.message_flow"),
-    "negative_sampling": (lambda data: U.negative_sampling(data.edge_index), "pyg_sar.corrupt"),
+    "k_hop_subgraph": (lambda data: U.k_hop_subgraph(0, 1, data.edge_index), "pyg_sar.message_flow_graphs"),
+    "negative_sampling": (lambda data: U.negative_sampling(data.edge_index), "pyg_sar.negative_sampling"),
     "to_networkx": (lambda data: U.to_networkx(data), AGAIN),
     "copying or saving": (lambda data: torch.save(data, io.BytesIO()), AGAIN),
     "numpy": (lambda data: data.edge_index.cpu().numpy(), AGAIN),
@@ -445,68 +445,6 @@ def test_what_scripts_do_is_refused_by_its_name(name, sharded, x):
     call, advice = CALLS[name]
     with pytest.raises(NotImplementedError, match=rf"^\[rank 0\] '?{name}\b.* cannot be .*{re.escape(advice)}.*\.$"):
         call(Data(x=x, edge_index=sharded, num_nodes=N))
-
-
-# Layers that look at the whole graph
-
-# These have tests below, in test_lightgcn.py and in test_linkx.py.
-ELSEWHERE = {"FeaStConv", "QuantileAggregation", "RGCNConv", "LightGCN", "LINKX", "Node2Vec", "MetaPath2Vec"}
-SHOWN_BY = {
-    "_BatchNorm": "BatchNorm1d",
-    "torch_geometric.nn.attention": "PerformerAttention",
-    "torch_geometric.nn.pool": "TopKPooling",
-}
-
-
-def test_every_entry_of_the_table_has_a_case():
-    said = [refusal(name) for name, case in CASES.items() if case.says]
-    for name, reason in WHOLE_GRAPH.items():
-        name = SHOWN_BY.get(name, name)
-        if name not in ELSEWHERE and (hasattr(gnn, name) or name in SHOWN_BY.values()):
-            assert any(f"'{name}' in '" in text and f"because it {reason}" in text for text in said), name
-    assert set(UNLESS) <= set(WHOLE_GRAPH)
-
-
-def test_subclasses_are_refused_and_layers_of_pyg_sar_are_not(sharded):
-    class MyGPS(gnn.GPSConv):
-        pass
-
-    with pytest.raises(NotImplementedError, match=r"'MyGPS' in 'MyGPS' cannot run .* attends over all nodes"):
-        MyGPS(F, gnn.SAGEConv(F, F), norm=None)(torch.randn(N, F), sharded)
-    Net(pyg_sar.nn.BatchNorm1d(F))(torch.randn(N, F), sharded)
-
-
-def test_streaming_layers_look_around_too(sharded):
-    class Model(torch.nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.conv, self.norm = pyg_sar.nn.SAGEConv(F, F), norm
-
-        def forward(self, x, edge_index):
-            return self.norm(self.conv(x, edge_index))
-
-    x = torch.randn(N, F)
-    with pytest.raises(NotImplementedError, match="'BatchNorm1d' in 'Model' cannot run"):
-        Model(torch.nn.BatchNorm1d(F))(x, sharded)
-    for fine in (torch.nn.BatchNorm1d(F).eval(), pyg_sar.nn.BatchNorm1d(F), torch.nn.LayerNorm(F)):
-        Model(fine)(x, sharded)
-
-
-@pytest.mark.parametrize("layer", [gnn.FeaStConv(F, F, add_self_loops=False), gnn.SimpleConv("median")])
-def test_layers_that_fail_without_edges_say_so(layer):
-    nothing = shard(torch.empty(2, 0, dtype=torch.long), N, 2)
-    with pytest.raises(NotImplementedError, match=r"fails in PyG .*'pyg_sar\.nn'"):
-        layer(torch.randn(N, F), nothing)
-
-
-def test_workers_must_not_choose_their_own_way_to_multiply(sharded):
-    """With pyg-lib, RGCNConv exchanges rows once or once a relation, as the number of edges suggests."""
-    layer, args = gnn.RGCNConv(F, F, 3), (torch.randn(N, F), sharded, torch.zeros(sharded.size(1), dtype=torch.long))
-    with mock.patch("torch_geometric.typing.WITH_SEGMM", True):
-        with pytest.raises(NotImplementedError, match="use_segment_matmul' is set"):
-            layer(*args)
-        with mock.patch("torch_geometric.backend.use_segment_matmul", False):
-            layer(*args)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -600,7 +538,7 @@ def train_in_many_ways(group):
 def count_bytes(group):
     """Each exchange has one record, whose backward side is as large as its forward side."""
     mine = cut(group)
-    halo = mine.edge_index.graph.exchange.merge().num_halo
+    halo = mine.edge_index.graph.exchange.routes.num_halo
     x = torch.randn(mine.src.numel(), F, requires_grad=True)
     with record_traffic(mine.edge_index) as records:
         gnn.SAGEConv(F, F)(x, mine.edge_index).sum().backward()

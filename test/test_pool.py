@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool, RankError
+from support.pool import Pool, RankError
 
 
 def describe(group, x):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch_geometric.nn
-from problem import NUM_NODES, edges
+from support.nasty_graph import NUM_NODES, edges
 
 import pyg_sar
 from pyg_sar import running

@@ -1,18 +1,21 @@
 """The streaming loop as a citizen of autograd: every layer x mode on several workers."""
 
+import weakref
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CASES, Case, setup, whole
-from problem import assignment, close, edges, share
+from support.cases import CASES, Case, setup, whole
+from support.nasty_graph import assignment, close, edges, share
 
 from pyg_sar import shard
-from pyg_sar.distributed.exchange import Peers, Transfer
+from pyg_sar.aggregate import aggregate, aggregate_async
+from pyg_sar.distributed.transfer import Channel, Transfer
 from pyg_sar.nn import GATConv, GCNConv, RGCNConv, SAGEConv
-from pyg_sar.reduce import Extremum, Sum, linear, linear_grad
-from pyg_sar.stream import aggregate
+from pyg_sar.reduce import Extremum, Message, Sum, Tile
+from pyg_sar.reduce.linear import linear, linear_grad
 
 MODES = (1, 2, 3)
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -43,7 +46,7 @@ def test_backward_twice_gives_the_same(pool, mode):
 
 
 def some_gradients(group, mode, columns):
-    with mock.patch("pyg_sar.reduce.COLUMNS", columns):
+    with mock.patch("pyg_sar.reduce.base.COLUMNS", columns):
         for name, case in CASES.items():
             it = setup(group, case, mode=mode)
             it.loss().backward()
@@ -62,7 +65,7 @@ def test_gradients_of_inputs_only_and_of_parameters_only(pool, mode, columns):
 
 def frozen(group, mode):
     """What needs no gradient changes none of the others."""
-    with mock.patch("pyg_sar.reduce.COLUMNS", 2):
+    with mock.patch("pyg_sar.reduce.base.COLUMNS", 2):
         for name, case in CASES.items():
             it = setup(group, case, mode=mode)
             it.loss().backward()
@@ -87,10 +90,10 @@ def meanwhile(group):
         return lambda *args, **kwargs: (events.append(name), function(*args, **kwargs))[1]
 
     with (
-        mock.patch("pyg_sar.reduce.COLUMNS", 2),
-        mock.patch("pyg_sar.stream.linear", tell("make", linear)),
-        mock.patch("pyg_sar.stream.linear_grad", tell("take", linear_grad)),
-        mock.patch.object(Peers, "swap", tell("send", Peers.swap)),
+        mock.patch("pyg_sar.reduce.base.COLUMNS", 2),
+        mock.patch("pyg_sar.sources.linear", tell("make", linear)),
+        mock.patch("pyg_sar.sources.linear_grad", tell("take", linear_grad)),
+        mock.patch.object(Channel, "swap", tell("send", Channel.swap)),
         mock.patch.object(Transfer, "wait", tell("wait", Transfer.wait)),
         mock.patch.object(SAGEConv, "root", tell("root", SAGEConv.root)),
     ):
@@ -107,6 +110,31 @@ def test_rows_are_made_and_others_computed_while_messages_travel(pool):
     for forward, backward in pool.run(2, meanwhile):
         assert forward == ["make", "send", "make", "send", "root", "wait", "wait", "wait", "wait"]
         assert backward == ["send", "send", "wait", "wait", "take", "root", "wait", "wait", "take"]
+
+
+def nobody_asks(group):
+    """Return how many messages began and were waited for in a backward pass that no source row is asked for."""
+    it, counts = setup(group, CASES["gat"]), Counter()
+    swap, wait = Channel.swap, Transfer.wait
+
+    def begin(*args):
+        transfers = swap(*args)
+        counts["begun"] += len(transfers)
+        return transfers
+
+    def end(transfer):
+        counts["waited for"] += 1
+        wait(transfer)
+
+    loss = it.loss()
+    with mock.patch.object(Channel, "swap", begin), mock.patch.object(Transfer, "wait", end):
+        torch.autograd.grad(loss, [it.layer.att_dst])
+    return counts
+
+
+def test_gradients_that_nobody_asks_for_are_waited_for(pool):
+    for counts in pool.run(3, nobody_asks):
+        assert counts["begun"] == counts["waited for"] > 0
 
 
 def accumulate(group, mode):
@@ -295,8 +323,91 @@ def test_layouts(pool, mode):
     pool.run(2, layouts, mode)
 
 
-def wrong_rows(group):
-    mine = share(group, edges(), assignment("random", group.size()))
+class Watched(Sum):
+    """A sum with learnt weights that notes what is alive of the tensors it knows whenever it sees others."""
+
+    def __init__(self):
+        super().__init__(learn_weight=True)
+        self.known, self.alive = [], []
+
+    def note(self, event, **tensors):
+        self.alive.append((event, {name for name, ref in self.known if ref() is not None}))
+        self.known += [(name, weakref.ref(t)) for name, t in tensors.items()]
+
+    def init(self, x, num_dst):
+        state = super().init(x, num_dst)
+        self.note("init", state=state)
+        return state
+
+    def step(self, state, block, x, rows):
+        self.note("step", x=x)
+        return super().step(state, block, x, rows)
+
+    def finish(self, state, dtype):
+        out = state.clone()
+        self.note("finish", out=out)
+        return out, ()
+
+    def prepare(self, saved, result, out):
+        prepared = out.clone()
+        self.note("prepare", grad=out, prepared=prepared)
+        return (prepared,)
+
+    def grad(self, block, x, *args):
+        self.note("grad", x=x)
+        d_x, d_rows = super().grad(block, x, *args)
+        self.known += [("d_x", weakref.ref(d_x)), ("d_weight", weakref.ref(d_rows.edge[0]))]
+        return d_x, d_rows
+
+
+def test_nothing_outlives_its_block_or_its_tile():
+    graph, reduce = shard(edges(), 61, 3).graph, Watched()
+    x, weight = torch.rand(61, 4, requires_grad=True), torch.rand(graph.num_edges, requires_grad=True)
+    with mock.patch("pyg_sar.reduce.base.COLUMNS", 2):
+        aggregate(graph, reduce, x, edge=[weight]).sum().backward()
+    state, grads = {"state"}, {"grad", "prepared"}
+    expected = {"init": set(), "step": state, "finish": state, "prepare": set(), "grad": grads}
+    forward, backward = ["init", *["step"] * 3, "finish"], ["prepare", *["grad"] * 3]
+    assert [event for event, _ in reduce.alive] == 2 * forward + 2 * backward
+    for event, alive in reduce.alive:
+        assert alive == expected[event], event
+
+
+class Half(Message):
+    """Rows times a constant, in two tiles that read half of it each."""
+
+    optional = frozenset({0})
+
+    def __init__(self, columns=slice(0, 4)):
+        self.columns = columns
+        super().__init__(lambda block, x, rows: x[block.col] * rows.const[0], (columns.stop - columns.start,))
+
+    def tiles(self, like, rows, num_blocks):
+        halves = slice(0, 2), slice(2, 4)
+        return [Tile(k, Half(half), half, half, like[:, half]) for k, half in enumerate(halves)]
+
+    def narrow(self, rows):
+        return rows._replace(const=[None if t is None else t[self.columns] for t in rows.const])
+
+
+def test_gradients_of_optional_constants_are_those_of_all_tiles():
+    graph = shard(edges(), 61, 3).graph
+    x, factor = torch.rand(61, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(aggregate(graph, Half(), x, const=[factor]).square().sum(), factor)
+    (expected,) = torch.autograd.grad((aggregate(graph, Sum(), x) * factor).square().sum(), factor)
+    close(found, expected, "factor")
+
+
+def test_an_aggregation_is_waited_for_once():
+    graph, x = shard(edges(), 61, 2).graph, torch.rand(61, 4)
+    pending = aggregate_async(graph, Sum(), x)
+    assert torch.equal(pending.wait(), aggregate(graph, Sum(), x))
+    with pytest.raises(RuntimeError, match="'wait' was called twice"):
+        pending.wait()
+
+
+def wrong_rows(group, mode):
+    mine = share(group, edges(), assignment("random", group.size()), mode=mode)
     graph, x = mine.edge_index.graph, torch.rand(len(mine.src), 2)
     for arguments, says in (
         ((x[1:],), f"{len(x)} source rows"),
@@ -307,5 +418,6 @@ def wrong_rows(group):
             aggregate(graph, Sum(), *arguments)
 
 
-def test_tensors_of_the_wrong_length_are_refused(pool):
-    pool.run(2, wrong_rows)
+@every_mode
+def test_tensors_of_the_wrong_length_are_refused_with_the_rank(pool, mode):
+    pool.run(2, wrong_rows, mode)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_sar.checks.record import LIBRARIES, Place, Record
+from pyg_sar.caller import raised_at
+from pyg_sar.checks.record import Record
 from pyg_sar.checks.run import LEAST, Problem, Run, Team, largest
 
 MEAN = "mean std var sum norm median softmax"
@@ -93,10 +94,7 @@ def failure(error: BaseException) -> Finding:
 
 def told(error: BaseException) -> str:
     """Return an error in one line, and where it was raised."""
-    place = None
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in (*LIBRARIES, "pyg_sar"):
-            place = Place(frame.f_code.co_filename, line)
+    place = raised_at(error)
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
 

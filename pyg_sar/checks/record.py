@@ -2,21 +2,20 @@ r"""Watches a training step: which numbers it makes where, and what it does to g
 
 from __future__ import annotations
 
-import linecache
-import os
 import re
-import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyg_sar.dropout import NoDropout
-from pyg_sar.edge_index import ShardedEdgeIndex, packages
-from pyg_sar.trace import tensors
+from pyg_sar.caller import LIBRARIES, Place, beyond, callers, within
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.ops.dropout import NoDropout
+from pyg_sar.structure import tensors
+from pyg_sar.whole_graph import packages
 
-LIBRARIES = ("torch", "torch_geometric")
 TABLES: dict[str, Callable] = {
     "rand": torch.rand, "rand_like": torch.rand, "randn": torch.randn, "randn_like": torch.randn
 }  # fmt: skip
@@ -30,17 +29,6 @@ NONLINEAR = ("norm", "clamp", "clip", "abs", "sign", "square", "pow", "sqrt", "m
 
 class CheckError(AssertionError):
     """A training step has other numbers on several workers than in one process."""
-
-
-class Place(NamedTuple):
-    """A line of the user's code."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        text = linecache.getline(self.file, self.line).strip()
-        return f"{os.path.basename(self.file)}:{self.line}" + (f", `{text}`" if text else "")
 
 
 class Record(NamedTuple):
@@ -178,26 +166,12 @@ def is_opaque(module: torch.nn.Module) -> bool:
     return hasattr(module, "propagate") or "pyg_sar" in own or (library and not list(module.children()))
 
 
-def package_of(frame: Any) -> str:
-    """Return whose code a frame runs."""
-    return frame.f_globals.get("__name__", "").partition(".")[0]
-
-
 def caller() -> Place | None:
-    """Return the line of the user's code that is running, unless it is within code of this library."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
-        frame = frame.f_back
-    while frame is not None and package_of(frame) in LIBRARIES:
-        frame = frame.f_back
-    if frame is None or package_of(frame) == "pyg_sar":
-        return None
-    return Place(frame.f_code.co_filename, frame.f_lineno)
+    """Return the line of the user's code that is running, unless it called code of this library."""
+    _, frame = beyond(__name__, *LIBRARIES)
+    return None if frame is None or within(frame, "pyg_sar") else Place(frame.f_code.co_filename, frame.f_lineno)
 
 
-def frame_of(name: str) -> Any:
+def frame_of(name: str) -> FrameType | None:
     """Return the frame of a function of this library that is running, if it is."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not (frame.f_code.co_name == name and package_of(frame) == "pyg_sar"):
-        frame = frame.f_back
-    return frame
+    return next((f for f in callers() if f.f_code.co_name == name and within(f, "pyg_sar")), None)

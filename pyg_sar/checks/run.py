@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pyg_sar.checks.record import CheckError, Recorder
 from pyg_sar.checks.sample import Sample, ids_of
+from pyg_sar.data.load import load
 from pyg_sar.distributed.group import Workers, is_local
-from pyg_sar.distributed.load import load
-from pyg_sar.nn.node_embedding import NodeEmbedding
-from pyg_sar.trace import tensors
+from pyg_sar.nn.models.node_embedding import NodeEmbedding
+from pyg_sar.structure import tensors
 
 Step = Callable[[torch.nn.Module, Any], Any]
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.data.attributes import leaves, meaning
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 NODES, EDGES, LISTED = 40, 200, 31  # of the first type; ids in a list of them
 OWN = ("n_id", "e_id", "total_nodes", "num_nodes", "edge_index")
+LISTS = ("node_ids", "edge_ids", "pairs")
 
 
 class Sample:
@@ -105,34 +107,37 @@ class Sample:
 
     def lists(self, data: Any) -> dict[int, int]:
         """Return the lengths of lists of node ids, and of what belongs to their entries, and those that they get."""
-        values = [(key, v) for store in data.stores for key, v in store.items() if isinstance(v, Tensor)]
-        lengths = {v.size(-1) for key, v in values if holds_ids(key, v)}
+        lengths = set()
+        for store in data.stores:
+            given = [(k, v) for k, v in store.items() if k not in OWN and not isinstance(v, ShardedEdgeIndex)]
+            values = [leaf for key, value in given for leaf in leaves((key,), value)]
+            lengths |= {value.size(-1) for path, value in values if meaning(store, path, value)[0] in LISTS}
         return {n: min(n, LISTED) for n in lengths}
 
     def fill(self, store: Any, given: Any, nodes: Tensor | None, edges: Tensor | None) -> None:
         """Set the attributes of a type, given which nodes or edges are on the first worker."""
         for key, value in list(given.items()):
             if key not in OWN and not isinstance(value, ShardedEdgeIndex):
-                store[key] = self.typed(self.like(given, key, value, nodes, edges))
+                store[key] = self.typed(self.like(given, (key,), value, nodes, edges))
 
     def typed(self, value: Any) -> Any:
         """Return floating-point numbers in the type that is asked for."""
         return value.to(self.dtype) if self.dtype and isinstance(value, Tensor) and value.is_floating_point() else value
 
-    def like(self, given: Any, key: str, value: Any, nodes: Tensor | None, edges: Tensor | None) -> Any:
-        """Return made-up values of an attribute."""
+    def like(self, given: Any, path: tuple[str, ...], value: Any, nodes: Tensor | None, edges: Tensor | None) -> Any:
+        """Return random values of an attribute."""
         if isinstance(value, dict):
-            return {k: self.like(given, f"{key}_{k}", v, None, None) for k, v in value.items()}
+            return {k: self.like(given, (*path, str(k)), v, nodes, edges) for k, v in value.items()}
         if not isinstance(value, Tensor):
             return copy.copy(value)
         value = value.detach().cpu()
-        level, dim = level_of(self.given, given, key, value, self.hetero)
+        level, dim = meaning(given, path, value)
         if level == "node" and nodes is not None:
-            return self.rows(value, dim, nodes)
+            return self.rows(value, (dim or 0) % value.dim(), nodes)
         if level == "edge":
             edges = self.first[None][self.whole.edge_index[1]] if edges is None else edges
-            return self.rows(value, dim, edges)
-        if holds_ids(key, value):
+            return self.rows(value, (dim or 0) % value.dim(), edges)
+        if level in LISTS:
             least = min((first.numel() for first in self.first.values()), default=0)
             return torch.randint(max(least, 1), (*value.shape[:-1], self.listed[value.size(-1)]), generator=self.random)
         if value.dim() > 0 and value.size(0) in self.listed:
@@ -179,7 +184,7 @@ class Sample:
 
     def write(self, folder: Path, parts: int) -> None:
         """Write it as a partition."""
-        from pyg_sar.distributed.partition import partition
+        from pyg_sar.data.partition import partition
 
         with warnings.catch_warnings():  # of what is left out, or has ids: that was told when the graph was partitioned
             warnings.simplefilter("ignore")
@@ -193,30 +198,6 @@ class Sample:
                     if key not in store:
                         store[key] = copy.deepcopy(value)
         return data
-
-
-def holds_ids(key: str, value: Any) -> bool:
-    """Whether a tensor of a graph is a list of ids of nodes, or of pairs of them, by its name and shape."""
-    if not isinstance(value, Tensor) or value.dtype != torch.int64 or isinstance(value, ShardedEdgeIndex):
-        return False
-    named = "idx" in key or "index" in key or key.endswith(("_id", "_ids"))
-    pairs = value.dim() == 2 and value.size(0) == 2
-    return key not in OWN and ((named and value.dim() == 1) or (pairs and (named or "edge" in key or "pair" in key)))
-
-
-def level_of(data: Any, store: Any, key: str, value: Tensor, hetero: bool) -> tuple[str, int]:
-    """Return whether an attribute has a row for each node, for each edge, or neither, and their dimension."""
-    if value.dim() == 0 or (holds_ids(key, value) and value.dim() == 2):
-        return "graph", 0
-    if hetero:
-        count = None if store._key is None else store.num_edges if isinstance(store._key, tuple) else store.num_nodes
-        level = "edge" if isinstance(store._key, tuple) else "node"
-        return (level if value.size(0) == count else "graph"), 0
-    dim = data.__cat_dim__(key, value)
-    if not isinstance(dim, int):
-        return "graph", 0
-    level = "node" if data.is_node_attr(key) else "edge" if data.is_edge_attr(key) else "graph"
-    return level, dim % value.dim()
 
 
 def ids_of(data: Any) -> dict[Any, Tensor]:

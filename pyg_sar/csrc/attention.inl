@@ -520,7 +520,8 @@ void collect(Acc<T>* facts, const AttentionGrad& op, const Edges<S, T, I>& edges
   using A = Acc<T>;
   constexpr int64_t n = SourceGradBody<S, T, I>::facts;
   const auto peak = typed<A>(op.peak), total = typed<A>(op.total), inner = typed<A>(op.inner);
-  for_rows(op.forward.csr.rows, parallel, [&](int64_t i) {
+  for_rows(op.forward.csr.rows, parallel, [&](int64_t k) {
+    const int64_t i = op.forward.csr.at<I>(k);
     A* fact = facts + i * edges.heads() * n;
     for (int64_t h = edges.from; h < edges.to; ++h, fact += n) {
       fact[0] = peak[i][h], fact[1] = total[i][h], fact[2] = op.alone ? A(0) : inner[i][h];
@@ -534,7 +535,7 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
   using A = Acc<T>;
   const Dropout<A> dropout(op.forward);
   const Attention& forward = op.forward;
-  const int64_t step = group<T>(forward), C = forward.channels, dsts = forward.csr.rows;
+  const int64_t step = group<T>(forward), C = forward.channels, dsts = forward.csr.all;
   const std::unique_ptr<A[]> d_score(new A[forward.csr.edges * step]);
   const std::unique_ptr<A[]> alpha(S == Score::dot && op.d_edge ? new A[forward.csr.edges * step] : nullptr);
   const std::unique_ptr<A[]> facts(new A[dsts * step * SourceGradBody<S, T, I>::facts]);
@@ -547,8 +548,10 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
     {
       AloneSourceGradBody<S, T, I> body{{edges, op, d_score.get(), alpha.get(), facts.get()}};
       if (step < forward.heads) {
-        body.grad = grads.copy(body.grad, dsts, from * C, to * C, parallel);
-        if (S != Score::additive) body.edges.query = queries.copy(edges.query, dsts, from * C, to * C, parallel);
+        const auto at = [&](int64_t k) { return forward.csr.at<I>(k); };
+        const int64_t rows = forward.csr.rows;
+        body.grad = grads.copy(body.grad, dsts, rows, at, from * C, to * C, parallel);
+        if (S != Score::additive) body.edges.query = queries.copy(edges.query, dsts, rows, at, from * C, to * C, parallel);
       }
       if (op.alone) {
         Walk<I, A, AloneSourceGradBody<S, T, I>>(op.transpose, body).run(parallel);

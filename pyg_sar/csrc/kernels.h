@@ -21,7 +21,12 @@ struct Csr {
   int64_t rows, edges;
   const void* ptr;
   const void* col;
-  const void* perm;  // position of each edge in the order of edge tensors, or null
+  const void* perm;    // position of each edge in the order of edge tensors, or null
+  const void* number;  // of each row among those of tensors, ascending, or null if these are all: doubly compressed rows
+  int64_t all;         // rows of tensors
+
+  template <class I>
+  int64_t at(int64_t row) const { return number == nullptr ? row : int64_t(static_cast<const I*>(number)[row]); }
 };
 
 // Heads lie side by side in a row, unless all of them share the same columns of x, or add to the same columns of out.
@@ -37,7 +42,7 @@ struct Sum {
 
 struct Product {
   Csr csr;
-  Rows<const void> y, x;  // [rows, heads * channels] and [num_cols, heads * channels], or channels alone
+  Rows<const void> y, x;  // [all rows, heads * channels] and [num_cols, heads * channels], or channels alone
   Rows<void> out;         // accumulator type, [edges, heads]
   int64_t heads, channels;
   bool same_x;

@@ -115,19 +115,24 @@ class Arguments {
     return kept_.back().const_data_ptr();
   }
 
-  Csr csr(const Tensor& ptr, const Tensor& col, const Maybe& perm) {
+  // `numbers`: of the rows among those of `like`, if these are not all.
+  Csr csr(const Tensor& ptr, const Tensor& col, const Maybe& perm, const Maybe& numbers = {}, const Tensor* like = nullptr) {
     const ScalarType type = ptr.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Int || type == ScalarType::Long, "Expected indices of type int32 or int64 (got ",
                     torch::headeronly::toString(type), ")");
     const int64_t edges = col.numel();
     Csr csr{ptr.numel() - 1, edges, index("ptr", ptr, -1, type), index("col", col, edges, type),
-            perm ? index("perm", *perm, edges, type) : nullptr};
+            perm ? index("perm", *perm, edges, type) : nullptr,
+            numbers ? index("rows", *numbers, ptr.numel() - 1, type) : nullptr, numbers ? like->size(0) : ptr.numel() - 1};
     STD_TORCH_CHECK(csr.rows >= 0, "Expected 'ptr' to hold at least one number");
-    const auto at = [&](int64_t k) {
-      return type == ScalarType::Int ? static_cast<const int32_t*>(csr.ptr)[k] : static_cast<const int64_t*>(csr.ptr)[k];
+    const auto at = [&](const void* index, int64_t k) {
+      return type == ScalarType::Int ? static_cast<const int32_t*>(index)[k] : static_cast<const int64_t*>(index)[k];
     };
-    STD_TORCH_CHECK(at(0) == 0 && at(csr.rows) == edges, "Expected 'ptr' to lead from 0 to the number of edges, ", edges,
-                    " (got ", at(0), " to ", at(csr.rows), ")");
+    STD_TORCH_CHECK(at(csr.ptr, 0) == 0 && at(csr.ptr, csr.rows) == edges, "Expected 'ptr' to lead from 0 to the number of edges, ",
+                    edges, " (got ", at(csr.ptr, 0), " to ", at(csr.ptr, csr.rows), ")");
+    if (csr.number != nullptr && csr.rows > 0)
+      STD_TORCH_CHECK(at(csr.number, 0) >= 0 && at(csr.number, csr.rows - 1) < csr.all, "Expected 'rows' from 0 to ", csr.all - 1,
+                      " (got ", at(csr.number, 0), " to ", at(csr.number, csr.rows - 1), ")");
     return csr;
   }
 
@@ -167,42 +172,42 @@ int64_t channels_of(int64_t wide, int64_t heads) {
   return heads == 0 ? 0 : wide / heads;
 }
 
-void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe perm, bool once) {
+void spmm_(Tensor out, Tensor ptr, Tensor col, Tensor x, Maybe weight, Maybe perm, bool once, Maybe rows) {
   Arguments args;
   const int64_t of_x = width_of("x", x), of_out = width_of("out", out);
   Sum op{};
   op.heads = weight ? width_of("weight", *weight) : 1, op.channels = channels_of(std::max(of_x, of_out), op.heads);
   op.same_x = of_x < of_out, op.same_out = of_out < of_x, op.num_cols = x.size(0);
-  op.csr = args.csr(ptr, col, perm);
+  op.csr = args.csr(ptr, col, perm, rows, &out);
   const int64_t wide = op.heads * op.channels;
   op.x = args.rows("x", x, -1, op.same_x ? op.channels : wide, x.scalar_type());
   op.weight = args.rows("weight", weight, op.csr.edges, op.heads, accumulator(x));
   op.once = once;
-  op.out = args.out("out", out, op.csr.rows, op.same_out ? op.channels : wide, once ? x.scalar_type() : accumulator(x));
+  op.out = args.out("out", out, op.csr.all, op.same_out ? op.channels : wide, once ? x.scalar_type() : accumulator(x));
   if (once) ask_for_huge_pages(out);
   if ((op.csr.edges > 0 || once) && wide > 0) kernels(x, ptr).sum(op, parallel);
 }
 
-void sddmm_(Tensor out, Tensor ptr, Tensor col, Tensor y, Tensor x) {
+void sddmm_(Tensor out, Tensor ptr, Tensor col, Tensor y, Tensor x, Maybe rows) {
   Arguments args;
   Product op{};
   const int64_t of_x = width_of("x", x), of_y = width_of("y", y);
   op.heads = width_of("out", out), op.channels = channels_of(of_y, op.heads), op.same_x = of_x < of_y;
-  op.csr = args.csr(ptr, col, std::nullopt);
-  op.y = args.rows("y", y, op.csr.rows, of_y, x.scalar_type());
+  op.csr = args.csr(ptr, col, std::nullopt, rows, &y);
+  op.y = args.rows("y", y, op.csr.all, of_y, x.scalar_type());
   op.x = args.rows("x", x, -1, op.same_x ? op.channels : of_y, x.scalar_type());
   op.out = args.out("out", out, op.csr.edges, op.heads, accumulator(x));
   if (op.csr.edges > 0) kernels(x, ptr).product(op, parallel);
 }
 
-void extremum_(Tensor best, Tensor count, Tensor ptr, Tensor col, Tensor x, bool largest) {
+void extremum_(Tensor best, Tensor count, Tensor ptr, Tensor col, Tensor x, bool largest, Maybe rows) {
   Arguments args;
   Extremum op{};
-  op.csr = args.csr(ptr, col, std::nullopt);
+  op.csr = args.csr(ptr, col, std::nullopt, rows, &best);
   op.width = width_of("x", x), op.largest = largest;
   op.x = args.rows("x", x, -1, op.width, x.scalar_type());
-  op.best = args.out("best", best, op.csr.rows, op.width, accumulator(x));
-  op.count = args.out("count", count, op.csr.rows, op.width, accumulator(x));
+  op.best = args.out("best", best, op.csr.all, op.width, accumulator(x));
+  op.count = args.out("count", count, op.csr.all, op.width, accumulator(x));
   if (op.csr.edges > 0) kernels(x, ptr).extremum(op, parallel);
 }
 
@@ -219,13 +224,14 @@ void extremum_grad_(Tensor out, Tensor ptr, Tensor row, Tensor x, Tensor best, T
 }
 
 Attention attention(Arguments& args, const Tensor& ptr, const Tensor& col, const Tensor& key, const Tensor& value,
-                    const Maybe& query, const Maybe& edge, const Maybe& att, int64_t heads, int64_t score, double parameter,
-                    const Maybe& e_id, int64_t seed, double dropout, int64_t head) {
+                    const Maybe& query, const Maybe& edge, const Maybe& att, const Tensor& peak, int64_t score, double parameter,
+                    const Maybe& e_id, int64_t seed, double dropout, int64_t head, const Maybe& rows) {
+  const int64_t heads = width_of("peak", peak);
   STD_TORCH_CHECK(0 <= score && score <= 2, "Unknown score ", score);
   STD_TORCH_CHECK(heads > 0 && width_of("value", value) % heads == 0, "Expected values of ", heads, " equal heads (got ", shape(value), ")");
   Attention op{};
   op.score = Score(score), op.parameter = parameter;
-  op.csr = args.csr(ptr, col, std::nullopt);
+  op.csr = args.csr(ptr, col, std::nullopt, rows, &peak);
   op.num_src = value.size(0), op.heads = heads, op.channels = value.size(1) / heads;
   const auto type = value.scalar_type();
   const int64_t width = op.score == Score::additive ? heads : value.size(1);
@@ -233,7 +239,7 @@ Attention attention(Arguments& args, const Tensor& ptr, const Tensor& col, const
   STD_TORCH_CHECK(att.has_value() == (op.score == Score::gatv2), "'att' is for GATv2");
   op.key = args.rows("key", key, op.num_src, width, type);
   op.value = args.rows("value", value, op.num_src, value.size(1), type);
-  op.query = args.rows("query", query, op.csr.rows, width, type);
+  op.query = args.rows("query", query, op.csr.all, width, type);
   op.edge = args.rows("edge", edge, op.csr.edges, width, type);
   op.att = att ? args.index("att", *att, value.size(1), accumulator(value)) : nullptr;
   op.e_id = e_id ? static_cast<const int64_t*>(args.index("e_id", *e_id, op.csr.edges, ScalarType::Long)) : nullptr;
@@ -243,13 +249,13 @@ Attention attention(Arguments& args, const Tensor& ptr, const Tensor& col, const
 
 void attention_(Tensor peak, Tensor total, Tensor out, Tensor ptr, Tensor col, Tensor key, Tensor value, Maybe query,
                 Maybe edge, Maybe att, int64_t score, double parameter, Maybe e_id, int64_t seed, double dropout,
-                int64_t head) {
+                int64_t head, Maybe rows) {
   Arguments args;
   const auto type = accumulator(value);
-  Attention op = attention(args, ptr, col, key, value, query, edge, att, width_of("peak", peak), score, parameter, e_id, seed, dropout, head);
-  op.peak = args.out("peak", peak, op.csr.rows, op.heads, type);
-  op.total = args.out("total", total, op.csr.rows, op.heads, type);
-  op.out = args.out("out", out, op.csr.rows, value.size(1), type);
+  Attention op = attention(args, ptr, col, key, value, query, edge, att, peak, score, parameter, e_id, seed, dropout, head, rows);
+  op.peak = args.out("peak", peak, op.csr.all, op.heads, type);
+  op.total = args.out("total", total, op.csr.all, op.heads, type);
+  op.out = args.out("out", out, op.csr.all, value.size(1), type);
   if (op.csr.edges > 0) kernels(value, ptr).attention(op, parallel);
 }
 
@@ -263,13 +269,13 @@ Csr transpose(Arguments& args, const Attention& op, const Tensor& ptr, const Ten
 void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, Maybe d_att, Tensor ptr, Tensor col,
                      Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor value, Maybe query, Maybe edge, Maybe att,
                      Tensor peak, Tensor total, Tensor inner, Tensor grad, int64_t score, double parameter, Maybe e_id,
-                     int64_t seed, double dropout, int64_t head) {
+                     int64_t seed, double dropout, int64_t head, Maybe rows) {
   Arguments args;
   const auto type = accumulator(value);
   AttentionGrad op{};
-  op.forward = attention(args, ptr, col, key, value, query, edge, att, width_of("peak", peak), score, parameter, e_id, seed, dropout, head);
+  op.forward = attention(args, ptr, col, key, value, query, edge, att, peak, score, parameter, e_id, seed, dropout, head, rows);
   STD_TORCH_CHECK(d_key.has_value() == (op.forward.score != Score::gatv2), "'d_key' is for keys that are not the values");
-  const int64_t dsts = op.forward.csr.rows, heads = op.forward.heads, all = value.size(1);
+  const int64_t dsts = op.forward.csr.all, heads = op.forward.heads, all = value.size(1);
   const int64_t width = op.forward.score == Score::additive ? heads : all;
   op.transpose = transpose(args, op.forward, ptr, src_ptr, dst, perm);
   op.peak = args.rows("peak", peak, dsts, heads, type);
@@ -287,13 +293,13 @@ void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, M
 
 void additive_grad_(Tensor value, Tensor d_key, Maybe d_query, Maybe d_edge, Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst,
                     Tensor perm, Tensor key, Maybe query, Maybe edge, Tensor peak, Tensor total, Tensor grad,
-                    double parameter, Maybe e_id, int64_t seed, double dropout, int64_t head) {
+                    double parameter, Maybe e_id, int64_t seed, double dropout, int64_t head, Maybe rows) {
   Arguments args;
   const auto type = accumulator(value);
   AttentionGrad op{};
-  op.forward = attention(args, ptr, col, key, value, query, edge, std::nullopt, width_of("peak", peak), int64_t(Score::additive),
-                         parameter, e_id, seed, dropout, head);
-  const int64_t dsts = op.forward.csr.rows, heads = op.forward.heads, all = value.size(1);
+  op.forward = attention(args, ptr, col, key, value, query, edge, std::nullopt, peak, int64_t(Score::additive), parameter,
+                         e_id, seed, dropout, head, rows);
+  const int64_t dsts = op.forward.csr.all, heads = op.forward.heads, all = value.size(1);
   op.transpose = transpose(args, op.forward, ptr, src_ptr, dst, perm);
   op.peak = args.rows("peak", peak, dsts, heads, type);
   op.total = args.rows("total", total, dsts, heads, type);

@@ -187,11 +187,11 @@ class Walk {
       if (unit.piece < 0) continue;
       if constexpr (EMITS) {
         for (; u + 1 < units_.size() && units_[u + 1].first == unit.first; ++u)
-          body_.merge(unit.first, part(unit), part(units_[u + 1]));
-        body_.emit(unit.first, part(unit));
+          body_.merge(at(unit.first), part(unit), part(units_[u + 1]));
+        body_.emit(at(unit.first), part(unit));
         fence();
       } else {
-        body_.merge(unit.first, body_.home(unit.first), part(unit));
+        body_.merge(at(unit.first), body_.home(at(unit.first)), part(unit));
       }
     }
   }
@@ -208,6 +208,8 @@ class Walk {
   int64_t row_from(int64_t edge) const { return std::lower_bound(ptr_, ptr_ + csr_.rows, I(edge)) - ptr_; }
   int64_t row_of(int64_t edge) const { return std::upper_bound(ptr_, ptr_ + csr_.rows + 1, I(edge)) - ptr_ - 1; }
 
+  int64_t at(int64_t row) const { return csr_.at<I>(row); }
+
   void cut(int64_t row) {
     for (int64_t begin = ptr_[row]; begin < int64_t(ptr_[row + 1]); begin += unit_)
       units_.push_back({row, row + 1, begin, std::min(begin + unit_, int64_t(ptr_[row + 1])), pieces_++});
@@ -220,7 +222,7 @@ class Walk {
     if (unit.piece >= 0) {
       const auto state = part(unit);
       body_.clear(state);
-      body_.run(unit.first, unit.begin, unit.end, state, u);
+      body_.run(at(unit.first), unit.begin, unit.end, state, u);
       return;
     }
     if constexpr (EMITS) {
@@ -229,13 +231,13 @@ class Walk {
       for (int64_t row = unit.first; row < unit.last; ++row) {
         if (hub(row)) continue;
         body_.clear(state);
-        body_.run(row, ptr_[row], ptr_[row + 1], state, u);
-        body_.emit(row, state);
+        body_.run(at(row), ptr_[row], ptr_[row + 1], state, u);
+        body_.emit(at(row), state);
       }
       fence();
     } else {
       for (int64_t row = unit.first; row < unit.last; ++row)
-        if (ptr_[row] < ptr_[row + 1] && !hub(row)) body_.run(row, ptr_[row], ptr_[row + 1], body_.home(row), u);
+        if (ptr_[row] < ptr_[row + 1] && !hub(row)) body_.run(at(row), ptr_[row], ptr_[row + 1], body_.home(at(row)), u);
     }
   }
 
@@ -277,9 +279,14 @@ class Tile {
  public:
   // Rows of which the columns [from, to) may be read, where they stand in `x`.
   Rows<const T> copy(Rows<const T> x, int64_t rows, int64_t from, int64_t to, Parallel parallel) {
+    return copy(x, rows, rows, std::identity(), from, to, parallel);
+  }
+  // The same of some rows: at(0), ..., at(count - 1).
+  template <class At>
+  Rows<const T> copy(Rows<const T> x, int64_t rows, int64_t count, At at, int64_t from, int64_t to, Parallel parallel) {
     const int64_t width = to - from;
     if (!memory_ || size_ < rows * width) memory_.reset(new T[size_ = rows * width]);
-    for_rows(rows, parallel, [&, out = memory_.get()](int64_t i) { std::copy_n(x[i] + from, width, out + i * width); });
+    for_rows(count, parallel, [&, out = memory_.get()](int64_t k) { std::copy_n(x[at(k)] + from, width, out + at(k) * width); });
     return {memory_.get() - from, width};
   }
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar import watch
 from pyg_sar.distributed import group as workers
 from pyg_sar.distributed.agreement import agree, compare, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
-from pyg_sar.kinds import SAME
+from pyg_sar.watch import SAME, gives, stepped
 
 
 def grouped(group: Any = None) -> bool:
@@ -21,9 +20,17 @@ def grouped(group: Any = None) -> bool:
     return size_of(group) > 1
 
 
-@watch.gives(SAME)
+@gives(SAME)
 def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
-    """Return the sum of a tensor over all workers, without a gradient."""
+    """Sum a tensor over all workers, without a gradient; :func:`pyg_sar.global_sum` has one.
+
+    Args:
+        tensor (torch.Tensor): The tensor, of the same shape and type on all workers. It is not changed.
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+
+    Returns:
+        The sum, of the same shape and type, the same on all workers.
+    """
     tensor = tensor.detach().clone()
     if grouped(group):
         with talking("summing over all of them", group):
@@ -44,7 +51,7 @@ class _Sum(torch.autograd.Function):
         return global_sum(grad, ctx.group), None
 
 
-@watch.gives(SAME)
+@gives(SAME)
 def global_sum(tensor: Tensor, group: Any = None) -> Tensor:
     r"""Return the sum of a tensor over all workers, with its gradient.
 
@@ -58,7 +65,7 @@ def global_sum(tensor: Tensor, group: Any = None) -> Tensor:
     return _Sum.apply(tensor, group)
 
 
-@watch.gives(SAME)
+@gives(SAME)
 def global_max(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the largest entries of a tensor on any worker, without a gradient."""
     return all_gather(tensor, group).amax(0)
@@ -76,7 +83,7 @@ def degree_histogram(edge_index: Any, group: Any = None) -> Tensor:
     return all_reduce(torch.bincount(degree, minlength=size), group)
 
 
-@watch.gives(SAME)
+@gives(SAME)
 def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the tensors of all workers, stacked in the order of ranks, without a gradient."""
     if not grouped(group):
@@ -119,7 +126,7 @@ def sum_gradients(
         RuntimeError: On every worker, unless all of them have the same parameters of the same values and
             ``requires_grad``, and the same numbers of the optimizer; or if gradients were summed before.
     """
-    watch.stepped()
+    stepped()
     if modules and workers.is_group(modules[-1]):
         *modules, group = modules  # type: ignore[assignment]
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
@@ -179,7 +186,17 @@ def sum_flat(parameters: list[Tensor], group: Any) -> None:
 
 @torch.no_grad()
 def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
-    """Give every worker the parameters and buffers of rank 0; lazy layers must have been run once before."""
+    """Copy the parameters and buffers of rank 0 to every worker; lazy layers must have been run once before.
+
+    The rows of a :class:`~pyg_sar.nn.NodeEmbedding` stay, because each worker has those of its local nodes.
+
+    Args:
+        module (torch.nn.Module): The model, alike on all workers.
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+
+    Raises:
+        RuntimeError: On every worker, if the names, shapes or types of parameters differ between workers.
+    """
     if not grouped(group):
         return
     agree("their parameters and buffers", describe(module), group)

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar import watch
 from pyg_sar.distributed import staging
 from pyg_sar.distributed.collectives import gather_objects
 from pyg_sar.distributed.group import Message, current, rank_of, size_of, start, talking
-from pyg_sar.kinds import SAME
+from pyg_sar.watch import SAME, gives
 
 
-@watch.gives(SAME)
+@gives(SAME)
 @torch.no_grad()
 def gather(rows: Tensor, n_id: Tensor, dst: int | None = 0, group: Any = None) -> Tensor | None:
     r"""Return the rows of all workers in the order of the graph, on one worker or on all, without a gradient.
@@ -28,7 +27,7 @@ def gather(rows: Tensor, n_id: Tensor, dst: int | None = 0, group: Any = None) -
             print(roc_auc_score(y, score))
 
     All workers call it together; some may have no rows. With the ids of all nodes, row :math:`i` is that of node
-    :math:`i`. Only where the result is returned is there memory for more than the own rows.
+    :math:`i`. Only where the result is returned is there memory for more than the local rows.
 
     Args:
         rows (torch.Tensor): This worker's rows :math:`(n, *)`, of any type.
@@ -88,7 +87,7 @@ def refuse(found: list[str], expected: str, group: Any) -> None:
 
 
 def arrivals(rows: Tensor, counts: list[int], dst: int | None, group: Any) -> Iterator[tuple[int, Tensor]]:
-    """Send the own rows to those that get them, and yield those of all workers if this is one, the own ones first.
+    """Send the local rows to those that get them, and yield those of all workers if this is one, the own ones first.
 
     At step :math:`t` worker :math:`p` receives from :math:`p + t` and sends to :math:`p - t`.
     """

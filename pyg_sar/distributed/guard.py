@@ -1,7 +1,7 @@
 r"""Guards against workers that part without a word; :envvar:`PYG_SAR_GUARDS` ``=0`` leaves them away.
 
-Before rows travel, workers tell each other in a *header* which layer of the model they run, on rows of which shape, and
-the sum of its parameters. Whoever hears of something else than its own raises at once, with both names.
+Before rows are communicated, workers tell each other in a *header* which layer of the model they run, on rows of which
+shape, and the sum of its parameters. Whoever hears of something else than its own raises at once, with both names.
 What :func:`pyg_sar.sum_gradients` compares is in :mod:`pyg_sar.distributed.agreement`.
 """
 
@@ -11,7 +11,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.distributed.group import Group, Member, Message, is_local, rank_of, start, talking
+from pyg_sar.exchange import Meter
 from pyg_sar.running import About
 
 ON = os.environ.get("PYG_SAR_GUARDS") != "0"
@@ -154,10 +155,10 @@ class Turn:
         peers: The other workers.
         group: The workers.
         tag: A number that only headers of this turn have.
-        meter: Is told of the seconds spent waiting.
+        meter: Counts the seconds spent waiting.
     """
 
-    def __init__(self, about: About, peers: Iterable[int], group: Group, tag: int, meter: Callable[..., None]) -> None:
+    def __init__(self, about: About, peers: Iterable[int], group: Group, tag: int, meter: Meter) -> None:
         self.about, self.group, self.meter, self.mine = about, group, meter, pack(about)
         self.headers = {q: Header(self, q) for q in peers}
         out = torch.frombuffer(self.mine, dtype=torch.uint8)
@@ -197,7 +198,7 @@ def totals(tensors: Sequence[Tensor]) -> list[float]:
     ]
     if all(t.is_cpu for t in found):
         return [float(t) for t in found]
-    return torch.stack([t.double().to(found[0].device) for t in found]).tolist()  # for which the host waits once
+    return torch.stack([t.double().to(found[0].device) for t in found]).tolist()  # one host-device synchronisation
 
 
 @torch.no_grad()

@@ -2,57 +2,59 @@ r"""Pairs of nodes, such as the edges that link prediction is about, held by the
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyg_sar.block import cut
 from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max, grouped
-from pyg_sar.distributed.exchange import Local, Peers
 from pyg_sar.distributed.group import rank_of, size_of
+from pyg_sar.distributed.peers import Peers
+from pyg_sar.distributed.transfer import Channel
 from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.graph import Seeds, ShardedGraph, cut
+from pyg_sar.exchange import Exchange, Local, Routes
+from pyg_sar.graph import Seeds, ShardedGraph
 
 Ids = Tensor | tuple[Tensor, Tensor]
 
 
-def links(pairs: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex, Tensor]:
+def shard_links(edge_label_index: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex, Tensor]:
     r"""Return the pairs whose destinations this worker owns, in the form of a sharded ``edge_index``.
 
     With it code for one process goes on to work: ``z[index[0]]`` fetches rows of other workers, and its gradient sends
-    theirs home; ``z[index[1]]`` are own rows.
+    theirs to their owners; ``z[index[1]]`` are local rows.
 
     .. code-block:: python
 
-        index, mine = pyg_sar.links(edge_label_index, data.n_id)
+        index, mine = pyg_sar.shard_links(edge_label_index, data.n_id)
         score = (z[index[0]] * z[index[1]]).sum(-1)
         loss = pyg_sar.global_mean(F.binary_cross_entropy_with_logits(score, edge_label[mine], reduction="none"))
 
-    All workers call it together. What travels are the ids of all sources that are not a worker's own, to all workers,
+    All workers call it together. Communicated are the ids of all sources that are not a worker's own, to all workers,
     and later the rows of each of them once.
 
     Args:
-        pairs (torch.Tensor): Global ids of sources and destinations :math:`(2, |\mathcal{P}|)`, the same on all workers
-            or at least those whose destinations are this worker's own; others are left out.
-        n_id (torch.Tensor or tuple): Global ids of the own rows, as in the loaded data; of sources and destinations, if
-            these are nodes of two types.
+        edge_label_index (torch.Tensor): Global ids of sources and destinations :math:`(2, |\mathcal{P}|)`, the same
+            on all workers or at least those whose destinations are this worker's own; others are left out.
+        n_id (torch.Tensor or tuple): Global ids of the local rows, as in the loaded data; of sources and destinations,
+            if these are nodes of two types.
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
 
     Returns:
-        The pairs, and the positions in ``pairs`` of these.
+        The pairs, and their positions in ``edge_label_index``.
 
     Raises:
         ValueError: On all workers, if a source is no node of any of them, or pairs are nobody's.
     """
     src_id, dst_id = n_id if isinstance(n_id, tuple) else (n_id, n_id)
-    if pairs.dim() != 2 or pairs.size(0) != 2 or pairs.dtype != torch.int64:
-        found = f"{pairs.dtype}, {list(pairs.shape)}"
-        raise ValueError(f"Expected 'pairs' of type torch.int64 and shape [2, *] (got {found})")
-    row = Directory(dst_id).rows(pairs[1])
+    if edge_label_index.dim() != 2 or edge_label_index.size(0) != 2 or edge_label_index.dtype != torch.int64:
+        found = f"{edge_label_index.dtype}, {list(edge_label_index.shape)}"
+        raise ValueError(f"Expected 'edge_label_index' of type torch.int64 and shape [2, *] (got {found})")
+    row = Directory(dst_id).rows(edge_label_index[1])
     mine = (row >= 0).nonzero().view(-1)
-    check_owned(mine.numel(), pairs, group)
-    source, row = pairs[0, mine], row[mine]
+    check_owned(mine.numel(), edge_label_index, group)
+    source, row = edge_label_index[0, mine], row[mine]
     directory = Directory(src_id)
     col = directory.rows(source)
     asked = source[col < 0].unique()
@@ -62,14 +64,13 @@ def links(pairs: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex
     part, others = torch.full_like(col, rank), torch.searchsorted(asked, source[col < 0])
     part[col < 0], col[col < 0] = owner[others], src_id.numel() + owner.argsort(stable=True).argsort()[others]
     counts = torch.bincount(owner, minlength=size).tolist()
-    ends = [src_id.numel() + end for end in accumulate(counts)]
-    ids = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    ids[rank], counts[rank] = slice(0, src_id.numel()), src_id.numel()
-    blocks = cut(torch.stack([col, row]), part, ids, dst_id.numel())
-    exchange: Any = Peers(serve, counts, group) if serve else Local(ids)
-    two = isinstance(n_id, tuple)
+    counts[rank] = src_id.numel()
+    routes = Routes(rank, tuple(serve), tuple(counts))
+    blocks = cut(torch.stack([col, row]), part, routes.ids, dst_id.numel())
+    exchange: Exchange = Peers(routes, Channel(group)) if serve else Local(Routes.local(routes.ids, src_id.device))
+    dst = None if isinstance(n_id, tuple) else slice(0, dst_id.numel())
     graph = ShardedGraph(
-        blocks, src_id.numel(), dst_id.numel(), exchange, n_id=src_id, e_id=mine, seeds=Seeds(0), bipartite=two
+        blocks, src_id.numel(), dst_id.numel(), exchange, n_id=src_id, e_id=mine, seeds=Seeds(0), dst=dst
     )
     return ShardedEdgeIndex(graph), mine
 
@@ -91,7 +92,7 @@ class Directory:
         self.ids, self.row = n_id.sort()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the own row of every id, or -1."""
+        """Return the local row of every id, or -1."""
         if self.ids.numel() == 0:
             return torch.full_like(ids, -1)
         place = torch.searchsorted(self.ids, ids).clamp(max=self.ids.numel() - 1)
@@ -99,7 +100,7 @@ class Directory:
 
 
 def ask(asked: Tensor, directory: Directory, group: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return the worker that owns each of the ids that are asked for, and the own rows that each worker asks for."""
+    """Return the worker that owns each of the ids that are asked for, and the local rows that each worker asks for."""
     most = int(global_max(torch.tensor(asked.numel(), device=asked.device), group))
     sent = torch.full((most,), -1, dtype=torch.int64, device=asked.device)
     sent[: asked.numel()] = asked
@@ -110,14 +111,14 @@ def ask(asked: Tensor, directory: Directory, group: Any) -> tuple[Tensor, list[T
     lost = by_worker[(owners < 0) & (by_worker >= 0)]
     if lost.numel() > 0:
         raise ValueError(
-            f"[rank {rank}] Sources of 'pairs' are no nodes of any worker, such as {lost.unique()[:5].tolist()}. "
-            f"Expected global ids, which 'n_id' holds."
+            f"[rank {rank}] Sources of 'edge_label_index' are no nodes of any worker, such as "
+            f"{lost.unique()[:5].tolist()}. Expected global ids, which 'n_id' holds."
         )
     serve = [r[r >= 0] for r in rows] if grouped(group) else []
     return owners[rank, : asked.numel()], serve
 
 
-def corrupt(
+def negative_sampling(
     index: ShardedEdgeIndex,
     n_id: Ids,
     num_neg: int = 1,
@@ -125,15 +126,15 @@ def corrupt(
     generator: torch.Generator | None = None,
     group: Any = None,
 ) -> Tensor:
-    r"""Draw negative pairs for :func:`links`: the destinations of given pairs with random sources.
+    r"""Draw negative pairs for :func:`shard_links`: the destinations of given pairs with random sources.
 
-    Sources are uniform over the nodes of all workers, or of this one: then no rows travel, but negatives are those of a
-    part, which are nearer to each other than others are. A pair that is an edge is not drawn again: for a destination
-    with :math:`d` in-edges that happens with probability :math:`d / |\mathcal{V}|`.
+    Sources are uniform over the nodes of all workers, or of this one: then no rows are communicated, but negatives are
+    those of a part, which are nearer to each other than others are. A pair that is an edge is not drawn again: for a
+    destination with :math:`d` in-edges that happens with probability :math:`d / |\mathcal{V}|`.
 
     Args:
-        index (ShardedEdgeIndex): The positive pairs of :func:`links`, or the graph's ``edge_index``.
-        n_id (torch.Tensor or tuple): Global ids of the own rows, as for :func:`links`; they are
+        index (ShardedEdgeIndex): The positive pairs of :func:`shard_links`, or the graph's ``edge_index``.
+        n_id (torch.Tensor or tuple): Global ids of the local rows, as for :func:`shard_links`; they are
             :math:`0 \ldots |\mathcal{V}| - 1` on all workers together.
         num_neg (int, optional): The number of negative pairs for each positive one. (default: :obj:`1`)
         scope (str, optional): :obj:`"global"` or :obj:`"local"`. (default: :obj:`"global"`)
@@ -142,6 +143,9 @@ def corrupt(
 
     Returns:
         Global ids :math:`(2, k \cdot |\mathcal{P}|)`, those of one positive pair after another.
+
+    Raises:
+        ValueError: If ``scope`` is neither of the two; or :obj:`"local"` on a worker that owns no sources.
     """
     src_id, dst_id = n_id if isinstance(n_id, tuple) else (n_id, n_id)
     if scope not in ("global", "local"):

@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar import watch
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import rank_of, size_of
-from pyg_sar.kinds import LOSS
+from pyg_sar.watch import LOSS, gives
 
 
 class _Valued(torch.autograd.Function):
-    """A number with the gradient of another one."""
-
     @staticmethod
     def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
         return value.clone()
@@ -25,7 +22,13 @@ class _Valued(torch.autograd.Function):
         return grad, None
 
 
-@watch.gives(LOSS)
+@gives(LOSS)
+def with_gradient_of(share: Tensor, value: Tensor) -> Tensor:
+    """Return the value of a loss for the whole graph with the gradient of this worker's share of it."""
+    return _Valued.apply(share, value)
+
+
+@gives(LOSS)
 def global_mean(
     values: Tensor, group: Any = None, *, weight: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
@@ -92,7 +95,7 @@ def global_mean(
             f"[rank {rank_of(group)}] {int(total[2])} of 'values' are those of 'ignore_index', which torch leaves out "
             f"of its mean: pass 'mask', such as mask=y != ignore_index"
         )
-    return _Valued.apply(share / total[1].to(kind), (total[0] / total[1]).to(kind))
+    return with_gradient_of(share / total[1].to(kind), (total[0] / total[1]).to(kind))
 
 
 def like_rows(each: Tensor, values: Tensor) -> Tensor:
@@ -160,7 +163,7 @@ def ignored_values(loss: Any, values: Tensor, mask: Tensor | None) -> Tensor:
     return ignored.sum() if mask is None else (ignored & like_rows(mask, values).reshape_as(ignored)).sum()
 
 
-@watch.gives(LOSS)
+@gives(LOSS)
 def replicated(term: Tensor, group: Any = None) -> Tensor:
     r"""Mark a term of the loss that every worker adds alike, because it does not depend on nodes.
 
@@ -172,17 +175,30 @@ def replicated(term: Tensor, group: Any = None) -> Tensor:
         loss = pyg_sar.global_mean(losses) + pyg_sar.replicated(1e-4 * model.rel_emb.pow(2).mean())
 
     A term that depends on nodes, if only through the output of a layer, is a :func:`global_mean` or is made of a
-    :func:`~pyg_sar.global_sum`. The term must be the same on all workers: what it draws by lot would differ.
+    :func:`~pyg_sar.global_sum`. The term must be the same on all workers: random numbers in it would differ.
 
     Args:
         term (torch.Tensor): The term.
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+
+    Returns:
+        The term, of the same shape and value.
     """
-    return _Valued.apply(term / size_of(group), term.detach())
+    return with_gradient_of(term / size_of(group), term.detach())
 
 
 def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None, group: Any = None) -> float:
-    """Return the fraction of right predictions among the (masked) nodes of all workers."""
+    """Return the fraction of right predictions among the (masked) nodes of all workers.
+
+    Args:
+        pred (torch.Tensor): The predicted class of each local node, :math:`(|V|)`.
+        y (torch.Tensor): The class of each local node, :math:`(|V|)`.
+        mask (torch.Tensor, optional): The nodes that count, :math:`(|V|)`. (default: :obj:`None`, all of them)
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+
+    Returns:
+        A number from 0 to 1, the same on all workers; 0 if no worker has a node that counts.
+    """
     hit = pred == y
     hit = hit if mask is None else hit[mask]
     both = all_reduce(torch.tensor([int(hit.sum()), hit.numel()], device=hit.device), group).tolist()

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from pyg_sar import watch
+from pyg_sar.watch.mode import start, stop, watching
 
 
 @contextmanager
@@ -25,15 +25,18 @@ def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterato
     worker leaves at once, so that the others see a lost connection instead of waiting.
 
     Args:
-        backend: As for :func:`torch.distributed.init_process_group`; by default gloo for CPU tensors, and NCCL for CUDA
-            tensors if there is a GPU for every local worker.
-        timeout: Seconds after which a worker gives up waiting for another one.
+        backend (str, optional): As for :func:`torch.distributed.init_process_group`. (default: :obj:`None`, gloo for
+            CPU tensors, and NCCL for CUDA tensors if there is a GPU for every local worker)
+        timeout (float, optional): Seconds after which a worker stops waiting for another one. (default: :obj:`300.0`)
+
+    Yields:
+        The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start.
     """
     if not join(backend, timeout):
         yield 0
         return
     try:
-        with watch.watching():
+        with watching():
             yield dist.get_rank()
     except SystemExit as end:
         if not end.code:  # a script that ends well by `sys.exit()`
@@ -55,12 +58,15 @@ def init(backend: str | None = None, timeout: float = 300.0) -> int:
     or ``sys.exit`` with another status than 0.
 
     Args:
-        backend: As for :func:`process_group`.
-        timeout: As for :func:`process_group`.
+        backend (str, optional): As for :func:`process_group`.
+        timeout (float, optional): As for :func:`process_group`.
+
+    Returns:
+        The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start.
     """
     if not join(backend, timeout):
         return 0
-    watch.start()
+    start()
     leave_at_exit()
     return dist.get_rank()
 
@@ -76,7 +82,7 @@ def leave_at_exit() -> None:
         leaves(status)
 
     def end() -> None:
-        watch.stop()
+        stop()
         if not hasattr(sys, "last_value") and not any(statuses):
             leave()
 
@@ -103,4 +109,16 @@ def leave() -> None:
     """Wait for the other workers, then leave the group; does nothing where there is none."""
     if dist.is_initialized():
         dist.barrier()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def silent_group(size: int) -> Iterator[None]:
+    """Be the first of ``size`` workers, none of which says anything: what is received is whatever was in memory."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
 r"""Memory of the host between a GPU and gloo, which sends from there and receives there.
 
-Copies run in a stream of their own, beside what is computed. The host waits for a copy before gloo sends it; what came
-is copied without waiting.
+Copies run in a stream of their own, beside what is computed. The host synchronises with a copy before gloo sends it;
+what came is copied without waiting.
 """
 
 from __future__ import annotations

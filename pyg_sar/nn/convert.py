@@ -9,30 +9,30 @@ from typing import Any
 import torch
 import torch_geometric.nn
 
-from pyg_sar.edge_index import whole_graph
-from pyg_sar.nn.autoencoder import ARGA, ARGVA, GAE, VGAE
-from pyg_sar.nn.batch_norm import BatchNorm, BatchNorm1d
-from pyg_sar.nn.cheb_conv import ChebConv
-from pyg_sar.nn.deep_graph_infomax import DeepGraphInfomax
-from pyg_sar.nn.gat_conv import GATConv
-from pyg_sar.nn.gatv2_conv import GATv2Conv
-from pyg_sar.nn.gcn_conv import GCNConv
-from pyg_sar.nn.gin_conv import GINConv
-from pyg_sar.nn.graph_norm import GraphNorm
-from pyg_sar.nn.graph_size_norm import GraphSizeNorm
-from pyg_sar.nn.han_conv import HANConv
-from pyg_sar.nn.hetero_batch_norm import HeteroBatchNorm
-from pyg_sar.nn.hgt_conv import HGTConv
-from pyg_sar.nn.instance_norm import InstanceNorm
-from pyg_sar.nn.layer_norm import LayerNorm
-from pyg_sar.nn.mean_subtraction_norm import MeanSubtractionNorm
-from pyg_sar.nn.message_passing import MessagePassing
-from pyg_sar.nn.pair_norm import PairNorm
-from pyg_sar.nn.readout import Readout
-from pyg_sar.nn.rgcn_conv import FastRGCNConv, RGCNConv
-from pyg_sar.nn.sage_conv import SAGEConv
-from pyg_sar.nn.strategy import STRATEGIES
-from pyg_sar.nn.transformer_conv import TransformerConv
+from pyg_sar.nn.conv.cheb_conv import ChebConv
+from pyg_sar.nn.conv.gat_conv import GATConv
+from pyg_sar.nn.conv.gatv2_conv import GATv2Conv
+from pyg_sar.nn.conv.gcn_conv import GCNConv
+from pyg_sar.nn.conv.gin_conv import GINConv
+from pyg_sar.nn.conv.han_conv import HANConv
+from pyg_sar.nn.conv.hgt_conv import HGTConv
+from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.rgcn_conv import FastRGCNConv, RGCNConv
+from pyg_sar.nn.conv.sage_conv import SAGEConv
+from pyg_sar.nn.conv.transformer_conv import TransformerConv
+from pyg_sar.nn.models.autoencoder import ARGA, ARGVA, GAE, VGAE
+from pyg_sar.nn.models.deep_graph_infomax import DeepGraphInfomax
+from pyg_sar.nn.norm.batch_norm import BatchNorm, BatchNorm1d
+from pyg_sar.nn.norm.graph_norm import GraphNorm
+from pyg_sar.nn.norm.graph_size_norm import GraphSizeNorm
+from pyg_sar.nn.norm.hetero_batch_norm import HeteroBatchNorm
+from pyg_sar.nn.norm.instance_norm import InstanceNorm
+from pyg_sar.nn.norm.layer_norm import LayerNorm
+from pyg_sar.nn.norm.mean_subtraction_norm import MeanSubtractionNorm
+from pyg_sar.nn.norm.pair_norm import PairNorm
+from pyg_sar.nn.pool.readout import Readout
+from pyg_sar.nn.replay.choose import STRATEGIES
+from pyg_sar.whole_graph import reason
 
 OURS = (
     ARGA, ARGVA, BatchNorm, BatchNorm1d, ChebConv, DeepGraphInfomax, FastRGCNConv, GAE, GATConv, GATv2Conv, GCNConv,
@@ -49,8 +49,8 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
     r"""Turn every layer of a model into one that works on a sharded graph, in place, and return the model.
 
     Layers that have a form in :mod:`pyg_sar.nn` become that; every other :class:`~torch_geometric.nn.MessagePassing`
-    layer, of PyG or your own, streams by its own code, or runs it in one shot, whichever is found to be exact when it
-    is first called (see :mod:`pyg_sar.nn.strategy` and :func:`describe`).
+    layer, of PyG or your own, streams by its own code, or runs it one-shot, whichever is verified to be exact when it
+    is first called (see :mod:`pyg_sar.nn.replay.choose` and :func:`describe`).
 
     A layer changes its class and nothing else: parameters, buffers, hooks, names in the ``state_dict`` and whoever
     refers to it stay, also an optimizer. It goes on to work on an ordinary ``edge_index``, and can be copied and
@@ -69,6 +69,9 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
         group (ProcessGroup, optional): The workers, for layers that look at the rows of all of them. (default:
             :obj:`None`, all of them)
         verbose (bool, optional): Whether to print what becomes of every layer. (default: :obj:`False`)
+
+    Returns:
+        ``module``, which was changed in place.
 
     Raises:
         NotImplementedError: If a layer would look at the rows of one worker where it must see all of them. Nothing is
@@ -120,21 +123,21 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
     cls: Any = FORMS.get(type(layer), type(layer))
     if issubclass(cls, MessagePassing):
         found = ", ".join(dict.fromkeys(map(str, STRATEGIES.get(layer, {}).values())))
-        unknown = "streams" if cls in FORMS.values() else "streams by replay or runs in one shot: see when run"
+        unknown = "streams" if cls in FORMS.values() else "streams by replay or runs one-shot: see when run"
         return cls, found or unknown
     if cls in FORMS.values():
         return cls, "sees the rows of all workers"
     if issubclass(cls, torch_geometric.nn.MessagePassing):
-        why = whole_graph(layer, {}, None)
+        why = reason(layer)
         if why:
             return None, why
         name = own_method(cls)
-        return (cls, f"runs in one shot (it has a '{name}' of its own)") if name else (streaming(cls), "")
+        return (cls, f"runs one-shot (it has a '{name}' of its own)") if name else (streaming(cls), "")
     if issubclass(cls, Readout):
         return cls, "reads out the rows of all workers"
     if issubclass(cls, torch_geometric.nn.Aggregation):
         return streaming(cls), ""
-    why = whole_graph(layer, {}, None)
+    why = reason(layer)
     return None if why else cls, why
 
 
@@ -142,7 +145,7 @@ def in_evaluation(layer: torch.nn.Module) -> str:
     """Return that a layer is refused in training alone, if it is."""
     mode, layer.training = layer.training, False
     try:
-        return ", or call 'eval()' before 'convert'" if mode and not whole_graph(layer, {}, None) else ""
+        return ", or call 'eval()' before 'convert'" if mode and not reason(layer) else ""
     finally:
         layer.training = mode
 

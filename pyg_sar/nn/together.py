@@ -2,13 +2,13 @@ r"""Whether the rows that a module normalises or reads out are those of all work
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch_geometric.data.data import BaseData
 
+from pyg_sar.caller import running_modules
 from pyg_sar.distributed.collectives import grouped
 from pyg_sar.edge_index import sharded
 
@@ -27,15 +27,11 @@ def together(group: Any) -> bool:
 def on_an_ordinary_graph() -> bool:
     """Whether the modules that are running were given ordinary edges and no sharded ones."""
     ordinary = False
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        call = frame.f_locals if "self" in frame.f_code.co_varnames else {}  # of methods, see 'refuse_whole_graph'
-        if isinstance(call.get("self"), torch.nn.Module):
-            edges = [edge_index for name, value in call.items() for edge_index in edges_in(name, value)]
-            if next(sharded(edges, list(call.values())), None) is not None:
-                return False
-            ordinary |= len(edges) > 0
-        frame = frame.f_back
+    for _, variables in running_modules():
+        edges = [edge_index for name, value in variables.items() for edge_index in edges_in(name, value)]
+        if next(sharded(edges, list(variables.values())), None) is not None:
+            return False
+        ordinary |= len(edges) > 0
     return ordinary
 
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CASES, setup, whole
-from problem import NUM_NODES, assignment, close, edges, share
+from support.cases import CASES, setup, whole
+from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 from torch.nn.parallel import DistributedDataParallel
 
 from pyg_sar import accuracy, all_reduce, broadcast_parameters, degree_histogram, global_mean, sum_gradients

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from problem import NUM_NODES, assignment
-from simulate import raised, simulate
+from support.nasty_graph import NUM_NODES, assignment
+from support.simulate import raised, simulate
 
 from pyg_sar import gather
 from pyg_sar.distributed.gather import join

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from problem import NUM_NODES, assignment, close, edges
-from simulate import Cut
-from simulate import simulate as run
+from support.nasty_graph import NUM_NODES, assignment, close, edges
+from support.simulate import Cut
+from support.simulate import simulate as run
 from torch import Tensor
 
 import pyg_sar

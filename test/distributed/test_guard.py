@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn
-from problem import NUM_NODES, assignment, edges, share
+from support.nasty_graph import NUM_NODES, assignment, edges, share
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import pyg_sar
+from pyg_sar.data.load import assemble
+from pyg_sar.data.split import split
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.assemble import assemble
 from pyg_sar.distributed.group import Workers
-from pyg_sar.distributed.split import split
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 X = torch.randn(NUM_NODES, 8, generator=torch.Generator().manual_seed(0))
@@ -318,9 +318,9 @@ def evaluated(rank, model, x, edge_index):
         with torch.inference_mode():
             model.eval()(x, edge_index)
         model.train().convs[0](x, edge_index)
-    flow = pyg_sar.message_flow(edge_index, torch.arange(x.size(0)) % 2 == 0, 2)
-    out = x[flow.rows]
-    for conv, layer in zip(model.convs, flow.layers, strict=True):
+    flow = pyg_sar.message_flow_graphs(edge_index, torch.arange(x.size(0)) % 2 == 0, 2)
+    out = x[flow.node_rows]
+    for conv, layer in zip(model.convs, flow.edge_indices, strict=True):
         out = conv(out, layer)
     return [p.detach().clone() for p in model.parameters()]
 

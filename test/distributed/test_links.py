@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
-from problem import NUM_NODES, assignment, close, edges, share
+from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 
 import pyg_sar
 from pyg_sar.nn import convert
@@ -43,7 +43,7 @@ def check(group, decoder, method):
     convert(model, group)
     x = torch.randn(NUM_NODES, 8, dtype=torch.float64)
     mine = share(group, edges(), assignment(method, group.size()))
-    index, kept = pyg_sar.links(pairs(), mine.src, group)
+    index, kept = pyg_sar.shard_links(pairs(), mine.src, group)
     score = model(x[mine.src], mine.edge_index, index)
     loss = F.binary_cross_entropy_with_logits(score, LABELS[kept], reduction="sum") / 130
     loss.backward()
@@ -54,7 +54,7 @@ def check(group, decoder, method):
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         close(p.grad, q.grad, "gradient")
     # Those whose destinations are own ones would do.
-    again, _ = pyg_sar.links(pairs()[:, kept], mine.src, group)
+    again, _ = pyg_sar.shard_links(pairs()[:, kept], mine.src, group)
     close(model(x[mine.src], mine.edge_index, again), score, "own pairs")
     return kept.tolist()
 
@@ -69,27 +69,27 @@ def test_decoders(pool, decoder, size, method):
 def unknown(group):
     mine = share(group, edges(), assignment("random", group.size()))
     try:
-        pyg_sar.links(torch.tensor([[NUM_NODES + 3], [int(mine.src[0])]]), mine.src, group)
+        pyg_sar.shard_links(torch.tensor([[NUM_NODES + 3], [int(mine.src[0])]]), mine.src, group)
     except ValueError as error:
         return str(error)
 
 
 def test_an_unknown_source_is_an_error_on_all_workers(pool):
     for rank, error in enumerate(pool.run(3, unknown)):
-        assert f"[rank {rank}] Sources of 'pairs' are no nodes of any worker, such as [64]" in error
+        assert f"[rank {rank}] Sources of 'edge_label_index' are no nodes of any worker, such as [64]" in error
     with pytest.raises(ValueError, match="All workers together own 1 destinations of 2 pairs"):
-        pyg_sar.links(torch.tensor([[0, 1], [1, 7]]), torch.arange(3))
-    with pytest.raises(ValueError, match=r"Expected 'pairs' of type torch.int64 and shape \[2, \*\]"):
-        pyg_sar.links(torch.zeros(3, 2), torch.arange(3))
+        pyg_sar.shard_links(torch.tensor([[0, 1], [1, 7]]), torch.arange(3))
+    with pytest.raises(ValueError, match=r"Expected 'edge_label_index' of type torch.int64 and shape \[2, \*\]"):
+        pyg_sar.shard_links(torch.zeros(3, 2), torch.arange(3))
 
 
 def negatives(group, scope):
     mine = share(group, edges(), assignment("random", group.size()))
-    index, kept = pyg_sar.links(pairs(), mine.src, group)
+    index, kept = pyg_sar.shard_links(pairs(), mine.src, group)
     g = torch.Generator().manual_seed(group.rank())
-    found = pyg_sar.corrupt(index, mine.src, 100, scope, g, group)
+    found = pyg_sar.negative_sampling(index, mine.src, 100, scope, g, group)
     assert torch.equal(found[1], pairs()[1, kept].repeat_interleave(100))
-    again, every = pyg_sar.links(found, mine.src, group)
+    again, every = pyg_sar.shard_links(found, mine.src, group)
     assert len(every) == found.size(1)
     if scope == "local":
         assert torch.isin(found[0], mine.src).all()
@@ -103,9 +103,9 @@ def test_negative_pairs(pool):
     assert len(drawn) == 13_000 and len(counts) == NUM_NODES
     assert counts.min() > 140 and counts.max() < 290  # 213 +- 15
     pool.run(3, negatives, "local")
-    index, _ = pyg_sar.links(pairs(), torch.arange(NUM_NODES))
+    index, _ = pyg_sar.shard_links(pairs(), torch.arange(NUM_NODES))
     with pytest.raises(ValueError, match="'global' or 'local'"):
-        pyg_sar.corrupt(index, torch.arange(NUM_NODES), scope="near")
+        pyg_sar.negative_sampling(index, torch.arange(NUM_NODES), scope="near")
 
 
 def two_types(group):
@@ -114,7 +114,7 @@ def two_types(group):
     g = torch.Generator().manual_seed(0)
     wanted = torch.stack([torch.randint(20, (50,), generator=g), torch.randint(30, (50,), generator=g)])
     a, b = torch.randn(20, 3, generator=g), torch.randn(30, 3, generator=g)
-    index, kept = pyg_sar.links(wanted, tuple(mine), group)
+    index, kept = pyg_sar.shard_links(wanted, tuple(mine), group)
     out = (a[mine[0]][index[0]] * b[mine[1]][index[1]]).sum(-1)
     close(out, (a[wanted[0]] * b[wanted[1]]).sum(-1)[kept], "score", 1e-6)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from problem import NUM_NODES, assignment, close
-from simulate import raised, simulate
+from support.nasty_graph import NUM_NODES, assignment, close
+from support.simulate import raised, simulate
 
 from pyg_sar import accuracy, global_mean, replicated, sum_gradients
 

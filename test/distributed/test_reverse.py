@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from problem import NUM_NODES, assignment, backward, close, edges, share
+from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
 from torch_geometric.utils import remove_self_loops, softmax
 
 import pyg_sar
 from pyg_sar.distributed.reverse import reverse
+from pyg_sar.halo import fetch_halo
 from pyg_sar.nn import convert
-from pyg_sar.nn.strategy import STRATEGIES
+from pyg_sar.nn.replay.choose import STRATEGIES
 
 NUM_DST = 47
 
@@ -34,7 +35,7 @@ def check_edges(graph, turned, src, dst, edge, two):
     assert turned.graph.num_dst == graph.num_src and turned.graph.num_src == graph.num_dst
     source, row = turned.graph.coo()
     assert torch.equal(src[row], coo[0, there])
-    rows = pyg_sar.edge_index.Halo.apply(dst.double().view(-1, 1), turned.graph)
+    rows = fetch_halo(dst.double().view(-1, 1), turned.graph)
     assert torch.equal(rows[source].view(-1).long(), coo[1, there])
     assert torch.equal(turned.graph.e_id, there)
     assert torch.equal(turned.take_back(there.view(-1, 1)).view(-1), edge)

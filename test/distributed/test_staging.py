@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from layer_check import GRIDS, check_layer
+from support.layer_check import check_layer, settings
 
 from pyg_sar.distributed import staging
 
@@ -36,7 +36,7 @@ def through_the_host(group):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_through_the_host(pool, workers):
     done, sent, landed, some = zip(*pool.run(workers, through_the_host), strict=True)
-    assert done == (len(GRIDS["options"]),) * workers
+    assert done == (len(settings("some", workers)),) * workers
     assert sum(sent) == sum(landed) > 0
     assert all(some), "nothing empty is copied"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn as gnn
-from problem import NUM_NODES, assignment, backward, close, edges, share
+from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
 
 import pyg_sar
 from pyg_sar.nn import convert
@@ -94,7 +94,7 @@ def test_it_prints_what_becomes_of_layers(capsys):
     assert [line[1:] for line in lines] == [
         ["SAGEConv", "streams"],
         ["BatchNorm1d", "sees the rows of all workers"],
-        ["GraphConv", "streams by replay or runs in one shot: see when run"],
+        ["GraphConv", "streams by replay or runs one-shot: see when run"],
         ["GraphSizeNorm", "sees the rows of all workers"],
     ]
 

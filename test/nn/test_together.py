@@ -5,7 +5,7 @@ import copy
 import torch
 import torch.distributed as dist
 import torch_geometric.nn as gnn
-from problem import NUM_NODES, assignment, close, edges, share
+from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 from torch_geometric.data import Data
 
 from pyg_sar import nn

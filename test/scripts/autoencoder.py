@@ -7,8 +7,8 @@ from pyg_sar.nn import GAE, GCNConv  #+
 #- data = dataset[0]
 pyg_sar.init()  #+
 data = dataset = pyg_sar.load(PARTS)  #+
-data.pos_edge_label_index, _ = pyg_sar.links(data.pos_edge_label_index, data.n_id)  #+
-data.neg_edge_label_index, _ = pyg_sar.links(data.neg_edge_label_index, data.n_id)  #+
+data.pos_edge_label_index, _ = pyg_sar.shard_links(data.pos_edge_label_index, data.n_id)  #+
+data.neg_edge_label_index, _ = pyg_sar.shard_links(data.neg_edge_label_index, data.n_id)  #+
 
 
 class GCNEncoder(torch.nn.Module):

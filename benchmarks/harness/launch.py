@@ -1,0 +1,48 @@
+"""Run a benchmark script on some workers and read what its ranks print."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "examples"))  # whose models benchmarks train
+
+from models import GNN  # noqa: E402, F401
+
+MARK = "RESULT "
+
+
+def launch(script: str, workers: int, args: list[str], threads: int = 1, **settings: str) -> list[Any]:
+    """Run ``script --worker`` on ``workers`` processes; 0 means one process without ``torch.distributed.run``.
+
+    ``settings`` are environment variables.
+    """
+    command = [sys.executable]
+    if workers > 0:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    env = environment(threads, **settings)
+    done = subprocess.run([*command, script, "--worker", *args], env=env, capture_output=True, text=True)
+    answers = results(done.stdout)
+    if done.returncode != 0 or len(answers) != max(workers, 1):
+        raise RuntimeError(f"{script} {args} on {workers} workers failed:\n{done.stdout}\n{done.stderr}")
+    return answers
+
+
+def environment(threads: int = 1, **settings: str) -> dict[str, str]:
+    """Return the environment variables of a worker."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths, **settings}
+
+
+def results(output: str) -> list[Any]:
+    """Return what ranks have answered."""
+    return [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+
+
+def answer(result: Any) -> None:
+    """Print the result of one rank, in one write and on a line of its own, so that ranks do not mix their lines."""
+    sys.stdout.write(f"\n{MARK}{json.dumps(result)}\n")
+    sys.stdout.flush()

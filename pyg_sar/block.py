@@ -1,0 +1,178 @@
+r"""The edges from one source shard into a worker's destinations, and the arithmetic of their row numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Index = slice | Tensor
+MAX = torch.iinfo(torch.int32).max
+
+# For what is made once and kept: it must serve training even if it was first asked for in inference mode.
+ordinary_mode = torch.inference_mode(False)
+
+# A block holds the destinations with edges alone if they are fewer than one in so many. What they take, two numbers
+# each instead of one for every destination, is then at most half, and the kernels, which skip what they do not see,
+# are faster.
+SPARSE = 4
+
+
+def compress(row: Tensor, num_rows: int) -> Tensor:
+    """Return the CSR row pointer of sorted row numbers, in int32 wherever the number of edges allows."""
+    ptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
+    torch.cumsum(torch.bincount(row, minlength=num_rows), 0, out=ptr[1:])
+    return ptr if row.numel() > MAX else ptr.int()
+
+
+def compress_doubly(row: Tensor, num_rows: int, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor | None]:
+    """Return the CSR row pointer of sorted row numbers, and None; or, if few rows occur, a row pointer over these
+    alone, and which they are. They are of type ``dtype``, or wider where numbers demand it.
+    """
+    rows, count = row.unique_consecutive(return_counts=True)
+    if rows.numel() * SPARSE >= num_rows:
+        ptr = compress(row, num_rows)
+        return ptr.to(torch.promote_types(ptr.dtype, dtype)), None
+    ptr = count.new_zeros(rows.numel() + 1)
+    torch.cumsum(count, 0, out=ptr[1:])
+    dtype = torch.int64 if max(row.numel(), num_rows) > MAX else dtype
+    return ptr.to(dtype), rows.to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The edges from one source shard into this worker's destinations, in CSR order by destination.
+
+    With many shards most destinations have no edges from most of them: a row pointer over all destinations for each
+    shard would be as long as the graph has nodes. A block that few destinations have edges in holds these alone.
+
+    Args:
+        rowptr: Row pointer over the destinations, ``[num_dst + 1]``, or over ``dst``.
+        col: Source row of each edge within the shard, ``[num_edges]``.
+        ids: Local-first number of each source row of the shard, as a slice or as a tensor ``[num_src]``.
+        num_src: Number of source rows of the shard that are read.
+        edges: Where the worker's edge tensors hold these edges, in CSR order.
+        num_dst: Number of destinations.
+        dst: The destinations that ``rowptr`` leads over, ascending, or None if it leads over all.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    ids: Index
+    num_src: int
+    edges: Index
+    num_dst: int
+    dst: Tensor | None = None
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges."""
+        return self.col.numel()
+
+    @property
+    def row(self) -> Tensor:
+        """Destination of each edge; derived anew at every use because it is as long as the edges."""
+        rows = torch.arange(self.num_dst, device=self.col.device) if self.dst is None else self.dst.long()
+        return rows.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
+
+    @property
+    def degree(self) -> Tensor:
+        """Number of edges into each destination."""
+        count = self.rowptr.diff().long()
+        return count if self.dst is None else count.new_zeros(self.num_dst).index_copy_(0, self.dst.long(), count)
+
+    @property
+    def source(self) -> Tensor:
+        """Local-first source number of each edge."""
+        return self.col.long() + self.ids.start if isinstance(self.ids, slice) else self.ids[self.col]
+
+    @cached_property
+    @ordinary_mode
+    def transpose(self) -> tuple[Tensor, Tensor, Tensor]:
+        """CSR by source: row pointer, destination of each edge, and its position in the forward order."""
+        perm = torch.argsort(self.col, stable=True)
+        ptr = compress(self.col[perm], self.num_src)
+        narrow = ptr.dtype
+        return ptr, self.row[perm].to(narrow), perm.to(narrow)
+
+    @classmethod
+    def from_coo(cls, row: Tensor, col: Tensor, ids: Index, num_src: int, num_dst: int, edges: Tensor) -> Block:
+        """Sort edges by destination, keeping the given order among the edges of one destination."""
+        perm = torch.argsort(row, stable=True)
+        rowptr, dst = compress_doubly(row[perm], num_dst, torch.int64 if num_src > MAX else torch.int32)
+        return cls(rowptr, col[perm].to(rowptr.dtype), ids, num_src, edges[perm], num_dst, dst)
+
+    def rows(self, start: int, end: int) -> Block:
+        """Return the edges into a range of destinations."""
+        low, high, dst = start, end, None
+        if self.dst is not None:
+            low, high = torch.searchsorted(self.dst, self.dst.new_tensor([start, end])).tolist()
+            dst = self.dst[low:high] - start
+        first, last = self.rowptr[[low, high]].tolist()
+        edges = self.edges
+        edges = slice(edges.start + first, edges.start + last) if isinstance(edges, slice) else edges[first:last]
+        rowptr, col = self.rowptr[low : high + 1] - first, self.col[first:last]
+        return dataclasses.replace(self, rowptr=rowptr, col=col, edges=edges, num_dst=end - start, dst=dst)
+
+    def choose(self, rows: Tensor) -> Block:
+        """Return the edges into some destinations, which become destinations 0, 1, ... in the order given."""
+        ptr = self.rowptr if self.dst is None else compress(self.row, self.num_dst)
+        first, last = ptr[rows].long(), ptr[rows + 1].long()
+        row = torch.arange(rows.numel(), device=rows.device).repeat_interleave(last - first)
+        position = (last - (last - first).cumsum(0))[row] + torch.arange(row.numel(), device=rows.device)
+        edges = self.edges.start + position if isinstance(self.edges, slice) else self.edges[position]
+        rowptr, dst = compress_doubly(row, rows.numel(), ptr.dtype)
+        col = self.col[position]
+        return dataclasses.replace(self, rowptr=rowptr, col=col, edges=edges, num_dst=rows.numel(), dst=dst)
+
+    def renumber(self, number: Tensor, edges: Index) -> Block:
+        """Give sources other local-first numbers, without those that have a negative one, and edges other positions."""
+        ids = renumber(self.ids, number)
+        col = number[self.source]
+        col = col - ids.start if isinstance(ids, slice) else torch.searchsorted(ids, col)
+        return dataclasses.replace(self, col=col.to(self.col.dtype), ids=ids, num_src=length(ids), edges=edges)
+
+    def to(self, device: torch.device | str) -> Block:
+        """Move the index tensors to ``device``."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}
+        return Block(**moved)
+
+
+def renumber(ids: Index, number: Tensor) -> Index:
+    """Return the new numbers of rows in ascending order without negative ones, as a slice if they are a range."""
+    new = number[ids]
+    new = new[new >= 0].sort().values
+    if new.numel() == 0:
+        return slice(0, 0)
+    first, last = new[[0, -1]].tolist()
+    return slice(first, last + 1) if last - first + 1 == new.numel() else new
+
+
+def cut(edge_index: Tensor, part: Tensor, ids: Sequence[Index], num_dst: int) -> tuple[Block, ...]:
+    """Cut edges into blocks by the shard of their sources, of which ``ids`` holds the rows."""
+    blocks = []
+    for q, i in enumerate(ids):
+        edges = (part == q).nonzero().view(-1)
+        src, dst = edge_index[:, edges]
+        col = src - i.start if isinstance(i, slice) else torch.searchsorted(i, src)
+        blocks.append(Block.from_coo(dst, col, i, length(i), num_dst, edges))
+    return tuple(blocks)
+
+
+def parts_of(rows: Tensor, ids: Sequence[Index], num_rows: int) -> Tensor:
+    """Return the shard of each of these rows, given the rows of each shard."""
+    part = torch.empty(num_rows, dtype=torch.int64, device=rows.device)
+    for q, i in enumerate(ids):
+        part[i] = q
+    return part[rows]
+
+
+def length(ids: Index) -> int:
+    """Return how many rows there are."""
+    return ids.numel() if isinstance(ids, Tensor) else ids.stop - ids.start

@@ -1,0 +1,87 @@
+r"""Who called: the frames of Python that are running, and the user's line among them."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+LIBRARIES = ("torch", "torch_geometric")
+
+
+class Place(NamedTuple):
+    """A line of code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.line).strip()
+        return f"{os.path.basename(self.file)}:{self.line}" + (f", `{text}`" if text else "")
+
+
+def callers() -> Iterator[FrameType]:
+    """Yield the frames that called the function that asks, from the innermost to the outermost one."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def package_of(frame: FrameType) -> str:
+    """Return the package whose code a frame runs."""
+    return frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+def within(frame: FrameType, *names: str) -> bool:
+    """Return whether a frame runs code of a module or package of these names."""
+    module = frame.f_globals.get("__name__", "")
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def spoken(frame: FrameType) -> str:
+    """Return what people call the function that a frame runs: a layer by its class, a method with its class before."""
+    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    if owner is None:
+        return name
+    return type(owner).__name__ if name in ("__call__", "__init__", "forward") else f"{type(owner).__name__}.{name}"
+
+
+def beyond(*names: str) -> tuple[list[FrameType], FrameType | None]:
+    """Return the frames of modules of these names, beginning with the one that asks, and the one that called them."""
+    inner: list[FrameType] = []
+    for frame in callers():
+        if not within(frame, *names):
+            return inner, frame
+        inner.append(frame)
+    return inner, None
+
+
+def running_modules() -> Iterator[tuple[torch.nn.Module, dict[str, Any]]]:
+    """Yield the modules whose methods are running, the innermost first, with the local variables of the method."""
+    for frame in callers():
+        # Only of methods: a frame keeps alive the variables that it was asked for until it is asked again.
+        variables = frame.f_locals if "self" in frame.f_code.co_varnames else {}
+        module = variables.get("self")
+        if isinstance(module, torch.nn.Module):
+            yield module, variables
+
+
+def raised_at(error: BaseException) -> Place | None:
+    """Return the last line outside of libraries that an error passed, if there is one."""
+    ours = (*LIBRARIES, "pyg_sar")
+    lines = [(f, line) for f, line in traceback.walk_tb(error.__traceback__) if package_of(f) not in ours]
+    return Place(lines[-1][0].f_code.co_filename, lines[-1][1]) if lines else None
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called this package."""
+    inner, _ = beyond("pyg_sar")  # this function among them
+    warnings.warn(message, stacklevel=len(inner) + 1)

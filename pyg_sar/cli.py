@@ -1,0 +1,219 @@
+r"""The command line: ``pyg-sar partition``, ``pyg-sar info`` and ``pyg-sar plan``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 2, with one line on stderr, if it cannot be done."""
+    args = _parser().parse_args(argv)
+    try:
+        args.command(args)
+    except (EOFError, ImportError, OSError, TypeError, ValueError) as error:
+        print(f"pyg-sar: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pyg-sar", description="Prepare graphs for pyg_sar.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    make = commands.add_parser("partition", help="cut a graph into parts, one for each worker")
+    make.set_defaults(command=_partition)
+    add = make.add_argument
+    add("dataset", help="Planetoid/Cora, ogbn-arxiv, Community, Community/NODES/EDGES, FILE.npz, ...")
+    add("--root", default="data", help="where data sets are kept (default: data)")
+    add("--num-parts", type=int, required=True, help="number of parts")
+    add("--out", required=True, help="folder to write")
+    add("--method", default="metis", help="metis (default), fennel, random or contiguous")
+    add("--assignment", help="file .npy with the part of each node, instead of a method")
+    add("--order", default="locality", help="order of the rows of a part: locality (default), or id")
+    add("--to-undirected", action="store_true", help="add reverse edges, merge duplicates")
+    add("--self-loops", action="store_true", help="add a self-loop where there is none")
+    add("--gcn-norm", action="store_true", help="add self-loops and store GCN's edge_weight")
+    add("--features", choices=["bfloat16", "float16", "float32"], help="type to store the node features x in")
+    add("--level", action="append", default=[], metavar="NAME=LEVEL", help="what an attribute is, if it does not tell")
+    add("--seed", type=int, default=0, help="seed of the method (default: 0)")
+    add("--overwrite", action="store_true", help="replace the partition that OUT holds")
+    show = commands.add_parser("info", help="describe a partition folder")
+    show.set_defaults(command=_info)
+    show.add_argument("folder", help="a folder made by 'pyg-sar partition'")
+    tell = commands.add_parser("plan", help="tell memory and traffic of training, before it is tried")
+    tell.set_defaults(command=_plan)
+    add = tell.add_argument
+    add("folder", nargs="?", help="a folder made by 'pyg-sar partition', or the counts of a graph:")
+    add("--nodes", type=float, help="number of nodes")
+    add("--edges", type=float, help="number of edges")
+    add("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of workers (default: 1 2 4 8 16)")
+    add("--boundary", type=float, help="rows read for each local row (default: as in a random partition, the worst)")
+    add("--features", type=int, help="features of a node (default: those of the folder)")
+    add("--classes", type=int, help="number of classes (default: that of the folder)")
+    add("--relations", type=int, default=0, help="number of edge types, for rgcn")
+    add("--model", choices=["sage", "gcn", "gat", "rgcn"], default="sage", help="layers, with BatchNorm between them")
+    add("--layers", type=int, default=3, help="number of layers (default: 3)")
+    add("--hidden", type=int, default=256, help="hidden features; of each head for gat (default: 256)")
+    add("--heads", type=int, default=4, help="heads of gat (default: 4)")
+    add("--prefetch", type=int, default=1, help="fetches under way (default: 1)")
+    add("--budget", type=float, help="GiB for each worker: what fits, with the least traffic")
+    return parser
+
+
+def _partition(args: argparse.Namespace) -> None:
+    import numpy as np
+    import torch
+
+    from pyg_sar.data.datasets import dataset
+    from pyg_sar.data.partition import partition, prepare
+
+    method = args.method
+    if args.assignment:
+        method = torch.from_numpy(np.load(args.assignment, allow_pickle=False))
+    data = prepare(
+        dataset(args.dataset, args.root),
+        to_undirected=args.to_undirected,
+        self_loops=args.self_loops,
+        gcn_norm=args.gcn_norm,
+        features=getattr(torch, args.features) if args.features else None,
+    )
+    report = partition(
+        data,
+        args.num_parts,
+        args.out,
+        levels=dict(_level(said) for said in args.level),
+        method=method,
+        order=args.order,
+        seed=args.seed,
+        overwrite=args.overwrite,
+        progress=sys.stderr.isatty(),
+    )
+    print(f"{args.out}:\n{table(report)}")
+
+
+def _level(said: str) -> tuple[str, str]:
+    name, equals, level = said.rpartition("=")
+    if not equals:
+        raise ValueError(f"Expected --level NAME=LEVEL, got '{said}'.")
+    return name, level
+
+
+def _info(args: argparse.Namespace) -> None:
+    from pyg_sar.data.store import read_meta
+
+    meta = read_meta(args.folder)
+    print(f"{args.folder}: partition {meta['identity']}\n{table(meta)}")
+    for level, attributes in zip(("nodes", "edges", "graph"), meta["attributes"], strict=True):
+        print(f"\nattributes of {level}: {len(attributes)}")
+        for name, value in attributes.items():
+            print(f"  {name:<20} {value}")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from pyg_sar.planner import plan
+
+    shares = _shares(args)
+    if not args.features or not args.classes:
+        raise ValueError("Expected --features and --classes: the folder does not tell both.")
+    columns = ["workers", "mode", "loaded", "step", "together", "received"]
+    print("".join(f"{column:>10}" for column in columns) + "   (GiB, of the largest worker; in a step)")
+    for share in shares:
+        options = {"prefetch": args.prefetch, "num_relations": args.relations}
+        for need in plan(lambda: _stack(args), share, args.features, **options):
+            sizes = (need.loaded, need.step, need.total, need.received)
+            print(f"{need.workers:>10}{need.mode:>10}" + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
+    if args.budget:
+        _fit(args, shares)
+
+
+def _shares(args: argparse.Namespace) -> list[Any]:
+    """Return the share of the largest worker, for each number of workers."""
+    from pyg_sar.data.store import read_meta
+    from pyg_sar.planner import from_counts, from_partition
+
+    if not args.folder:
+        if not (args.nodes and args.edges):
+            raise ValueError("Expected a folder, or --nodes and --edges of a graph.")
+        return [from_counts(int(args.nodes), int(args.edges), n, args.boundary) for n in args.workers]
+    meta = read_meta(args.folder)
+    nodes, _, graph = meta["attributes"]
+    args.features = args.features or (nodes["x"][1][-1] if "x" in nodes else None)
+    args.classes = args.classes or graph.get("num_classes")
+    args.nodes, args.edges = meta["num_nodes"], meta["num_edges"]
+    return [max(from_partition(args.folder), key=lambda share: share.nodes + sum(share.rows_in))]
+
+
+def _fit(args: argparse.Namespace, shares: list[Any]) -> None:
+    """Find the fewest workers and the mode that fit the budget; beyond those asked for, double their number."""
+    from pyg_sar.planner import choose, from_counts
+
+    workers, budget = 0, f"{args.budget:g} GiB"
+    while workers < 1024:
+        share = shares.pop(0) if shares else from_counts(int(args.nodes), int(args.edges), 2 * workers, args.boundary)
+        workers = len(share.rows_in) + 1
+        options = {"prefetch": args.prefetch, "num_relations": args.relations}
+        found = choose(lambda: _stack(args), share, args.features, args.budget * 2**30, **options)
+        print(f"{workers} workers: {'nothing' if found is None else f'mode {found.mode}'} fits {budget}")
+        if found is not None:
+            return
+
+
+def _stack(args: argparse.Namespace) -> Any:
+    """Return a model of layers with batch normalisation and ReLU between them."""
+    import torch
+
+    from pyg_sar import nn
+
+    heads = args.heads if args.model == "gat" else 1
+    widths = [args.features, *[heads * args.hidden] * (args.layers - 1)]
+    kinds = {"sage": nn.SAGEConv, "gcn": nn.GCNConv}
+
+    def layer(before: int, after: int, last: bool) -> torch.nn.Module:
+        if args.model == "gat":
+            return nn.GATConv(before, after if last else after // heads, heads, concat=not last)
+        return nn.RGCNConv(before, after, args.relations) if args.model == "rgcn" else kinds[args.model](before, after)
+
+    class Stack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = torch.nn.ModuleList(layer(a, b, False) for a, b in pairwise(widths))
+            self.norms = torch.nn.ModuleList(nn.BatchNorm(b) for b in widths[1:])
+            self.last = layer(widths[-1], args.classes, True)
+
+        def forward(self, x: torch.Tensor, *edges: torch.Tensor) -> torch.Tensor:
+            for conv, norm in zip(self.convs, self.norms, strict=True):
+                x = norm(conv(x, *edges)).relu()
+            return self.last(x, *edges)
+
+    return Stack()
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return a report of :func:`~pyg_sar.data.partition.partition` in readable form."""
+    columns = {
+        "part": range(report["num_parts"]),
+        "nodes": report["nodes"],
+        "in-edges": report["edges"],
+        "labelled": report["labelled"],
+        "rows in": [sum(row) for row in report["boundary"]],
+        "rows out": [sum(column) for column in zip(*report["boundary"], strict=True)],
+        "bytes": report["bytes"],
+    }
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
+    balance = ", ".join(f"{name} {value:.2f}" for name, value in report["balance"].items())
+    order = report.get("order", "id")  # folders made before there was a choice do not say
+    lines = ["".join(f"{cell:>14}" for cell in row) for row in rows]
+    lines += [
+        "",
+        f"{report['num_nodes']} nodes and {report['num_edges']} edges in {report['num_parts']} "
+        f"parts by method '{report['method']}', order '{order}', seed {report['seed']}",
+        f"balance (largest part over mean): {balance}",
+        f"edges cut: {report['cut']} ({report['cut_fraction']:.1%})",
+        f"boundary rows: {report['boundary_rows']}, from part (column) to part (row)",
+    ]
+    lines += ["".join(f"{cell:>10}" for cell in row) for row in report["boundary"]]
+    lines += [f"lists that become rows of each part: {', '.join(report['lists'])}"] * bool(report["lists"])
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Offline work on graphs: data sets, partitions and their order, the folders that hold them, and reading these."""

@@ -1,0 +1,406 @@
+r"""What each attribute of a graph is: rows of nodes or edges, ids of some of these, or the same in all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data.storage import NodeStorage
+
+from pyg_sar.caller import warn
+from pyg_sar.data import store
+from pyg_sar.distributed.links import Directory
+
+Path = tuple[str, ...]  # a name, and the keys of dictionaries below it
+
+LEVELS = ("node", "edge", "graph", "node_ids", "edge_ids")
+LEFT_OUT = {
+    **dict.fromkeys(("n_id", "e_id", "total_nodes"), "'load' sets an attribute of this name"),
+    "ptr": "it counts rows of the whole graph; 'batch' is stored",
+}
+# Words of a name, between underscores.
+INDEX = {"idx", "index", "indices"}
+IDS = INDEX | {"id", "ids", "nid", "nids", "nodes"}
+SPLITS = {"train", "val", "valid", "validation", "test", "split"}
+PAIRS = SPLITS | {"pos", "neg", "label"}
+EDGES = {"edge", "edges"}
+SURE = SPLITS | EDGES | {"node", "nodes", "nid", "nids", "seed", "seeds", "label", "labels", "y"}  # of nodes or edges
+KEEPS = "keeps the ids of the whole graph ('n_id' tells those of a part)"
+ROWS = {"x", "y", "pos", "batch", "label", "labels"}  # names of what every node has
+
+
+class Rows:
+    """The nodes, or the edges, of a part in the order of its rows."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    @cached_property
+    def directory(self) -> Directory:
+        """Finds the row of an id."""
+        return Directory(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute:
+    """An attribute of the whole graph.
+
+    Args:
+        value: The attribute.
+        rows: Whose rows it has, or whose ids: "node", "edge", a type of nodes; nothing if it is the same in all parts.
+        dim: The dimension that counts these rows.
+        ids: The ids themselves, or those to which the entries of ``value`` belong.
+    """
+
+    value: Any
+    rows: str = ""
+    dim: int = 0
+    ids: Tensor | None = None
+
+    @property
+    def level(self) -> str:
+        """Tell whether it has a row for each "node" or "edge", or else is of the "graph"."""
+        return self.rows if self.ids is None and self.rows else "graph"
+
+    def of(self, part: dict[str, Rows]) -> Any:
+        """Return what a part has of it: its rows, or the rows of those of the ids that are its own, in their order."""
+        if not self.rows:
+            return self.value
+        rows = part[self.rows]
+        if self.ids is None:
+            return self.value.index_select(self.dim, rows.ids)
+        row = rows.directory.rows(self.ids)
+        return row[row >= 0] if self.value is self.ids else self.value[row >= 0]
+
+
+def take(attributes: dict[Path, Attribute], part: dict[str, Rows]) -> dict[str, Any]:
+    """Return a part's share of attributes, by name."""
+    found: dict[str, Any] = {}
+    for path, attribute in attributes.items():
+        store.put(found, path, attribute.of(part))
+    return found
+
+
+def describe(sorted_stores: Iterable[tuple[Any, dict[Path, Attribute]]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what ``meta.json`` says of node-level, edge-level and other attributes, and the names of lists of ids."""
+    said: dict[str, dict[str, Any]] = {"node": {}, "edge": {}, "graph": {}}
+    lists = []
+    for stored, attributes in sorted_stores:
+        for path, a in attributes.items():
+            name = full_name(stored, ".".join(path))
+            said[a.level] |= store.describe({name: a.value})
+            if a.ids is not None:
+                said[a.level][name].append(f"{a.rows} ids" if a.value is a.ids else "as ids")
+                lists.append(name)
+    return [*said.values()], lists
+
+
+def trained(attributes: dict[Path, Attribute], num_nodes: int, rows: str = "node") -> Tensor:
+    """Return which nodes are in the training set, of any split if there are several."""
+    mask = attributes.get(("train_mask",), Attribute(None))
+    if mask.rows and mask.level == rows and mask.value.dtype == torch.bool:
+        return in_any(mask.value)
+    found = torch.zeros(num_nodes, dtype=torch.bool)
+    for path, a in attributes.items():
+        if a.ids is not None and a.rows == rows and "train" in _words(path):
+            found[a.ids] = True
+    return found
+
+
+def in_any(mask: Tensor) -> Tensor:
+    """Return whether each node is in any of the splits of a mask."""
+    return mask.flatten(1).any(1) if mask.dim() > 1 else mask
+
+
+def add_counts(stored: Any) -> None:
+    """Set ``num_classes`` and ``num_relations`` of the whole graph, where they are missing and the graph tells them."""
+    y, edge_type = plain(stored.get("y", stored.get("train_y"))), plain(stored.get("edge_type"))
+    counts = {"num_classes": _classes(y)}
+    if _integers(edge_type) and edge_type.dim() == 1:
+        counts["num_relations"] = _classes(edge_type)
+    for key, count in counts.items():
+        if count and key not in stored:
+            stored[key] = count
+
+
+def _classes(y: Any) -> int:
+    """Return what :attr:`torch_geometric.data.Dataset.num_classes` does, or 0 where PyG warns that it may be wrong."""
+    if not isinstance(y, Tensor) or not storable(y) or not y.dim() or not y.numel():
+        return 0
+    if y.numel() > len(y):
+        return y.size(-1)
+    if not _floating(y):
+        return int(y.long().max()) + 1
+    values = y.unique().numel()
+    return values if values <= 2 else 0
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _integers(value: Any) -> bool:
+    return isinstance(value, Tensor) and not _floating(value) and value.dtype != torch.bool
+
+
+def _words(path: Iterable[str]) -> set[str]:
+    return {word for name in path for word in name.lower().split("_")}
+
+
+def _names_ids(path: Path) -> bool:
+    words = _words(path)
+    return bool(words & IDS) and "num" not in words
+
+
+def rows_of(stored: Any) -> dict[str, int]:
+    """Return of how many nodes ("node") and edges ("edge") one of PyG's stores holds attributes."""
+    rows = {"node": stored.num_nodes} if isinstance(stored, NodeStorage) else {}
+    return rows | ({"edge": stored.edge_index.size(1)} if "edge_index" in stored else {})
+
+
+def meaning(stored: Any, path: Path, value: Any) -> tuple[str, int | None]:
+    """Tell what an attribute is by its size and name, and which dimension counts nodes or edges, usually 0.
+
+    Args:
+        stored (torch_geometric.data.storage.BaseStorage): The store that holds it.
+        path (tuple[str]): Its name, and the keys of dictionaries that lead to it.
+        value (Any): The attribute.
+
+    Returns:
+        "node" or "edge" if it has a row for each, "node_ids" or "edge_ids" if it is a list of ids, "pairs" if it holds
+        pairs of ids, else "graph"; and the dimension, None if PyG names none.
+    """
+    if not isinstance(value, Tensor) or not value.dim():
+        return "graph", None
+    dim, words, rows = stored._parent().__cat_dim__(path[0], value, stored), _words(path), rows_of(stored)
+    dim = dim if isinstance(dim, int) else None
+    fits = [level for level, count in rows.items() if dim is not None and value.size(dim) == count]
+    # Where there are as many nodes as edges, names tell, as in PyG ('is_node_attr').
+    level = fits[-1 if "edge" in path[0] else 0] if fits else "graph"
+    if _integers(value) and _is_pairs(path, value):
+        return ("pairs" if level == "graph" or words & PAIRS else level), dim
+    if _integers(value) and _names_ids(path) and (level == "graph" or words & SPLITS):
+        return ("edge_ids" if words & EDGES or [*rows] == ["edge"] else "node_ids"), dim
+    return level, dim
+
+
+def plain(value: Any) -> Any:
+    """Return arrays and PyG's index tensors as tensors, and other values as they are."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    if isinstance(value, Tensor):
+        return (value.as_tensor() if hasattr(value, "as_tensor") else value).detach().cpu()
+    return value
+
+
+def storable(value: Any, sizes: Iterable[int] = ()) -> bool:
+    """Tell whether a value is a tensor or JSON, and not a list that should be cut with nodes or edges."""
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and store.can_hold(value.dtype)
+    if isinstance(value, (list, tuple)):
+        return len(value) not in sizes and not any(isinstance(v, Tensor) or not storable(v) for v in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def full_name(stored: Any, key: str) -> str:
+    """Return the name of an attribute with its type of nodes or edges, as messages say it and ``levels`` takes it."""
+    kind = stored._key
+    return key if kind is None else f"{kind if isinstance(kind, str) else '__'.join(kind)}.{key}"
+
+
+def check_levels(levels: dict[str, str], stores: Iterable[Any]) -> None:
+    """Raise unless the levels are known, and those of attributes of the graph."""
+    names = [full_name(stored, key) for stored in stores for key in stored.keys()]  # noqa: SIM118
+    for name, level in levels.items():
+        if level not in LEVELS:
+            raise ValueError(f"Unknown level {level!r} of '{name}', expected one of {', '.join(LEVELS)}.")
+        if name not in names:
+            raise ValueError(f"'levels' names '{name}', which the graph has not. Expected some of {names}.")
+
+
+def sort_attributes(stored: Any, levels: dict[str, str], types: dict[str, int] | None = None) -> dict[Path, Attribute]:
+    """Tell what the attributes of one of PyG's stores are.
+
+    Attributes that cannot be stored are left out, with a warning.
+
+    Args:
+        stored (torch_geometric.data.storage.BaseStorage): The attributes of a graph, or of a type of nodes or edges.
+        levels (dict[str, str]): Levels that the user has told, by full name.
+        types (dict[str, int], optional): What ids may be of, and how many of these there are.
+            (default: :obj:`None`, the nodes and edges of the store)
+
+    Returns:
+        The attributes, by name, and by the keys of dictionaries that hold lists of ids.
+
+    Raises:
+        ValueError: If an attribute cannot be what its name says, or if it does not tell whether it holds ids.
+    """
+    rows = rows_of(stored)
+    return _Sorter(stored, rows, levels, rows if types is None else types).sort()
+
+
+@dataclass
+class _Sorter:
+    """Sorts the attributes of one store, see :func:`sort_attributes`."""
+
+    stored: Any
+    rows: dict[str, int]
+    levels: dict[str, str]
+    types: dict[str, int]
+
+    def sort(self) -> dict[Path, Attribute]:
+        values = dict(self.values())
+        meant = {path: meaning(self.stored, path, value) for path, value in values.items()}
+        told = {path: self.told(path, value, *meant[path]) for path, value in values.items()}
+        lists = {path: found for path, found in told.items() if found is not None}
+        return {
+            path: lists.get(path) or self.beside(path, value, lists) or self.row(path, value, *meant[path])
+            for path, value in values.items()
+        }
+
+    def name(self, path: Path) -> str:
+        return full_name(self.stored, ".".join(path))
+
+    def values(self) -> Iterator[tuple[Path, Any]]:
+        """Yield what can be stored, and lists of ids in dictionaries one by one."""
+        for key, value in self.stored.items():
+            if key in ("edge_index", "num_nodes"):
+                continue
+            name, value = full_name(self.stored, key), plain(value)
+            told = name in self.levels
+            found = dict(leaves((key,), value)) if told or _names_ids((key,)) else {}
+            if key in LEFT_OUT:
+                warn(f"'{name}' of the graph is left out: {LEFT_OUT[key]}.")
+            elif found and all(storable(leaf) if told else _integers(leaf) for leaf in found.values()):
+                yield from found.items()
+            elif storable(value, self.rows.values()):
+                yield (key,), value
+            else:
+                warn(f"'{name}' ({type(value).__name__}) is left out: only tensors are stored.")
+
+    def told(self, path: Path, value: Any, what: str, dim: int | None) -> Attribute | None:
+        """Return what the user has told, and ids and pairs of ids by their names."""
+        said = self.levels.get(full_name(self.stored, path[0]))
+        level = said or what
+        if level == "pairs":  # whose nodes may belong to two workers
+            self.hint(path, f"{KEEPS}, as 'pyg_sar.shard_links' takes them", "graph")
+            return Attribute(value)
+        if level.endswith("_ids"):
+            rows = level.removesuffix("_ids")
+            if not said and not _words(path) & SURE:
+                self.hint(path, f"is taken for ids of {rows}s and becomes rows of each part", level)
+            return self.ids(path, value, rows)
+        if said in ("node", "edge") and (dim is None or value.size(dim) != self.rows.get(said)):
+            raise ValueError(f"'{self.name(path)}' {_shape(value)} is not of level '{said}': {self.counts()}.")
+        return None if not said else Attribute(value) if said == "graph" else Attribute(value, said, dim or 0)
+
+    def ids(self, path: Path, value: Any, rows: str) -> Attribute:
+        """Return ids, whose rows in a part are found later."""
+        name = self.name(path)
+        if not _integers(value) or value.dim() != 1:
+            raise ValueError(
+                f"'{name}' {_shape(value)} should be a list of ids by its name or level, an integer tensor [*]. Make "
+                f"it masks (of several splits: [num_nodes, *]) or several attributes, {self.keep(path)}."
+            )
+        if not self.rows and rows == "node":  # of the type that the keys of dictionaries tell
+            rows = next((t for t in self.types if t in path), rows)
+        if rows not in self.types:
+            raise ValueError(
+                f"'{name}' {_shape(value)} should be ids by its name or level, but of which nodes or edges is not "
+                f"told. Make it an attribute of these, {self.keep(path)}."
+            )
+        value = value.long()
+        if value.numel() and (value.min() < 0 or value.max() >= self.types[rows]):
+            raise ValueError(
+                f"'{name}' {_shape(value)} should be ids by its name or level, 0 to {self.types[rows] - 1}, but holds "
+                f"{int(value.min())} to {int(value.max())}. Correct it, {self.keep(path)}."
+            )
+        return Attribute(value, rows, ids=value)
+
+    def beside(self, path: Path, value: Any, lists: dict[Path, Attribute]) -> Attribute | None:
+        """Return what has an entry for each id of a list: ``train_y`` for ``train_idx``, ``y`` for ``y_index``."""
+        if not isinstance(value, Tensor) or not value.dim() or "mask" in _words(path):
+            return None
+        stems = {other: _words(other) - IDS for other, found in lists.items() if len(value) in _shape(found.value)}
+        fits = [other for other, stem in stems.items() if stem and stem <= _words(path)]
+        if not fits or lists[(best := max(fits, key=lambda other: len(stems[other])))].level != "graph":
+            return None
+        return Attribute(value, lists[best].rows, ids=lists[best].ids)
+
+    def row(self, path: Path, value: Any, level: str, dim: int | None) -> Attribute:
+        """Return what has a row for each node or edge, or neither."""
+        if level == "graph":
+            return self.rest(path, value)
+        if _integers(value) and (_words(path) & INDEX or _is_pairs(path, value)):
+            self.hint(path, KEEPS, level)
+        return Attribute(value, level, dim or 0)
+
+    def rest(self, path: Path, value: Any) -> Attribute:
+        """Return what is the same in all parts, unless it should or might be something else."""
+        what, words = f"'{self.name(path)}' {_shape(value)}", _words(path)
+        if not isinstance(value, Tensor) or not value.dim() or "num" in words or len(value) in (1, self.graphs()):
+            return Attribute(value)
+        edges = path[0].startswith("edge_") and "edge" in self.rows
+        if self.rows and (edges or path[0] in ROWS or words & ({"mask", "node"} if "node" in self.rows else {"mask"})):
+            raise ValueError(
+                f"{what} should have a row for each {'edge' if edges else ' or '.join(self.rows)} by its name, but "
+                f"{self.counts()}. Correct it, {self.keep(path)}."
+            )
+        low, high = value.long().aminmax() if _integers(value) and value.numel() else (-1, -1)
+        if low >= 0 and high < max(self.types.values(), default=0):
+            raise ValueError(
+                f"{what} may hold ids of nodes or edges: integers from {int(low)} to {int(high)} where {self.counts()} "
+                f"and a name that does not tell. If so, name it '{path[0]}_idx' or make it a mask, {self.keep(path)}."
+            )
+        return Attribute(value)
+
+    def graphs(self) -> int:
+        """Return the number of graphs in a batch."""
+        batch = plain(self.stored.get("batch"))
+        return int(batch.max()) + 1 if _integers(batch) and batch.numel() else 1
+
+    def counts(self) -> str:
+        """Say how many nodes and edges there are."""
+        return "there are " + " and ".join(f"{count} {what}s" for what, count in (self.rows or self.types).items())
+
+    def keep(self, path: Path) -> str:
+        """Say how to copy something into all parts."""
+        name = full_name(self.stored, path[0])
+        return f"or pass levels={{'{name}': 'graph'}} (--level {name}=graph) to copy it into every part as it is"
+
+    def hint(self, path: Path, what: str, level: str) -> None:
+        """Warn of what may surprise, and name the level that asks for it."""
+        name = full_name(self.stored, path[0])
+        warn(
+            f"'{self.name(path)}' {what}. levels={{'{name}': '{level}'}} (--level {name}={level}) says that it should."
+        )
+
+
+def leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield what a dictionary holds, by path, and lists of integers as tensors."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from leaves((*path, key), below) if isinstance(key, str) else [(path, ...)]  # which is not storable
+    elif isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
+        yield path, torch.tensor(value, dtype=torch.long)
+    else:
+        yield path, plain(value)
+
+
+def _is_pairs(path: Path, value: Tensor) -> bool:
+    """Tell whether integers are pairs of nodes, or faces of three, by name and shape."""
+    words = _words(path)
+    edges = bool(words & {"edges", "pairs", "links"}) or ("edge" in words and bool(words & (SPLITS | {"pos", "neg"})))
+    by_row, by_column = (value.dim() == 2 and value.size(dim) == 2 for dim in (0, 1))
+    return path[-1] == "face" or (by_row and (edges or _names_ids(path))) or (by_column and edges)
+
+
+def _shape(value: Any) -> list[int]:
+    return list(value.shape) if isinstance(value, Tensor) else []

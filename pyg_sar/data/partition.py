@@ -1,0 +1,384 @@
+r"""Offline partitioning: one ``Data`` becomes a partition folder with one part for each worker."""
+
+from __future__ import annotations
+
+import copy
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric import transforms
+from torch_geometric.data import Data, Dataset, HeteroData
+from tqdm import tqdm
+
+from pyg_sar.data.assign import assign
+from pyg_sar.data.attributes import (
+    Attribute,
+    Path,
+    Rows,
+    add_counts,
+    check_levels,
+    describe,
+    plain,
+    sort_attributes,
+    take,
+    trained,
+)
+from pyg_sar.data.order import order_within
+from pyg_sar.data.split import split
+from pyg_sar.data.store import EDGE, NODE, EdgeRows, EdgeType, NodeRows, Shard, create, write_meta, write_part
+from pyg_sar.distributed.shard import check_edge_index
+
+Kind = str | EdgeType | None  # of an attribute: that of its nodes or edges, or none
+
+
+def partition(
+    data: Data | HeteroData | Dataset,
+    num_parts: int,
+    out: str | os.PathLike[str],
+    *,
+    levels: dict[str, str] | None = None,
+    method: str | Tensor | dict[str, Tensor] = "metis",
+    order: str = "locality",
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> dict[str, Any]:
+    r"""Cut a graph into parts and write them into a partition folder.
+
+    .. code-block:: python
+
+        data = torch_geometric.datasets.Planetoid("data", "Cora")[0]
+        report = pyg_sar.partition(data, 4, "parts")  # then start four workers, which call pyg_sar.load("parts")
+
+    Every node-level and edge-level tensor is cut with its nodes and edges, as PyG tells them apart
+    (:meth:`~torch_geometric.data.Data.is_node_attr`). Other tensors, and numbers, strings and lists of them, are copied
+    into every part. Whatever else there is, is left out with a warning.
+
+    Lists of nodes, which are integers that are named so (``train_idx``, ``idx_train``, ``seed_ids``, ``test_nodes``,
+    ``split_idx["train"]``), become lists of rows: those of a part's nodes, in the order of the original, so that
+    ``out[data.train_idx]`` means on each worker what it meant before. So do lists of edges (``train_edge_idx``). What
+    has as many entries and otherwise the same name is cut alike (``train_y``; ``y`` beside ``y_index``). Pairs of nodes
+    (``edge_label_index``) keep the ids of the whole graph, with a warning, for :func:`pyg_sar.shard_links`.
+
+    Tensors whose size denies what their name says, and integers that may be ids or not, are errors; ``levels`` is the
+    way out.
+
+    ``num_classes`` and ``num_relations`` of the whole graph are stored, too, where ``y`` and ``edge_type`` tell them by
+    the rules of PyG's :class:`~torch_geometric.data.Dataset`, unless the graph has attributes of these names.
+
+    METIS can balance one weight per node here (``pymetis`` has no multi-constraint partitioning), so it gets a sum:
+    two fifths nodes, two fifths in-edges, one fifth labelled nodes (``train_mask``), which only the loss needs. FENNEL
+    balances the same. The report says how well each came out.
+
+    FENNEL, a streaming partitioner, is for graphs that METIS has no room for. It cuts more edges than METIS, but far
+    fewer than a random assignment (``benchmarks/partition.py``). Use it with :obj:`order="id"`: the other order runs
+    METIS on the edges within each part.
+
+    The rows of a part are in the order of :func:`pyg_sar.locality_order`, so that layers find most of the rows they
+    gather in a cache. ``n_id`` of the loaded data tells which node each row is.
+
+    Peak memory, above ``data`` itself and the attributes of one part, is 18 times the bytes of ``edge_index`` where
+    METIS sees all edges (9 to 10 times if both directions of every edge are stored): to partition, or to order the rows
+    of a single part. With other methods and :obj:`order="id"` it is 1.1 to 1.2 times, 2.6 times for a single part.
+    ``benchmarks/partition.py`` measures it on random graphs, METIS's worst case, of 1M nodes and 10M edges, in 8 parts
+    unless single.
+
+    Args:
+        data (torch_geometric.data.Data, HeteroData or Dataset): The graph, or a data set that holds one; it is not
+            modified. All node types of a heterogeneous graph are assigned together, and their weights are balanced
+            together.
+        num_parts (int): Number of parts; some stay empty if there are more than nodes.
+        out (str): The folder to write. Nothing is left there if this function fails.
+        levels (dict, optional): What attributes are, by name (``paper.year``, ``paper__cites__paper.time`` in a
+            heterogeneous graph), where size and name do not tell: :obj:`"node"` or :obj:`"edge"` (a row for each),
+            :obj:`"graph"` (the same in all parts), :obj:`"node_ids"` or :obj:`"edge_ids"`. (default: :obj:`None`)
+        method (str or torch.Tensor, optional): :obj:`"metis"`, :obj:`"fennel"` (little memory), :obj:`"random"`,
+            :obj:`"contiguous"` (equal ranges of nodes), or an integer tensor :obj:`[num_nodes]` with the part of each
+            node, by node type for a heterogeneous graph. (default: :obj:`"metis"`)
+        order (str, optional): Order of the rows of each part: :obj:`"locality"`, or :obj:`"id"` for that of the graph.
+            (default: :obj:`"locality"`)
+        seed (int, optional): Seed of METIS, FENNEL and the random assignment. (default: :obj:`0`)
+        overwrite (bool, optional): Whether to replace a partition that :obj:`out` holds. (default: :obj:`False`)
+        progress (bool, optional): Whether to show a progress bar. (default: :obj:`False`)
+
+    Returns:
+        The report, which is also in ``meta.json``: nodes, in-edges and labelled nodes of each part, their balance
+        (largest over mean), the edges cut, in ``boundary[p][q]`` how many rows part ``p`` reads from part ``q``, and in
+        ``lists`` the names of lists of nodes or edges, which are lists of rows in the parts.
+
+    Raises:
+        ValueError: If an argument or the ``edge_index`` is invalid, if an attribute cannot be what its name says or may
+            hold ids, if a data set holds several graphs, or if ``out`` holds something else than a partition.
+        TypeError: If ``data`` is no graph of PyG, or ``method`` a dictionary for a graph without types.
+        FileExistsError: If ``out`` exists and ``overwrite`` is not set.
+        ImportError: If METIS is needed and ``pymetis`` is missing.
+    """
+    if not isinstance(num_parts, int) or num_parts < 1:
+        raise ValueError(f"'num_parts' must be an integer of at least 1, got {num_parts!r}.")
+    if order not in ("locality", "id"):
+        raise ValueError(f"Unknown order {order!r}, expected locality or id.")
+    if isinstance(data, Dataset):
+        data = single(data)
+    if isinstance(method, dict) and not isinstance(data, HeteroData):
+        raise TypeError("Expected a tensor with the part of each node, got a dict, which is for a HeteroData.")
+    graph = _read(data, levels or {})
+    with (
+        create(out, overwrite) as folder,
+        tqdm(total=num_parts + 2, desc="assigning nodes", disable=not progress) as bar,
+    ):
+        part, nodes = _place(graph, num_parts, method, order, seed, bar)
+        identity, infos, labels = uuid.uuid4().hex, [], []
+        for shard in _shards(graph, part, nodes, num_parts, identity):
+            infos.append(write_part(folder, shard))
+            labels.append(sum(int(graph.train[t][rows.attrs["n_id"]].sum()) for t, rows in shard.nodes.items()))
+            bar.update()
+        name = method if isinstance(method, str) else "given"
+        report = {"method": name, "order": order, "seed": seed} | _report(infos, labels)
+        told, report["lists"] = describe(zip(graph.stores.values(), graph.attributes.values(), strict=True))
+        types = {"node_types": [*graph.num_nodes], "edge_types": [[*it] for it in graph.edges]} if graph.typed else {}
+        write_meta(folder, {"identity": identity, "attributes": told} | types | report)
+    return report
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """A valid graph by types of nodes and edges; what belongs to the whole graph has the type None.
+
+    Args:
+        stores: PyG's stores.
+        num_nodes: Number of nodes of each type.
+        edges: The ``edge_index`` of each type.
+        attributes: What the stores hold, in their order.
+        train: Whether each node is in the training set.
+    """
+
+    stores: dict[Kind, Any]
+    num_nodes: dict[str, int]
+    edges: dict[EdgeType, Tensor]
+    attributes: dict[Kind, dict[Path, Attribute]]
+    train: dict[str, Tensor]
+
+    @property
+    def typed(self) -> bool:
+        return EDGE not in self.edges
+
+
+def _read(data: Any, levels: dict[str, str]) -> _Graph:
+    """Check a graph, and tell what its attributes are, and what PyG's data sets would compute of them."""
+    if not isinstance(data, (Data, HeteroData)):
+        raise TypeError(
+            f"Expected a torch_geometric.data.Data or HeteroData, got {type(data).__name__}, which is not supported."
+        )
+    data = copy.copy(data)
+    if isinstance(data, HeteroData):
+        nodes, edges, rest = dict(data.node_items()), dict(data.edge_items()), data._global_store
+    else:
+        nodes, edges, rest = {NODE: data._store}, {EDGE: data._store}, data._store
+    stores: dict[Kind, Any] = {None: rest, **nodes, **edges}
+    num_nodes = {t: _count(t, store) for t, store in nodes.items()}
+    for it, store in edges.items():
+        store.edge_index = _edges(it, store, num_nodes)
+    check_levels(levels, data.stores)
+    for store in nodes.values():
+        add_counts(store)
+    if isinstance(data, HeteroData):
+        found = {kind: sort_attributes(store, levels, None if kind else num_nodes) for kind, store in stores.items()}
+        train = {t: trained(found[t], n) | trained(found[None], n, t) for t, n in num_nodes.items()}
+    else:
+        every = sort_attributes(rest, levels)
+        kinds = {"graph": None, "node": NODE, "edge": EDGE}
+        found = {kind: {path: a for path, a in every.items() if a.level == level} for level, kind in kinds.items()}
+        train = {NODE: trained(every, num_nodes[NODE])}
+    return _Graph(stores, num_nodes, {it: store.edge_index for it, store in edges.items()}, found, train)
+
+
+def _count(node_type: str, store: Any) -> int:
+    """Set and return the number of nodes of a type."""
+    count = store.num_nodes
+    if count is None and node_type != NODE:
+        raise ValueError(f"The number of nodes of type '{node_type}' is unknown. Set 'data[{node_type!r}].num_nodes'.")
+    store.num_nodes = int(count or 0)
+    return int(count or 0)
+
+
+def _edges(edge_type: EdgeType, store: Any, num_nodes: dict[str, int]) -> Tensor:
+    """Return valid edges of a type."""
+    of = "" if edge_type == EDGE else f" of {edge_type}"
+    edge_index = plain(store.get("edge_index"))
+    if not isinstance(edge_index, Tensor):
+        raise ValueError(
+            f"The graph needs an 'edge_index'{of} [2, num_edges], but holds {[*store.keys()]}. To convert 'adj_t': "
+            "data.edge_index = torch_geometric.utils.to_edge_index(data.adj_t)[0].flip(0)."
+        )
+    source, target = (num_nodes.get(t, 0) for t in (edge_type[0], edge_type[2]))
+    check_edge_index(edge_index, source, target, f"'edge_index'{of}")
+    return edge_index
+
+
+def _place(
+    graph: _Graph, num_parts: int, method: str | Tensor | dict[str, Tensor], order: str, seed: int, bar: tqdm[Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the part of every node, and all nodes part by part in the order of rows, by type."""
+    whole, spans = _joined(graph)
+    if isinstance(method, dict):
+        method = torch.cat([torch.as_tensor(method[t]).view(-1) for t in spans])
+    part = assign(whole, num_parts, method, seed)
+    bar.update()
+    bar.set_description("ordering rows")
+    if order == "locality":
+        nodes = order_within(part, whole.edge_index, num_parts, seed)
+    else:
+        nodes = torch.argsort(part, stable=True)
+    rows = {NODE: nodes}
+    if graph.typed:
+        rows = {t: nodes[(nodes >= span.start) & (nodes < span.stop)] - span.start for t, span in spans.items()}
+    bar.update()
+    bar.set_description("writing parts")
+    return {t: part[span] for t, span in spans.items()}, rows
+
+
+def _joined(graph: _Graph) -> tuple[Data, dict[str, slice]]:
+    """Return all nodes and edges as if they were of one type, and where the nodes of every type are."""
+    ends = list(accumulate(graph.num_nodes.values(), initial=0))
+    spans = {t: slice(a, b) for t, (a, b) in zip(graph.num_nodes, pairwise(ends), strict=True)}
+    if graph.typed:
+        edges = [torch.empty(2, 0, dtype=torch.long)]
+        for (source, _, target), edge_index in graph.edges.items():
+            edges.append(edge_index + torch.tensor([[spans[source].start], [spans[target].start]]))
+        edge_index = torch.cat(edges, 1)
+    else:
+        edge_index = graph.edges[EDGE]
+    train = torch.cat([torch.empty(0, dtype=torch.bool), *graph.train.values()])
+    return Data(edge_index=edge_index, num_nodes=ends[-1], train_mask=train), spans
+
+
+def _shards(
+    graph: _Graph, part: dict[str, Tensor], nodes: dict[str, Tensor], num_parts: int, identity: str
+) -> Iterator[Shard]:
+    """Yield what each worker holds, one at a time."""
+    cuts = {
+        (s, r, t): split(edge_index, part[s], part[t], num_parts, nodes[s], nodes[t])
+        for (s, r, t), edge_index in graph.edges.items()
+    }
+    ids = {t: nodes[t].split(part[t].bincount(minlength=num_parts).tolist()) for t in nodes}
+    attributes = graph.attributes
+    for p in range(num_parts):
+        topologies = {it: next(cut) for it, cut in cuts.items()}
+        own = {t: Rows(ids[t][p]) for t in ids}
+        ends = {it: Rows(topology.e_id) for it, topology in topologies.items()}
+        yield Shard(
+            part=p,
+            num_parts=num_parts,
+            identity=identity,
+            nodes={
+                t: NodeRows(graph.num_nodes[t], {"n_id": rows.ids, **take(attributes[t], {"node": rows})})
+                for t, rows in own.items()
+            },
+            edges={
+                it: EdgeRows(graph.edges[it].size(1), topologies[it], take(attributes[it], {"edge": rows}))
+                for it, rows in ends.items()
+            },
+            attrs=take(attributes[None], own if graph.typed else {"node": own[NODE], "edge": ends[EDGE]}),
+        )
+
+
+def single(dataset: Dataset) -> Data | HeteroData:
+    """Return the only graph of a data set, with the number of classes that the data set tells.
+
+    Raises:
+        ValueError: If the data set holds more graphs than one, or none.
+    """
+    if len(dataset) != 1:
+        raise ValueError(
+            f"'{type(dataset).__name__}' holds {len(dataset)} graphs, expected a data set of one graph. Choose one of "
+            "them, or make one graph of them: torch_geometric.data.Batch.from_data_list(list(dataset))."
+        )
+    data = copy.copy(dataset[0])
+    # Where labels are not integers, PyG counts their values, with a warning: 'add_counts' does that only if it may.
+    y = None if isinstance(data, HeteroData) else data.get("y", data.get("train_y"))
+    if isinstance(y, Tensor) and not y.is_floating_point() and "num_classes" not in data and dataset.num_classes:
+        data.num_classes = dataset.num_classes
+    return data
+
+
+def prepare(
+    data: Data | HeteroData,
+    *,
+    to_undirected: bool = False,
+    self_loops: bool = False,
+    gcn_norm: bool = False,
+    features: torch.dtype | None = None,
+) -> Data | HeteroData:
+    """Apply PyG's transforms that change edges, and choose the type of features, in the order of the arguments.
+
+    Args:
+        data (torch_geometric.data.Data): The graph; it is not modified.
+        to_undirected (bool, optional): Whether to add reverse edges and merge duplicates
+            (:class:`~torch_geometric.transforms.ToUndirected`). (default: :obj:`False`)
+        self_loops (bool, optional): Whether to add a self-loop to every node without one
+            (:class:`~torch_geometric.transforms.AddRemainingSelfLoops`). (default: :obj:`False`)
+        gcn_norm (bool, optional): Whether to add self-loops and store the normalised :obj:`edge_weight`
+            (:class:`~torch_geometric.transforms.GCNNorm`), for layers with :obj:`normalize=False`.
+            (default: :obj:`False`)
+        features (torch.dtype, optional): The floating-point type to store the node features :obj:`x` in;
+            :obj:`torch.bfloat16` halves their memory and bytes. Train on them in a model of that type or under
+            :class:`torch.autocast`. (default: :obj:`None`, the type that they have)
+
+    Returns:
+        The transformed graph; what does not change shares its memory with ``data``.
+
+    Raises:
+        ValueError: If added self-loops would lack an edge attribute, if ``x`` cannot have that type, or if a transform
+            is asked of a heterogeneous graph that is not for it.
+    """
+    if isinstance(data, HeteroData) and (self_loops or gcn_norm or features is not None):
+        raise ValueError("Of the transforms, only 'to_undirected' is for a HeteroData; apply others before.")
+    if to_undirected:
+        data = transforms.ToUndirected()(copy.copy(data))
+    if isinstance(data, HeteroData):
+        return data
+    edges = {key: data.__cat_dim__(key, data[key]) for key in data.edge_attrs() if isinstance(data[key], Tensor)}
+    if self_loops:
+        data = transforms.AddRemainingSelfLoops()(copy.copy(data))
+    if gcn_norm:
+        data = transforms.GCNNorm()(copy.copy(data))
+    lost = [key for key, dim in edges.items() if data[key].size(dim) != data.num_edges]
+    if lost:
+        raise ValueError(
+            f"The added self-loops have no {', '.join(lost)}, which every edge must have. Remove it from the graph, or "
+            "add loops yourself with PyG's 'AddSelfLoops(attr=...)'."
+        )
+    if features is not None:
+        x = plain(data.x)
+        if not isinstance(x, Tensor) or not features.is_floating_point:
+            raise ValueError(f"Node features 'x' (got {type(x).__name__}) cannot be stored as {features}.")
+        data = copy.copy(data)
+        data.x = x.to(features)
+    return data
+
+
+def _report(infos: list[dict[str, Any]], labelled: list[int]) -> dict[str, Any]:
+    """Return what :func:`partition` does, of the parts' counts."""
+    counts = [info["counts"] for info in infos]
+    edges = [sum(count["edges"]) for count in counts]
+    sizes = {"nodes": [count["nodes"] for count in counts], "edges": edges, "labelled": labelled}
+    cut = sum(edges) - sum(count["edges"][p] for p, count in enumerate(counts))
+    boundary = [count["rows_in"] for count in counts]
+    return {
+        "num_parts": len(infos),
+        "num_nodes": sum(sizes["nodes"]),
+        "num_edges": sum(edges),
+        **sizes,
+        "balance": {key: max(size) * len(size) / sum(size) if any(size) else 1.0 for key, size in sizes.items()},
+        "cut": cut,
+        "cut_fraction": cut / max(sum(edges), 1),
+        "boundary": boundary,
+        "boundary_rows": sum(map(sum, boundary)),
+        "bytes": [sum(file["bytes"] for file in info["files"].values()) for info in infos],
+    }

@@ -1,0 +1,388 @@
+r"""The partition folder on disk: written whole or not at all, read one part at a time, never unpickled.
+
+.. code-block:: text
+
+    OUT/meta.json                  the whole, for people and ``pyg-sar info``
+    OUT/part_0/part.json           what one worker must know, and a checksum of each file below
+    OUT/part_0/graph.safetensors   ids of nodes, and the :class:`~pyg_sar.data.split.Topology`
+    OUT/part_0/nodes.safetensors   node-level tensors, in the order of ``n_id``
+    OUT/part_0/edges.safetensors   edge-level tensors, in the order of ``e_id``
+    OUT/part_0/attrs.safetensors   graph-level tensors, the same in every part, and this part's rows of lists of ids
+
+A heterogeneous graph has, by the numbers of node and edge types in ``part.json``:
+
+.. code-block:: text
+
+    OUT/part_0/node_0.safetensors    ids of a node type, and its tensors of all levels
+    OUT/part_0/graph_0.safetensors   the topology of an edge type
+    OUT/part_0/edge_0.safetensors    its tensors of all levels
+    OUT/part_0/attrs.safetensors     tensors of the graph
+
+What is no tensor stands in ``part.json``, beside the checksum of the file that it would be in. Tensors in dictionaries
+are named by the keys that lead to them. A worker opens its own part and nothing else, so parts may be spread over the
+disks of several machines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save, save_file
+from torch import Tensor
+
+from pyg_sar.data.split import Topology
+
+FORMAT = {"format": "pyg_sar partition", "version": 2}  # of version 1 had ids of the whole graph in lists of nodes
+DOUBLY = 3  # the version of parts with row pointers over some of their destinations, which 2 does not know
+AGAIN = "Copy the part folder again, or partition the graph again."
+
+EdgeType = tuple[str, str, str]
+NODE, EDGE = "", ("", "", "")  # the types of a graph without types
+
+
+@dataclass(frozen=True, eq=False)
+class NodeRows:
+    r"""A part's nodes of one type.
+
+    Args:
+        total: Number of nodes of this type in the whole graph.
+        attrs: Their attributes, and their ids :math:`(|\mathcal{V}_p|)` as ``n_id``.
+    """
+
+    total: int
+    attrs: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeRows:
+    """The edges of one type that end at a part's nodes.
+
+    Args:
+        total: Number of edges of this type in the whole graph; None where a folder with types was read, which does not
+            tell.
+        topology: The edges.
+        attrs: Their attributes, in the order of ``topology.e_id``.
+    """
+
+    total: int | None
+    topology: Topology
+    attrs: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """What one worker holds of a partitioned graph; of one without types, under the types ``NODE`` and ``EDGE``.
+
+    Args:
+        part: Number of this part.
+        num_parts: Number of parts.
+        identity: Name of the partition; the same in all its parts, and in no part of another one.
+        nodes: Its nodes, by type.
+        edges: Its edges, by type.
+        attrs: Graph-level tensors and plain Python values, the same in every part, and the rows of this part that lists
+            of nodes or edges name; also in dictionaries.
+    """
+
+    part: int
+    num_parts: int
+    identity: str
+    nodes: dict[str, NodeRows]
+    edges: dict[EdgeType, EdgeRows]
+    attrs: dict[str, Any]
+
+    @property
+    def typed(self) -> bool:
+        """Whether the graph has types of nodes and edges."""
+        return EDGE not in self.edges
+
+
+@contextmanager
+def create(out: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``out`` if the block succeeds, and vanishes if it raises.
+
+    With ``overwrite``, a partition that ``out`` holds is replaced once the new one is complete.
+    """
+    out = Path(out).resolve()
+    _check_free(out, overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unique = uuid.uuid4().hex
+    new, old = (out.with_name(f".{out.name}.{unique}.{state}") for state in ("new", "old"))
+    try:
+        new.mkdir()
+        yield new
+        _sync(new)
+        if overwrite and out.exists():
+            os.replace(out, old)
+        os.replace(new, out)
+        _sync(out.parent)
+    except BaseException:
+        if old.exists() and not out.exists():
+            os.replace(old, out)
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
+    """Write one part into a folder of :func:`create`, and return what its ``part.json`` says."""
+    path = folder / f"part_{shard.part}"
+    path.mkdir()
+    each = [counts_of(edges.topology, shard.part) for edges in shard.edges.values()]
+    counts: dict[str, Any] = {"nodes": sum(nodes.attrs["n_id"].numel() for nodes in shard.nodes.values())}
+    for key in ("edges", "rows_in", "rows_out"):
+        counts[key] = [sum(count[key][q] for count in each) for q in range(shard.num_parts)]
+    info = format_of(shard) | {"part": shard.part, "num_parts": shard.num_parts, "identity": shard.identity}
+    if shard.typed:
+        info["node_types"] = {t: nodes.total for t, nodes in shard.nodes.items()}
+        info |= {"edge_types": [[*it] for it in shard.edges], "counts": counts, "counts_by_type": each}
+    else:
+        info |= {"num_nodes": shard.nodes[NODE].total, "num_edges": shard.edges[EDGE].total, "counts": counts}
+    files = _files(shard).items()
+    info["files"] = {name: _save(path / f"{name}.safetensors", attrs, shard.identity) for name, attrs in files}
+    _write_json(path / "part.json", info)
+    _sync(path)
+    return info
+
+
+def format_of(shard: Shard) -> dict[str, Any]:
+    """Return the format that a part has: the oldest one that can hold its topologies."""
+    doubly = any(rows is not None for edges in shard.edges.values() for rows in edges.topology.rows)
+    return FORMAT | ({"version": DOUBLY} if doubly else {})
+
+
+def _files(shard: Shard) -> dict[str, dict[str, Any]]:
+    """Return what the files of a part hold, by name."""
+    files = {f"node_{k}": nodes.attrs for k, nodes in enumerate(shard.nodes.values())}
+    files |= {f"graph_{k}": topology_tensors(edges.topology) for k, edges in enumerate(shard.edges.values())}
+    files |= {f"edge_{k}": edges.attrs for k, edges in enumerate(shard.edges.values())}
+    if not shard.typed:
+        nodes, graph, edges = files.values()
+        n_id = {"n_id": nodes["n_id"]}
+        files = {"graph": n_id | graph, "nodes": {k: v for k, v in nodes.items() if k != "n_id"}, "edges": edges}
+    return files | {"attrs": shard.attrs}
+
+
+def topology_tensors(topology: Topology) -> dict[str, Tensor]:
+    """Return what a file holds of a topology, besides the ids of nodes."""
+    tensors = {"e_id": topology.e_id}
+    for name in ("rowptr", "rows", "col", "serve"):
+        tensors |= {f"{name}.{q}": array for q, array in enumerate(getattr(topology, name)) if array is not None}
+    return tensors
+
+
+def topology_of(tensors: dict[str, Tensor], counts: dict[str, Any], part: int, src: Tensor, dst: Tensor) -> Topology:
+    """Return the topology that a file holds, between nodes of these ids."""
+    parts = range(len(counts["rows_in"]))
+    rowptr, col, serve = ([tensors[f"{name}.{q}"] for q in parts] for name in ("rowptr", "col", "serve"))
+    num_src = [counts["nodes"] if q == part else counts["rows_in"][q] for q in parts]
+    rows = [tensors.get(f"rows.{q}") for q in parts]
+    return Topology(src, dst, tensors["e_id"], rowptr, col, serve, num_src, rows)
+
+
+def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True) -> Shard:
+    """Read one part; neither ``meta.json`` nor any other part need be there.
+
+    Args:
+        folder (str): The partition folder.
+        part (int): Number of the part.
+        verify (bool, optional): Whether to compare checksums, which reads every file once more.
+            (default: :obj:`True`)
+
+    Raises:
+        FileNotFoundError: If the folder, the part, or one of its files is missing.
+        ValueError: If they are damaged, or are not this part of one partition.
+    """
+    path = Path(folder) / f"part_{part}"
+    info = _read_json(path / "part.json", Path(folder))
+    if info["part"] != part:
+        raise ValueError(f"'{path}' holds part {info['part']}, expected {part}. Give the folder its own name again.")
+    files = {}
+    for name, expected in info["files"].items():
+        files[name] = _load(path / f"{name}.safetensors", expected, info["identity"], verify)
+    if "node_types" in info:
+        node_types, counts = info["node_types"], info["counts_by_type"]
+        edge_types = dict.fromkeys(map(tuple, info["edge_types"]))
+    else:
+        node_types, edge_types, counts = {NODE: info["num_nodes"]}, {EDGE: info["num_edges"]}, [info["counts"]]
+        n_id = {"n_id": files["graph"].pop("n_id")}
+        files |= {"node_0": n_id | files["nodes"], "graph_0": files["graph"], "edge_0": files["edges"]}
+    nodes = {t: NodeRows(total, files[f"node_{k}"]) for k, (t, total) in enumerate(node_types.items())}
+    edges = {}
+    for k, (it, expected) in enumerate(zip(edge_types, counts, strict=True)):
+        source, target = (nodes[t].attrs["n_id"] for t in (it[0], it[2]))
+        topology = topology_of(files[f"graph_{k}"], expected, part, source, target)
+        if (found := counts_of(topology, part)) != expected:
+            raise ValueError(f"'{path}' holds {found}, but its part.json says {expected}. {AGAIN}")
+        edges[it] = EdgeRows(edge_types[it], topology, files[f"edge_{k}"])
+    return Shard(part, info["num_parts"], info["identity"], nodes, edges, files["attrs"])
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """Write ``meta.json``, the last file of a partition."""
+    _write_json(folder / "meta.json", FORMAT | meta)
+
+
+def read_meta(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read ``meta.json``."""
+    return _read_json(Path(folder) / "meta.json", Path(folder))
+
+
+def describe(attrs: dict[str, Any]) -> dict[str, Any]:
+    """Return data type and shape of each tensor, and other values as they are."""
+    return {
+        key: [str(value.dtype).removeprefix("torch."), list(value.shape)] if isinstance(value, Tensor) else value
+        for key, value in attrs.items()
+    }
+
+
+def put(attrs: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set an attribute, or what dictionaries hold that are one."""
+    for key in path[:-1]:
+        attrs = attrs.setdefault(key, {})
+    attrs[path[-1]] = value
+
+
+def can_hold(dtype: torch.dtype) -> bool:
+    """Tell whether tensors of this data type can be stored."""
+    try:
+        load(save({"": torch.empty(0, dtype=dtype)}))
+    except (KeyError, ValueError, SafetensorError):
+        return False
+    return True
+
+
+def counts_of(topology: Topology, part: int) -> dict[str, Any]:
+    """Count nodes, the edges from each part, and the rows read from and served to each other part."""
+    return {
+        "nodes": topology.src_id.numel(),
+        "edges": [col.numel() for col in topology.col],
+        "rows_in": [0 if q == part else rows for q, rows in enumerate(topology.num_src)],
+        "rows_out": [rows.numel() for rows in topology.serve],
+    }
+
+
+def _named(attrs: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield attributes, and what dictionaries hold, by the keys that lead there."""
+    for key, value in attrs.items():
+        name = above + quote(key, safe="")
+        yield from _named(value, f"{name}/") if isinstance(value, dict) else [(name, value)]
+
+
+def _save(file: Path, attrs: dict[str, Any], identity: str) -> dict[str, Any]:
+    """Write tensors durably, and describe the file and what is none."""
+    named = dict(_named(attrs))
+    tensors = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+    values = {key: value for key, value in named.items() if key not in tensors}
+    # The format has no views, neither of memory that tensors share nor of signs that are yet to be flipped.
+    whole = {key: t.detach().cpu().resolve_conj().resolve_neg().contiguous() for key, t in tensors.items()}
+    seen: set[int] = set()
+    for key, tensor in whole.items():
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in seen:
+            whole[key] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    file.touch(exist_ok=False)
+    mode = file.stat().st_mode
+    save_file(whole, file, metadata={"identity": identity})
+    file.chmod(mode)  # safetensors keeps others from reading its files
+    with open(file, "rb+") as f:
+        os.fsync(f.fileno())
+    return {"bytes": file.stat().st_size, "sha256": _digest(file), "tensors": describe(whole), "values": values}
+
+
+def _load(file: Path, expected: dict[str, Any], identity: str, verify: bool) -> dict[str, Any]:
+    """Read one file of a part, and compare it with what ``part.json`` says."""
+    if not file.is_file():
+        raise FileNotFoundError(f"'{file}' is missing, but part.json lists it. {AGAIN}")
+    size = f"found {file.stat().st_size} bytes, expected {expected['bytes']}"
+    try:
+        with safe_open(file, framework="pt") as f:
+            found = (f.metadata() or {}).get("identity")
+            tensors = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118
+            # Empty ones share an address, for which 'torch.save' takes several types for views of one memory.
+            tensors = {key: t if t.numel() > 0 else torch.empty_like(t) for key, t in tensors.items()}
+    except SafetensorError as error:
+        raise ValueError(f"'{file}' is truncated or damaged: {size} ({error}). {AGAIN}") from error
+    if found != identity:
+        raise ValueError(
+            f"Files of two partitions are mixed: '{file}' belongs to {found}, but part.json to {identity}. {AGAIN}"
+        )
+    if file.stat().st_size != expected["bytes"] or describe(tensors) != expected["tensors"]:
+        raise ValueError(
+            f"'{file}' does not fit part.json: {size}, {describe(tensors)}, {expected['tensors']}. {AGAIN}"
+        )
+    if verify and _digest(file) != expected["sha256"]:
+        raise ValueError(f"'{file}' is damaged: its checksum is not the one in part.json. {AGAIN}")
+    attrs: dict[str, Any] = {}
+    for key, value in (tensors | expected["values"]).items():
+        put(attrs, [unquote(k) for k in key.split("/")], value)
+    return attrs
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    if out.exists() and not overwrite:
+        raise FileExistsError(f"'{out}' exists already. Choose another folder, or pass overwrite=True (--overwrite).")
+    try:
+        if out.exists() and any(out.iterdir()):
+            read_meta(out)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"'{out}' will not be replaced, because it holds no partition: {error}") from error
+
+
+def _read_json(file: Path, folder: Path) -> dict[str, Any]:
+    """Read a JSON file of ours, or say what is there instead."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder '{folder}'. Correct the path, or make it: 'pyg-sar partition'.")
+    if not file.is_file():
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:9]) or "nothing"
+        raise FileNotFoundError(
+            f"'{file}' is missing, '{folder}' holds {found}. Start as many workers as the partition has parts, or make "
+            "another: 'pyg-sar partition'."
+        )
+    try:
+        info = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"'{file}' is truncated or damaged ({error}). {AGAIN}") from error
+    if not isinstance(info, dict) or info.get("format") != FORMAT["format"]:
+        raise ValueError(f'\'{file}\' was not written by pyg_sar, expected "format": "{FORMAT["format"]}" in it.')
+    if info["version"] not in (FORMAT["version"], DOUBLY):
+        raise ValueError(
+            f"'{file}' has format version {info['version']}, but this pyg_sar reads {FORMAT['version']} and {DOUBLY}. "
+            "Install the pyg_sar that wrote it, or partition the graph again."
+        )
+    return info
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    with open(file, "x", encoding="utf-8") as f:
+        json.dump(content, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,79 @@
+r"""What layers send, receive, save and wait for, and the log in which all of it is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Traffic:
+    """Bytes that one aggregation sent to and received from other workers, and the seconds in which it waited for them;
+    ``case`` is the paper's 1 or 2, ``saved`` the bytes that it keeps until the backward pass, local rows included.
+    """
+
+    forward_sent: int = 0
+    forward_received: int = 0
+    backward_sent: int = 0
+    backward_received: int = 0
+    case: int = 0
+    saved: int = 0
+    forward_wait: float = 0.0
+    backward_wait: float = 0.0
+
+    def forward(self, sent: int = 0, received: int = 0, wait: float = 0.0) -> None:
+        """Add to the forward pass."""
+        self.forward_sent += sent
+        self.forward_received += received
+        self.forward_wait += wait
+
+    def backward(self, sent: int = 0, received: int = 0, wait: float = 0.0) -> None:
+        """Add to the backward pass."""
+        self.backward_sent += sent
+        self.backward_received += received
+        self.backward_wait += wait
+
+
+@dataclass
+class Log:
+    """Collects the :class:`Traffic` of every aggregation while somebody listens."""
+
+    records: list[Traffic] | None = field(default=None)
+
+    def open(self) -> Traffic:
+        """Return the record of a new aggregation."""
+        traffic = Traffic()
+        if self.records is not None:
+            self.records.append(traffic)
+        return traffic
+
+    @contextmanager
+    def record(self) -> Iterator[list[Traffic]]:
+        """Collect a :class:`Traffic` for each aggregation within the context, in the order of the forward pass."""
+        outer, self.records = self.records, []
+        try:
+            yield self.records
+        finally:
+            if outer is not None:
+                outer += self.records
+            self.records = outer
+
+
+def record_traffic(edge_index: Any) -> AbstractContextManager[list[Traffic]]:
+    """Count what every layer sends and receives, see :class:`Traffic`; an aggregate that is kept has no record.
+
+    .. code-block:: python
+
+        with pyg_sar.record_traffic(data.edge_index) as layers:
+            model(data.x, data.edge_index).sum().backward()
+        print(layers[0].forward_received)
+
+    Args:
+        edge_index (ShardedEdgeIndex): The sharded graph on which the layers run, in any mode.
+
+    Returns:
+        A context manager that gives a list, to which each aggregation adds its :class:`Traffic`.
+    """
+    return edge_index.graph.exchange.log.record()

@@ -1,0 +1,81 @@
+r"""The differentiable exchange of all halo rows at once: of rows from their owners, and of sums to their owners.
+
+Each is the gradient of the other. A worker owns :math:`|\mathcal{V}_{local}|` rows and reads
+:math:`|\mathcal{V}_{halo}|` rows of other workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar import running
+from pyg_sar.exchange import Exchange, Meter, Received
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.running import About
+
+
+def fetch_halo(x: Tensor, graph: ShardedGraph) -> Tensor:
+    r"""Return local rows followed by halo rows; the gradients of halo rows are sent to the owners.
+
+    Args:
+        x (torch.Tensor): The local rows, :math:`(|\mathcal{V}_{local}|, *)`.
+        graph (ShardedGraph): The graph whose edges read the halo rows.
+
+    Returns:
+        Rows :math:`(|\mathcal{V}_{local}| + |\mathcal{V}_{halo}|, *)`.
+    """
+    return _Fetch.apply(x, graph, None)
+
+
+def sum_halo(rows: Tensor, graph: ShardedGraph) -> Tensor:
+    r"""Send halo rows to their owners and return the sums of local rows; the gradients are fetched from the owners.
+
+    Args:
+        rows (torch.Tensor): Local rows followed by halo rows,
+            :math:`(|\mathcal{V}_{local}| + |\mathcal{V}_{halo}|, *)`.
+        graph (ShardedGraph): The graph whose edges read the halo rows.
+
+    Returns:
+        Rows :math:`(|\mathcal{V}_{local}|, *)`.
+    """
+    return _Sum.apply(rows, graph, None)
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, graph: ShardedGraph, traffic: Any) -> Tensor:
+        exchange, meter, about = begin(ctx, x, graph, traffic, "fetched one-shot")
+        ((_, rows),) = exchange.pull([x.contiguous()], exchange.order(1), meter, about)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Sum.apply(grad, ctx.graph, ctx.traffic), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, graph: ShardedGraph, traffic: Any) -> Tensor:
+        exchange, meter, about = begin(ctx, rows, graph, traffic, "added up at their owners")
+        received = Received()
+        sink = exchange.sink(meter, received, about)
+        sink.push(0, rows)
+        sink.close()
+        return received.grad.clone() if received.grad is rows else received.grad
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Fetch.apply(grad, ctx.graph, ctx.traffic), None, None
+
+
+def begin(ctx: Any, x: Tensor, graph: ShardedGraph, traffic: Any, how: str) -> tuple[Exchange, Meter, About | None]:
+    """Return the exchange of this pass, its meter, and what peers compare; ``traffic`` is the record that is being
+    differentiated, or None in the forward pass, which opens one.
+    """
+    ctx.graph, ctx.traffic, exchange = graph, traffic or graph.exchange.log.open(), graph.exchange.one_shot()
+    if traffic:
+        return exchange, traffic.backward, None
+    return exchange, ctx.traffic.forward, None if exchange.alone else running.about(x.shape, x.dtype, how)

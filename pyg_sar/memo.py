@@ -1,0 +1,63 @@
+r"""What is made once and kept: by a key, and as long as the tensor of integers that it was made of lives unchanged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+T = TypeVar("T")
+
+
+class Memo:
+    """Keeps what was made, by a key and perhaps a tensor.
+
+    Args:
+        values: What was made, by its key; of no tensor.
+        of_tensors: By the tensor that it was made of: the tensor's version and :func:`fingerprint`, and what was made.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Hashable, Any] = {}
+        self.of_tensors = WeakIdKeyDictionary()
+
+    def get(self, key: Hashable, make: Callable[[], T], of: Tensor | None = None) -> T:
+        """Return what ``make`` returned when the key was first asked for, or the tensor ``of`` had changed since.
+
+        It serves training even if it was first asked for in inference mode, and dies with the tensor. Changes behind
+        autograd's back, through ``.data`` or NumPy, are noticed on the CPU; on a GPU, the host would wait for it.
+        """
+        values = self.values if of is None else self._values_of(of)
+        if key not in values:
+            with torch.inference_mode(False):
+                values[key] = make()
+        return values[key]
+
+    def _values_of(self, tensor: Tensor) -> dict[Hashable, Any]:
+        if tensor.is_inference():  # nobody counts its changes
+            return {}
+        version, sums, values = self.of_tensors.get(tensor, (None, None, {}))
+        now = fingerprint(tensor) if tensor.is_cpu else None
+        if version != tensor._version or (now is not None and not torch.equal(now, sums)):
+            self.of_tensors[tensor] = tensor._version, now, (values := {})
+        return values
+
+
+def fingerprint(t: Tensor) -> Tensor:
+    """Return sums that tell whether somebody changed the integers ``[*]`` or ``[2, *]`` of a tensor, in whatever way.
+
+    Integers of a row are laid out in a square, of which the rows and the columns are added up: any that change change
+    two sums, and any that change places. It reads every integer twice, fast compared with what a layer gathers by it,
+    and what is kept grows as the square root of their number, where a copy would be as long as they are.
+    """
+    sums = []
+    for row in t.unbind() if t.dim() == 2 else (t,):
+        width = max(math.isqrt(row.numel()), 1)
+        end = row.numel() // width * width
+        square = row[:end].view(-1, width)
+        sums += [square.sum(0), square.sum(1), row[end:]]
+    return torch.cat(sums)

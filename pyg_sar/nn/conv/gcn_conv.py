@@ -1,0 +1,93 @@
+r"""Graph convolution with symmetric normalisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.aggregate import SUMS, reduce_rows
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.replay.call import PAIR, check_destinations
+from pyg_sar.rewire import loops_apart, with_self_loops
+
+
+class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
+    r"""The graph convolutional operator from the `"Semi-supervised Classification with Graph Convolutional Networks"
+    <https://arxiv.org/abs/1609.02907>`_ paper.
+
+    .. math::
+        \mathbf{X}^{\prime} = \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \mathbf{X}
+        \mathbf{\Theta}
+
+    Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.GCNConv`. On a sharded graph degrees are global
+    and no edge is ever normalised: rows are scaled by :math:`\mathbf{\hat{D}}^{-1/2}` before and after a plain sum, so
+    that no normalised weights are stored and nothing travels for the degrees. ``cached`` has no effect there. No
+    row is fetched twice unless edge weights need a gradient. Where destinations are some of the sources, as in a
+    message-flow graph, the layer also takes the pair of both, of which it reads the rows of sources.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, this worker's rows if sharded; edge indices
+          :math:`(2, |\mathcal{E}|)`; edge weights :math:`(|\mathcal{E}|)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+    """
+
+    streamable = SUMS  # the scaling of rows commutes with them
+
+    def forward(self, x: Any, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
+        """Run the forward pass."""
+        if isinstance(x, PAIR) and isinstance(edge_index, ShardedEdgeIndex) and not edge_index._graph.bipartite:
+            check_destinations(self, "x", x, edge_index)
+            x = x[0]
+        graph = self.streamed(edge_index, x) if isinstance(x, Tensor) and self.normalize else None
+        if graph is None:
+            return super().forward(x, edge_index, edge_weight)
+        if self.add_self_loops:
+            graph, edge_weight = add_remaining_self_loops(graph, edge_weight, 2.0 if self.improved else 1.0)
+        scale = degree(graph, edge_weight, x.dtype).pow(-0.5)  # of sources
+        scale = scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
+        if edge_weight is None and graph.is_constant(x):
+            out = self.lin(graph.recall(x, graph, self.aggr, lambda: reduce_rows(graph, x * scale, self.aggr)))
+        else:
+            out = reduce_rows(graph, self.lin(x) * scale, self.aggr, edge_weight, self.node_dim)
+        out = out * graph.dst_rows(scale)
+        return out if self.bias is None else out + self.bias
+
+    def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
+        """Aggregate ``x``, weighted by ``edge_weight``."""
+        weight = kwargs["edge_weight"]
+        weight = None if weight is None else weight.view(-1)
+        return reduce_rows(graph, kwargs["x"], self.aggr, weight, self.node_dim)
+
+
+def degree(graph: ShardedGraph, edge_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weighted in-degree of every local source."""
+    if edge_weight is None:
+        return graph.source_degree.to(dtype)
+    if graph.origin is not None:
+        raise ValueError(
+            "A layer of a message-flow graph does not have all edges that the weighted degrees of its sources are "
+            "made of. Normalise the weights of the whole graph once ('pyg-sar partition --gcn-norm') and construct the "
+            "layer with 'normalize=False'."
+        )
+    return edge_weight.new_zeros(graph.num_dst).scatter_add(0, graph.row, edge_weight)
+
+
+def add_remaining_self_loops(
+    graph: ShardedGraph, edge_weight: Tensor | None, fill: float
+) -> tuple[ShardedGraph, Tensor | None]:
+    """Give every node one self-loop; those that exist keep their weight.
+
+    As in PyG, ``fill`` counts only where there are edge weights.
+    """
+    looped, _ = with_self_loops(graph)
+    if edge_weight is None:
+        return looped, None
+    kept, old = loops_apart(graph)
+    loops = edge_weight.new_full((graph.num_dst,), fill)
+    loops = loops.index_put((graph.row[old],), edge_weight.index_select(0, old))
+    return looped, torch.cat([edge_weight.index_select(0, kept), loops])

@@ -1,0 +1,59 @@
+r"""Heterogeneous graph attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.distributed.collectives import global_sum, grouped
+from pyg_sar.edge_index import sharded
+from pyg_sar.nn.conv.message_passing import MessagePassing
+
+
+class HANConv(MessagePassing, torch_geometric.nn.HANConv):
+    r"""The heterogeneous graph attention operator from the `"Heterogenous Graph Attention Network"
+    <https://arxiv.org/abs/1903.07293>`_ paper.
+
+    Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.HANConv`. On sharded graphs, one for each edge
+    type (meta-path), the attention among neighbors streams, and the attention among edge types takes its mean over the
+    nodes of all workers.
+
+    Args:
+        group (ProcessGroup, optional): The workers; an attribute. (default: :obj:`None`, all of them)
+    """
+
+    group: Any = None
+
+    def forward(
+        self,
+        x_dict: dict[str, Tensor],
+        edge_index_dict: dict[Any, Any],
+        return_semantic_attention_weights: bool = False,
+    ) -> Any:
+        """Run the forward pass."""
+        if not grouped(self.group) or next(sharded(edge_index_dict), None) is None:
+            return super().forward(x_dict, edge_index_dict, return_semantic_attention_weights)
+        rows = {t: self.proj[t](x).view(-1, self.heads, self.out_channels // self.heads) for t, x in x_dict.items()}
+        outs: dict[str, list[Tensor]] = {t: [] for t in x_dict}
+        for edge_type, edge_index in edge_index_dict.items():
+            name, pair = "__".join(edge_type), (rows[edge_type[0]], rows[edge_type[-1]])
+            alpha = [(x * lin[name]).sum(-1) for x, lin in zip(pair, (self.lin_src, self.lin_dst), strict=True)]
+            out = self.propagate(edge_index, x=pair, alpha=tuple(alpha))
+            outs[edge_type[-1]].append(F.relu(out))
+        found = {t: self.mix(outs[t]) for t in outs}
+        mixed, weights = ({t: pair[i] for t, pair in found.items()} for i in (0, 1))
+        return (mixed, weights) if return_semantic_attention_weights else mixed
+
+    def mix(self, outs: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """Weight edge types by a mean over all nodes."""
+        if not outs:
+            return None, None
+        out = torch.stack(outs)
+        count = global_sum(out.new_tensor(float(out.size(1))), self.group).clamp(min=1)
+        mean = global_sum(torch.tanh(self.k_lin(out)).sum(1), self.group) / count
+        weights = F.softmax((self.q * mean).sum(-1), 0)
+        return (weights.view(-1, 1, 1) * out).sum(0), weights

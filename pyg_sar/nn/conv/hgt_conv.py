@@ -1,0 +1,53 @@
+r"""The heterogeneous graph transformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.rewire import join
+
+
+class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
+    r"""The heterogeneous graph transformer operator from the `"Heterogeneous Graph Transformer"
+    <https://arxiv.org/abs/2003.01332>`_ paper.
+
+    Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.HGTConv`. On sharded graphs, one for each edge
+    type, the softmax over the in-edges of all types runs online over the source shards; communicated are keys and
+    values after the map of their edge type.
+
+    Shapes:
+        - **input:** by node type, features :math:`(|\mathcal{V}_t|, F_{in})`; by edge type, edge indices
+          :math:`(2, |\mathcal{E}_t|)`
+        - **output:** by node type that has in-edges of any type, features :math:`(|\mathcal{V}_t|, F_{out})`
+    """
+
+    def forward(self, x_dict: dict[str, Tensor], edge_index_dict: dict[Any, Any]) -> dict[str, Tensor | None]:
+        """Run the forward pass."""
+        if not any(isinstance(it, ShardedEdgeIndex) for it in edge_index_dict.values()):
+            return super().forward(x_dict, edge_index_dict)
+        heads, width = self.heads, self.out_channels // self.heads
+        packed = {t: kqv.view(-1, 3, heads, width).unbind(1) for t, kqv in self.kqv_lin(x_dict).items()}
+        q, first = self._cat({t: kqv[1] for t, kqv in packed.items()})
+        keys, queries, values = ({t: kqv[i] for t, kqv in packed.items()} for i in range(3))
+        k, v, _ = self._construct_src_node_feat(keys, values, edge_index_dict)
+        graphs = {edge_type: it.regroup() for edge_type, it in edge_index_dict.items()}
+        graph = join(list(graphs.values()), first, [t for *_, t in graphs], q.size(0))
+        scale = [self.p_rel["__".join(it)].expand(g.num_edges, -1) for it, g in graphs.items()]
+        out = self.propagate(ShardedEdgeIndex(graph), k=k, q=q, v=v, edge_attr=torch.cat(scale))
+        found = {t: out[first[t] : first[t] + len(queries[t])] for t in first if t in self.dst_node_types}
+        mapped = self.out_lin({t: F.gelu(rows) for t, rows in found.items()})
+        return {t: self.skipped(t, rows, x_dict[t]) for t, rows in mapped.items()}
+
+    def skipped(self, node_type: str, out: Tensor, x: Tensor) -> Tensor:
+        """Mix with the input where it is as wide."""
+        if out.size(-1) != x.size(-1):
+            return out
+        alpha = self.skip[node_type].sigmoid()
+        return alpha * out + (1 - alpha) * x

@@ -1,0 +1,188 @@
+r"""The base of all layers: PyG's ``propagate``, which streams when it is given a sharded graph."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, ClassVar
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+from torch_geometric.nn.dense.linear import is_uninitialized_parameter
+
+from pyg_sar.aggregate import SIMPLE
+from pyg_sar.edge_index import ShardedEdgeIndex, sharded
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.conv.one_block import has_kernels, one_block, sizes
+from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks
+from pyg_sar.nn.replay.dispatch import replay
+from pyg_sar.refusals import refuse_table, wrong_rows
+from pyg_sar.watch import ROWS, gives
+
+OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
+EDGE_TENSORS = ("edge_weight", "edge_attr", "edge_type")  # as PyG's layers call them
+
+
+class MessagePassing(torch_geometric.nn.MessagePassing):
+    r"""Base class for layers that stream source shards through their aggregation.
+
+    A subclass may define its streaming form by :meth:`stream`. Any other one, also of your own, streams by its own
+    code, run block by block or in chunks of destinations, if that works out (see :mod:`pyg_sar.nn.replay.choose`).
+    Otherwise it runs one-shot: PyG's own code on the rows of all blocks at once, which is exact too or raises; so it
+    does with hooks on messages and ``explain``.
+
+    An ordinary ``edge_index`` on the CPU runs through the kernels of layers with a :meth:`stream` as a graph of a
+    single block, which is made once for each tensor and kept as long as that lives (``pyg_sar.shard(edge_index,
+    num_nodes)`` makes it explicitly); without compiled kernels, under :func:`torch.compile`, and for other layers, it
+    is PyG's layer.
+    """
+
+    streamable: tuple[str, ...] = ()  # the aggregations that have a streaming form
+    edge_arguments: ClassVar[dict[str, int]] = {}  # of forward, by their positions
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # PyG replaces inherited methods by generated ones when a class is first constructed; only what stands in the
+        # class's own dictionary survives.
+        for name in ("propagate", "edge_updater"):
+            if name not in cls.__dict__:
+                setattr(cls, name, getattr(MessagePassing, name))
+        cls.edge_arguments = edge_arguments(cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer on edge tensors that have a row for each edge, and as it is on a sharded graph, which
+        :func:`torch.compile` leaves alone: the rest of the model is compiled.
+        """
+        if torch.compiler.is_compiling():
+            run = super().__call__ if next(sharded(args, kwargs), None) is None else self.uncompiled
+            return run(*args, **kwargs)
+        check_edges(self, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    @torch.compiler.disable
+    def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer as it is."""
+        return self(*args, **kwargs)
+
+    def streamed(self, edge_index: Any, x: Any, size: Any = None) -> ShardedGraph | None:
+        """Return the graph over which this call can stream source rows ``x``, a tensor or a pair, if there is one."""
+        sharded = isinstance(edge_index, ShardedEdgeIndex)
+        if (sharded and not edge_index.streams) or (not sharded and not has_kernels(edge_index, x)):
+            return None
+        cls: Any = type(self)
+        patched = any(name in self.__dict__ for name in OWN)
+        if has_message_hooks(self) or self.flow != FLOW or patched or overridden(cls) or not self.can_stream():
+            return None
+        if sharded:
+            refuse_table(edge_index._graph, *(x if isinstance(x, PAIR) else (x,)))
+        return edge_index.graph if sharded else one_block(edge_index, sizes(x, size, self.node_dim))
+
+    def pair(self, x: Any, edge_index: Any) -> Any:
+        """Return rows of sources and destinations, where only some of the sources are these."""
+        if not isinstance(edge_index, ShardedEdgeIndex):
+            return x
+        if isinstance(x, PAIR):
+            check_destinations(self, "x", x, edge_index)
+        elif isinstance(x, Tensor) and edge_index.of_flow:
+            return x, edge_index._graph.dst_rows(x, self.node_dim)
+        return x
+
+    def can_stream(self) -> bool:
+        """Whether the options of this layer have a streaming form."""
+        return self.aggr in self.streamable
+
+    def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
+        r"""Aggregate the arguments of :meth:`propagate` over ``graph``: what a subclass with a streaming form defines.
+
+        Args:
+            graph: This worker's share of the graph.
+            kwargs: The arguments; rows of local nodes :math:`(|\mathcal{V}|, *)`, of edges :math:`(|\mathcal{E}|, *)`.
+
+        Returns:
+            The rows of the local destinations.
+        """
+        raise NotImplementedError
+
+    @gives(ROWS)
+    def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        """Stream if possible, else run PyG's own code."""
+        if type(self).stream is not MessagePassing.stream:
+            graph = self.streamed(edge_index, kwargs.get("x"), size)
+            if graph is not None:
+                return self.stream(graph, **kwargs)
+        call = Call(self, kwargs)
+        if isinstance(edge_index, ShardedEdgeIndex):
+            out = replay(call, edge_index, size)
+            if out is not None:
+                return out
+        try:
+            return call.run(edge_index, size, kwargs)
+        except IndexError as error:  # PyG's quantiles of nodes without in-edges, for example
+            if not isinstance(edge_index, ShardedEdgeIndex):
+                raise
+            raise RuntimeError(
+                f"{type(self).__name__}(aggr={self.aggr}) does not stream, and PyG's own code failed on this worker's "
+                f"{edge_index.size(1)} edges ({error}). The aggregations {', '.join(SIMPLE)} work on every graph."
+            ) from error
+
+    @gives(ROWS)
+    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        """Stream if possible, else run PyG's own code; the generated one does not know the arguments of an overridden
+        ``forward``.
+        """
+        call = Call(self, kwargs, updates=True)
+        out = replay(call, edge_index, size) if isinstance(edge_index, ShardedEdgeIndex) else None
+        return call.run(edge_index, size, kwargs) if out is None else out
+
+
+def edge_arguments(cls: type) -> dict[str, int]:
+    """Return where the forward method of a layer takes ``edge_index`` and tensors with a row for each edge."""
+    names = list(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
+    return {name: k for k, name in enumerate(names) if name in ("edge_index", *EDGE_TENSORS)}
+
+
+def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
+    """Raise unless edge tensors have a row for each edge, or one that all edges share: where they enter, because a
+    layer that adds self-loops would take as many rows of a longer one as it needs.
+
+    On an ordinary ``edge_index`` PyG's own code does so for itself.
+    """
+    given = {n: args[k] if k < len(args) else kwargs.get(n) for n, k in layer.edge_arguments.items()}
+    it: Any = given.pop("edge_index", None)
+    sharded = isinstance(it, ShardedEdgeIndex)
+    if not (sharded or (layer.streamable and type(it) is Tensor)) or it.dim() != 2:
+        return
+    for name, t in given.items():
+        shared = not isinstance(t, Tensor) or t.dim() == 0 or (t.size(0) == 1 and not layer.streamable)
+        if shared or t.size(0) == it.size(1):
+            continue
+        found = f"'{type(layer).__name__}' got '{name}' of shape {list(t.shape)}"
+        if not sharded:
+            raise ValueError(f"{found}, but 'edge_index' has {it.size(1)} edges: expected a row for each of them.")
+        raise wrong_rows(it._graph, found, f"{it.size(1)} edges", "edge_attr[data.e_id]")
+
+
+def loops_between_sets(layer: Any, graph: ShardedGraph, edge_index: Any) -> bool:
+    """Whether PyG must add self-loops between two sets of nodes, by its rule for the smaller one."""
+    return layer.add_self_loops and graph.bipartite and not isinstance(edge_index, ShardedEdgeIndex)
+
+
+@functools.cache
+def overridden(cls: type) -> bool:
+    """Whether a subclass has a message or aggregation of its own, which PyG's code runs one-shot."""
+    base = next(c for c in cls.__mro__ if c.__module__.startswith("torch_geometric."))
+    return any(getattr(cls, name) is not getattr(base, name) for name in OWN)
+
+
+def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Return weight and bias of a linear layer that does nothing else, so that several can become one product."""
+    hooks = (lin._forward_hooks, lin._forward_pre_hooks, lin._backward_hooks, lin._backward_pre_hooks)
+    if type(lin) is not torch_geometric.nn.Linear or any(hooks) or is_uninitialized_parameter(lin.weight):
+        return None
+    return lin.weight, lin.bias
+
+
+def add(own: Tensor, term: Tensor) -> Tensor:
+    """Return the sum, in the memory of ``own`` (which nobody else reads) if its type allows."""
+    return own.add_(term) if torch.promote_types(own.dtype, term.dtype) == own.dtype else own + term

@@ -1,0 +1,138 @@
+r"""Relational graph convolution."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.aggregate import SIMPLE, SUMS, aggregate, reduce_rows
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.reduce import Sum
+from pyg_sar.rewire import TypedGraph, by_type
+
+
+class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
+    r"""The relational graph convolutional operator from the `"Modeling Relational Data with Graph Convolutional
+    Networks" <https://arxiv.org/abs/1703.06103>`_ paper.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \mathbf{\Theta}_{\textrm{root}} \cdot \mathbf{x}_i + \sum_{r \in \mathcal{R}}
+        \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
+
+    Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.RGCNConv`. On a sharded graph all relations
+    stream at once: rows are aggregated for every pair :math:`(r, i)` that has an edge, where PyG runs over the graph
+    once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows; sums and means fetch no row twice
+    (case 1 of the SAR paper). With fewer bases than relations they are aggregated for every basis instead, with
+    coefficients that are learnt (case 2, as in the paper). Without input features (``x=None``, or node ids in place
+    of ``x``) each node selects a row of the weights: ``in_channels`` is then the number of nodes of the whole graph.
+    There, without ``num_bases`` or with ``aggr="max"``, relations stream one by one, as each has rows of its own.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, global node ids :math:`(|\mathcal{V}|)` or None,
+          or a tuple if bipartite, this worker's rows if sharded; edge indices :math:`(2, |\mathcal{E}|)`; edge types
+          :math:`(|\mathcal{E}|)`
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+    """
+
+    streamable = SIMPLE
+
+    def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
+        """Run the forward pass."""
+        x = self.pair(x, edge_index)
+        x_src, x_dst = x if isinstance(x, tuple) else (x, x)
+        if x_src is None and not isinstance(edge_index, ShardedEdgeIndex):
+            x_src = torch.arange(self.in_channels_l, device=self.weight.device)
+        graph = self.streamed(edge_index, (x_src, x_src if x_dst is None else x_dst))
+        if graph is None:
+            return super().forward(x, edge_index, edge_type)
+        if edge_type is None:
+            raise ValueError(f"'{self.__class__.__name__}' needs 'edge_type' (got None)")
+        ids = torch.arange(graph.num_src, device=graph.device) if graph.n_id is None else graph.n_id
+        x_src = ids if x_src is None else x_src
+        if x_dst is None:
+            x_dst = x_src if graph.bipartite else graph.dst_rows(x_src)
+        if x_src.is_floating_point() != x_dst.is_floating_point():
+            raise ValueError(
+                f"Expected features of sources and of destinations, or node ids of both (got {x_src.dtype} and "
+                f"{x_dst.dtype})"
+            )
+        typed = by_type(graph, edge_type, self.num_relations)
+        if x_src.is_floating_point() and self.few_bases():
+            out = self.compose(graph, typed, edge_type, x_src)
+            return self.finish(out, x_dst)
+
+        messages = self.embed(typed, x_src) if not x_src.is_floating_point() else self.transform(typed, x_src)
+        out = messages.new_zeros(graph.num_dst, self.out_channels).index_add(0, typed.dst, messages)
+        return self.finish(out, x_dst)
+
+    def finish(self, out: Tensor, x_dst: Tensor) -> Tensor:
+        """Add the destinations' own term and the bias; PyG adds to zeros of the default type."""
+        out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
+        if self.root is not None:
+            out = out + (x_dst @ self.root if x_dst.is_floating_point() else self.root[x_dst])
+        return out if self.bias is None else out + self.bias
+
+    def few_bases(self) -> bool:
+        """Whether sums for each basis are fewer than those for each relation."""
+        return self.num_bases is not None and self.num_bases < self.num_relations and self.aggr in SUMS
+
+    def compose(self, graph: ShardedGraph, typed: TypedGraph, edge_type: Tensor, x: Tensor) -> Tensor:
+        """Aggregate rows for each basis, weighted by the coefficient of the edge's relation."""
+        # The gradient of a coefficient is a sum over all edges of its relation: in double precision, basis by basis.
+        columns = [column[edge_type].to(self.comp.dtype) for column in self.comp.double().unbind(1)]
+        weight = torch.stack(columns, 1)
+        if self.aggr == "mean":
+            weight = weight * typed.norm.unsqueeze(-1).to(weight.dtype)
+        reduce = Sum(learn_weight=weight.requires_grad, sums=self.num_bases)
+        return aggregate(graph, reduce, x, edge=[weight]).flatten(1) @ self.weight.flatten(0, 1)
+
+    def transform(self, typed: TypedGraph, x: Tensor) -> Tensor:
+        """Aggregate rows for each pair, then multiply them by the weights of its relation."""
+        h, weights = reduce_rows(typed.graph, x, self.aggr), self.relation_weights()
+        if self.num_blocks is not None:
+            h = h.view(-1, *weights.shape[1:3])
+        spans = pairwise(typed.ptr)
+        return torch.cat([self.product(h[a:b], weight) for (a, b), weight in zip(spans, weights, strict=True)])
+
+    def relation_weights(self) -> Tensor:
+        """Return the weights of every relation, composed of the bases if there are any."""
+        if self.num_bases is None:
+            return self.weight
+        return (self.comp @ self.weight.flatten(1)).view(self.num_relations, *self.weight.shape[1:])
+
+    def product(self, h: Tensor, weight: Tensor) -> Tensor:
+        """Multiply by one relation's weights, dense or block-diagonal."""
+        if self.num_blocks is None:
+            return h @ weight
+        return torch.einsum("abc,bcd->abd", h, weight).flatten(1)
+
+    def embed(self, typed: TypedGraph, ids: Tensor) -> Tensor:
+        """Let each node select its row of the weights."""
+        if self.num_blocks is not None:
+            raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
+        if self.num_bases is not None and self.aggr in SUMS:
+            rows = self.weight[:, ids].transpose(0, 1)  # one for each node and basis
+            h = reduce_rows(typed.graph, rows.contiguous(), self.aggr)
+            relation = torch.arange(self.num_relations, device=ids.device)
+            comp = self.comp[relation.repeat_interleave(torch.tensor(typed.ptr, device=ids.device).diff())]
+            return (h * comp.unsqueeze(-1)).sum(1)
+        return self.embed_each(typed, ids)
+
+    def embed_each(self, typed: TypedGraph, ids: Tensor) -> Tensor:
+        """Stream one relation after the other, as each has rows of its own."""
+        pairs = zip(typed.relations, self.relation_weights(), strict=True)
+        return torch.cat([reduce_rows(graph, weight[ids], self.aggr) for graph, weight in pairs])
+
+
+class FastRGCNConv(RGCNConv, torch_geometric.nn.FastRGCNConv):
+    r"""The same as :class:`RGCNConv`; PyG's :class:`~torch_geometric.nn.FastRGCNConv` is a faster form of it that needs
+    more memory.
+    """
+
+    streamable = SUMS

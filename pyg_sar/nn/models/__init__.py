@@ -1,0 +1,1 @@
+"""PyG's models that need more than other layers, and embeddings of nodes."""

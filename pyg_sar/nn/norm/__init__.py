@@ -1,0 +1,1 @@
+"""Normalisation layers whose statistics cover the nodes of all workers."""

@@ -1,0 +1,23 @@
+r"""Normalisation by the number of nodes."""
+
+from __future__ import annotations
+
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.nn.norm.statistics import NormalisesPerGraph, PerGraph
+
+
+class GraphSizeNorm(NormalisesPerGraph, torch_geometric.nn.GraphSizeNorm):
+    r"""Graph size normalisation from the `"Benchmarking Graph Neural Networks" <https://arxiv.org/abs/2003.00982>`_
+    paper, with the nodes of all workers.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \frac{\mathbf{x}_i}{\sqrt{|\mathcal{V}|}}
+
+    Graphs of a batch must be numbered alike on all workers.
+    """
+
+    def normalise(self, x: Tensor, per_graph: PerGraph) -> Tensor:
+        """Normalise by the rows of all workers."""
+        return x * per_graph.of_rows(per_graph.count.pow(-0.5))

@@ -1,0 +1,68 @@
+r"""Statistics of the rows of all workers, for each graph of a batch, for what PyG does to whole graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
+from pyg_sar.nn.together import together
+
+
+class PerGraph:
+    r"""Which graph of a batch each of the local rows belongs to, and how many rows all workers have of every graph.
+
+    Args:
+        x (torch.Tensor): The local rows.
+        batch (torch.Tensor, optional): The graph of each row, numbered alike on all workers; without it there is one.
+        batch_size (int, optional): The number of graphs; without it the largest on any worker.
+        group (ProcessGroup, optional): The workers.
+    """
+
+    def __init__(self, x: Tensor, batch: Tensor | None, batch_size: int | None, group: Any) -> None:
+        self.group, self.single = group, batch is None
+        self.batch = x.new_zeros(x.size(0), dtype=torch.long) if batch is None else batch
+        if batch is None:
+            batch_size = 1
+        elif batch_size is None:
+            largest = batch.max() if batch.numel() > 0 else batch.new_tensor(-1)
+            batch_size = int(global_max(largest, group)) + 1
+        self.size = batch_size
+        count = torch.bincount(self.batch, minlength=batch_size)
+        self.count = all_reduce(count, group).to(x.dtype).view(-1, 1)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of rows for every graph, with its gradient."""
+        out = values.new_zeros(self.size, *values.shape[1:])
+        return global_sum(out.index_add(0, self.batch, values), self.group)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of rows for every graph, with its gradient."""
+        return self.sum(values) / self.count.clamp(min=1)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Return for each row the value of its graph."""
+        return values.index_select(0, self.batch)
+
+
+class NormalisesPerGraph:
+    """What stands before a normalisation of PyG: with other workers :meth:`normalise` runs in its place."""
+
+    group: Any = None  # of workers
+
+    def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+        """Normalise rows ``[n, channels]``."""
+        if not together(self.group):
+            return super().forward(x, batch, batch_size)  # type: ignore[misc]
+        return self.over_all(x, batch, batch_size)
+
+    @torch.compiler.disable
+    def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
+        """Normalise by the rows of all workers."""
+        return self.normalise(x, PerGraph(x, batch, batch_size, self.group))
+
+    def normalise(self, x: Tensor, per_graph: PerGraph) -> Tensor:
+        """Normalise by the rows of all workers."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Pooling over the graphs of a batch that workers share."""

@@ -1,0 +1,78 @@
+r"""PyG's aggregations as readouts: over the rows of all workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
+from pyg_sar.nn.replay.trace import NotStreamable, Reduction, Trace
+from pyg_sar.nn.together import together
+
+
+class Readout:
+    """What stands before an aggregation of PyG that reads out nodes: with other workers its reductions are over theirs,
+    too, and every worker gets the results.
+    """
+
+    group: Any = None
+
+    def __call__(
+        self, x: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, dim_size: int | None = None,
+        dim: int = -2, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Aggregate rows by their graph of a batch, which all workers number alike."""
+        if not together(self.group):
+            return super().__call__(x, index, ptr, dim_size, dim, **kwargs)  # type: ignore[misc]
+        return self.over_all(x, index, ptr, dim_size, dim, **kwargs)
+
+    @torch.compiler.disable
+    def over_all(
+        self, x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int | None, dim: int, **kwargs: Any
+    ) -> Tensor:
+        """Aggregate the rows of all workers."""
+        name = type(self).__name__
+        if index is None and ptr is not None:
+            raise NotImplementedError(f"'{name}' reads out the rows of all workers: pass 'index' instead of 'ptr'")
+        if index is None:
+            index, dim_size = torch.zeros(x.size(dim), dtype=torch.int64, device=x.device), 1
+        if dim_size is None:
+            dim_size = int(global_max(torch.cat([index, index.new_full((1,), -1)]).max(), self.group)) + 1
+        try:
+            with Everywhere(index, dim_size, self.group):
+                return super().__call__(x, index, None, dim_size, dim, **kwargs)  # type: ignore[misc]
+        except NotStreamable as error:
+            raise NotImplementedError(
+                f"'{name}' cannot read out the rows of all workers, because {error}. Sums, means, extrema, and what is "
+                f"made of them, can: softmax, attention, Set2Set."
+            ) from error
+
+
+class Everywhere(Trace):
+    """Makes reductions by graph those of all workers, who run the same code."""
+
+    def __init__(self, index: Tensor, num_graphs: int, group: Any) -> None:
+        super().__init__(index, index.new_empty(0), num_graphs, {}, self.of_all, ended=True)
+        self.group = group
+
+    def of_all(self, k: int, found: Reduction) -> Tensor:
+        """Return the result of all workers, with its gradient."""
+        return global_sum(found.total(self.num_dst), self.group) if found.op == "sum" else self.extremum(found)
+
+    def extremum(self, found: Reduction) -> Tensor:
+        """Return extrema, whose gradient equal entries share as in torch."""
+        sign = 1 if found.op == "amax" else -1
+        best, count = found._replace(src=found.src.detach()).extremum(self.num_dst)
+        top = global_max(best * sign, self.group) * sign
+        top = top.masked_fill(all_reduce(count, self.group) == 0, 0)
+        hits = found.src.detach() == found.read(top)
+        count = all_reduce(found._replace(src=hits.to(top.dtype)).total(self.num_dst), self.group) + (top == 0)
+        # Zeros, with the gradient of what they are made of.
+        zeros = torch.where(hits, (found.src - found.read(top)) / found.read(count), 0)
+        return top + global_sum(found._replace(src=zeros).total(self.num_dst), self.group)
+
+    def drop(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Drop as ever."""
+        return func(*args, **kwargs)

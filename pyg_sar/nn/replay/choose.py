@@ -1,0 +1,177 @@
+r"""Infers the execution strategy of a layer's call, at the first call with arguments of some kind.
+
+The layer's ``propagate`` is *probed*: it runs on a small random graph, and a trace sees what it does. Each candidate is
+then *verified* there: outputs and all gradients over several blocks must be those of the layer's own code on the whole.
+The workers *agree* on the first strategy that passes on all of them:
+
+1. ``kernel``: messages are source rows, perhaps weighted, and are summed up or alike: compiled kernels do that;
+2. ``softmax``: its reductions are a softmax and sums that are linear in it: one pass, with a running maximum;
+3. ``passes``: its code runs block by block, as often as its reductions need each other;
+4. ``chunks``: rows of all blocks are fetched together, and its code runs on some destinations at a time;
+5. ``padded``: the same, as if some destination of every chunk had the maximum in-degree of the graph;
+6. ``one-shot``: rows of all blocks are fetched together and its code runs as it is;
+7. ``refused``: what it computes for a node depends on the edges of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.replay.call import PAIR, Call
+from pyg_sar.nn.replay.chunks import FEWEST, Chunks
+from pyg_sar.nn.replay.isolate import isolated
+from pyg_sar.nn.replay.probe import BLOCKS, EDGES, KERNELS, Probe, Problem, close
+from pyg_sar.nn.replay.runner import Program, sequence_number
+from pyg_sar.nn.replay.strategy import NAMES, Strategy
+from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable
+from pyg_sar.nn.replay.verify import FEW, passing
+
+STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of every layer, by the kind of call
+CHUNKS_CANNOT = {"edge_index", "edge_index_i", "edge_index_j"}  # tell messages which nodes they are about
+
+
+def choose(call: Call, graph: ShardedGraph, size: Any = None) -> Strategy:
+    """Return the strategy of a call; all workers infer it together, once for arguments of a kind."""
+    inferred = STRATEGIES.setdefault(call.layer, {})
+    counts = graph.bipartite and size is not None  # perhaps as many destinations as have edges here
+    kind = (call.updates, graph.bipartite, graph.origin is None, counts, *_layer(call.layer, graph), *_arguments(call))
+    if counts:
+        inferred.setdefault(kind, Strategy("one-shot", "it counts the nodes of two sets"))
+    strategy = inferred.get(kind)
+    if strategy is None or not strategy.fits(call, graph) or not still_valid(strategy, call, graph):
+        edge, const = rows_of_edges(call, graph)
+        strategy = inferred[kind] = agree(candidates(call, graph, edge), graph.exchange.all_reduce_max)
+        strategy.const = const
+    return strategy
+
+
+def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
+    """Whether a layer would still do what a kernel does in its place.
+
+    Its code may depend on anything that changed meanwhile, of which no version number tells. So a layer that runs by a
+    kernel is probed at every call: its ``propagate`` runs twice or so on the 23 edges of the probe graph, which takes
+    1 to 2 ms on a CPU, however large the graph is. The layers of :mod:`pyg_sar.nn` need no probe.
+    """
+    if strategy.name != "kernel":
+        return True
+    try:
+        with isolated(call.layer, graph.device):
+            probe = Probe(Problem(call, graph, strategy.edge))
+            probe.explore()
+            return probe.kernel() is strategy.weighted
+    except Exception:  # whatever it is, the layer's code will raise it again
+        return False
+
+
+def _layer(layer: torch.nn.Module, graph: ShardedGraph) -> Iterator[Any]:
+    """Yield what the code of a layer depends on besides its arguments."""
+    device = graph.device.type
+    yield torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    yield tuple((type(module), module.training) for module in layer.modules())
+    yield tuple(p.dtype for p in layer.parameters())
+    yield parametrize._cache_enabled > 0  # weights are then made of others before they are read
+
+
+def _arguments(call: Call) -> Iterator[Any]:
+    """Yield what all workers know alike of arguments: not how many rows they have."""
+    for name, value in call.kwargs.items():
+        for v in value if isinstance(value, PAIR) else (value,):
+            if isinstance(v, Tensor) and v.dim() > 0:
+                rows = call.layer.node_dim % v.dim() if name in call.lifted else 0
+                yield name, v.dtype, tuple(n for dim, n in enumerate(v.shape) if dim != rows)
+            else:
+                # Numbers may be other ones on other workers: of nodes, for example.
+                yield name, type(v), v if isinstance(v, (bool, str)) else None
+
+
+def rows_of_edges(call: Call, graph: ShardedGraph) -> tuple[frozenset[str], dict[str, torch.Size]]:
+    """Return the names of arguments that have a row for each edge on all workers, and the shapes of others that are the
+    same on all of them.
+    """
+    largest = graph.exchange.all_reduce_max
+    rows = {name: t for name, t in call.kwargs.items() if isinstance(t, Tensor) and name not in call.lifted}
+    sizes = [0 if t.dim() == 0 else t.size(0) for t in rows.values()]
+    other = [
+        isinstance(t, torch.nn.Parameter) or n != graph.num_edges for t, n in zip(rows.values(), sizes, strict=True)
+    ]
+    no, most, least = torch.tensor(largest([*other, *sizes, *(-n for n in sizes)])).view(3, -1).tolist()
+    edge = frozenset(name for name, n in zip(rows, no, strict=True) if not n)
+    alike = [name for name, n, m in zip(rows, most, least, strict=True) if n == -m and name not in edge]
+    return edge, {name: rows[name].shape for name in alike}
+
+
+def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> list[Strategy]:
+    """Return the strategies that pass on the probe graph, the best one first, and those that always do."""
+    others = "it does not stream on another worker"
+    last = [Strategy("one-shot", others, edge), Strategy("refused", others)]
+    try:
+        with isolated(call.layer, graph.device):
+            problem = Problem(call, graph, edge)
+            found: list[Strategy] = []
+            try:
+                why = passing(by_blocks(problem), found, problem)
+            except NotStreamable as error:
+                if problem.side_effects:
+                    raise
+                why = str(error)
+            if not found:
+                differs = passing(by_chunks(problem, why), found, problem, Problem(call, graph, edge, signed=True))
+                if not found:
+                    return [Strategy("refused", f"{why}, and on some destinations alone {differs}")]
+            return [*found, *last]
+    except MixesEdges as error:
+        return [Strategy("refused", str(error))]
+    except NotStreamable as error:
+        last[0].why = str(error)
+    except Exception as error:  # the layer's own: with few edges, or of random values
+        last[0].why = f"on the probe graph it raises {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+    return last
+
+
+def by_blocks(problem: Problem) -> Iterator[Strategy]:
+    """Yield what seems possible block by block, the best one first."""
+    probe, updates = Probe(problem), problem.call.updates
+    with problem.without_side_effects():
+        probe.explore()
+    weighted = None if updates else probe.kernel()
+    if weighted is not None:
+        aggr = KERNELS[type(problem.layer.aggr_module)]
+        yield Strategy("kernel", edge=problem.edge, aggr=aggr, weighted=weighted)
+    if not updates and probe.is_softmax():
+        yield Strategy("softmax", edge=problem.edge, program=probe.program)
+    yield Strategy("passes", edge=problem.edge, program=probe.program)
+
+
+def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
+    """Yield what seems possible with all edges of a destination at once, given why it does not stream."""
+    if CHUNKS_CANNOT & set(problem.call.asked):
+        raise NotStreamable(why)
+    probe, begin = Probe(problem), sequence_number()
+    with problem.without_side_effects():
+        out = Chunks(probe.runner, FEW, FEWEST).step(None, probe.block, probe.x, probe.rows)
+    program = Program(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
+    ids = torch.arange(EDGES, device=problem.device)
+    for name in ("chunks", "padded"):
+        strategy = Strategy(name, why, problem.edge, program)
+        graphs = (problem.graph(BLOCKS).replace(e_id=e_id) for e_id in (ids, -ids))
+        strategy.ordered = not close(*(strategy.run(problem.leaves(), graph, False, FEW) for graph in graphs))
+        yield strategy
+
+
+def agree(found: list[Strategy], largest: Callable[[list[int]], list[int]]) -> Strategy:
+    """Return the best strategy that all workers have found; each of them has found the last one."""
+    least = 0
+    while True:
+        strategy = next(s for s in found if NAMES.index(s.name) >= least)
+        mine = NAMES.index(strategy.name)
+        worst, best = largest([mine, -mine])
+        if worst == -best:
+            return strategy
+        least = worst

@@ -1,0 +1,53 @@
+r"""Decides how a layer's call on a sharded graph runs: by its execution strategy, or by PyG's own code, one-shot."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.distributed.reverse import reverse
+from pyg_sar.edge_index import EDGES, SOURCES, ShardedEdgeIndex
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.replay.call import PAIR, Call, check_destinations, has_message_hooks
+from pyg_sar.nn.replay.choose import choose, rows_of_edges
+from pyg_sar.refusals import fail
+
+
+@torch.compiler.disable
+def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None:
+    """Run a layer by its own code, or by kernels that do the same; return None if it has to run one-shot."""
+    if edge_index.kind == SOURCES or has_message_hooks(call.layer):
+        return None
+    graph = edge_index.regroup(call.layer.aggr_module)
+    if not call.backwards and edge_index.kind == EDGES:
+        return along_edges(call, edge_index, graph, size)
+    if graph.origin is not None:
+        return None
+    turned = reverse(graph) if call.backwards == (edge_index.kind == EDGES) else None
+    if turned is None:
+        return along_edges(call, edge_index, graph, size)
+    edge, _ = rows_of_edges(call, graph)
+    kwargs = {name: turned.bring(value) if name in edge else value for name, value in call.kwargs.items()}
+    out = along_edges(dataclasses.replace(call, kwargs=kwargs), edge_index, turned.graph, size)
+    return turned.take_back(out) if out is not None and call.updates else out
+
+
+def along_edges(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, size: Any) -> Tensor | None:
+    """Run a call whose messages flow along the edges of ``graph``."""
+    # There the layer counts by another rule, or these are rows of sources.
+    others = (graph.bipartite and size is not None) or call.backwards
+    for name in () if others else call.lifted & call.kwargs.keys():
+        if isinstance(call.kwargs[name], PAIR) or f"{name}_j" not in call.asked:
+            check_destinations(call.layer, name, call.kwargs[name], edge_index)
+    strategy, name = choose(call, graph, size), type(call.layer).__name__
+    if strategy.name == "one-shot":
+        return None
+    if strategy.name == "refused":
+        fail(edge_index._graph, f"'{name}' cannot run on a share of the graph: {strategy.why}")
+    if not edge_index.streams and (strategy.ordered or strategy.name == "padded"):
+        fail(edge_index._graph, f"'{name}' needs all edges in their order, but some were added or left out since they "
+             f"were loaded: do so before 'partition'")  # fmt: skip
+    return strategy.run(call, graph)

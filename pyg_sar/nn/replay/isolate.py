@@ -1,0 +1,188 @@
+r"""Runs the code of a layer that is in use without a trace: keeps what it was like, and puts stand-ins in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from pyg_sar.nn.replay.trace import NotStreamable
+
+
+@contextmanager
+def isolated(layer: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Run a layer for its own sake: attributes, random numbers and hooks of a checkpoint stay as they are.
+
+    Modules that look at all rows that they get are refused: in messages, these are all edges of the graph.
+    """
+
+    def refuse(module: torch.nn.Module, args: Any) -> None:
+        if hasattr(type(module), "group") or (isinstance(module, _BatchNorm) and module.training):
+            raise NotStreamable(f"its messages go through {type(module).__name__}, which sees all of them")
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            saved_tensors_hooks(lambda t: t, lambda t: t),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            unchanged(layer),
+        ):
+            yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def side_effects(layer: torch.nn.Module, device: torch.device, lasting: bool) -> Iterator[list[str]]:
+    """Yield a list that names at the end what a layer's code did besides computing, which no run of a block may do.
+
+    Args:
+        layer: The layer, whose buffers get their values back.
+        device: Where it draws random numbers.
+        lasting: Whether an attribute that the code sets counts, because somebody may read it.
+    """
+    drawn, before, attributes = _random_states(device), _footprint(layer), dict(layer.__dict__)
+    buffers = {name: b.clone() for name, b in layer.named_buffers()}
+    found: list[str] = []
+    try:
+        yield found
+    finally:
+        new = any(isinstance(v, Lost) and attributes.get(name) is not v for name, v in layer.__dict__.items())
+        if _footprint(layer) != before or (lasting and new):
+            found.append("its messages leave something behind")
+        for name, b in layer.named_buffers():
+            b.data.copy_(buffers.get(name, b))
+        if not torch.equal(drawn, _random_states(device)):
+            found.append("it draws random numbers")
+
+
+def _random_states(device: torch.device) -> Tensor:
+    """Return the states of the generators from which a layer may draw random numbers."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return torch.cat(states)
+
+
+def _footprint(layer: torch.nn.Module) -> list[Any]:
+    """Return what code may change where nobody notices: buffers, submodules, lists and dictionaries."""
+    found: list[Any] = [(id(b), b._version) for b in layer.buffers()]
+    for module in layer.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, (list, dict, set)):
+                found.append((name, len(value), *map(id, value.values() if isinstance(value, dict) else value)))
+            elif module is not layer:
+                found.append((name, id(value)))
+    return found
+
+
+class State:
+    """What a layer and its submodules were like when they were called: attributes, modes, parameters and buffers.
+
+    Of lists and dictionaries it keeps what was in them, and nothing that would keep alive what was computed.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self.modules = [(m, {k: _copied(v) for k, v in m.__dict__.items() if _plain(v)}) for m in layer.modules()]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have them be like that again."""
+        now = [dict(module.__dict__) for module, _ in self.modules]
+        try:
+            for module, then in self.modules:
+                module.__dict__.update({name: _copied(value) for name, value in then.items()})
+            yield
+        finally:
+            for (module, _), values in zip(self.modules, now, strict=True):
+                module.__dict__.clear()
+                module.__dict__.update(values)
+
+
+def _plain(value: Any) -> bool:
+    """Whether no value, or none in a list or dictionary, was computed with a gradient."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
+    return not any(isinstance(v, Tensor) and v.grad_fn is not None for v in values)
+
+
+def _copied(value: Any) -> Any:
+    """Return another list or dictionary with the same in it."""
+    return value.copy() if type(value) in (dict, list, set) else value
+
+
+@contextmanager
+def unchanged(layer: torch.nn.Module, lost: bool = False, **stubs: Any) -> Iterator[None]:
+    """Put attributes of a layer back, because what it keeps of messages would be that of a block; meanwhile some are
+    ``stubs``.
+
+    If they are ``lost``, something takes their place that says so when it is read: some layers look if they are there.
+    """
+    before = dict(layer.__dict__)
+    layer.__dict__.update(stubs)
+    try:
+        yield
+    finally:
+        after = dict(layer.__dict__)
+        layer.__dict__.clear()
+        layer.__dict__.update(before)
+        if lost:
+            new = [name for name, value in after.items() if before.get(name) is not value and name not in stubs]
+            layer.__dict__.update({name: Lost(f"{type(layer).__name__}.{name}") for name in new})
+
+
+class Lost:
+    """In place of what messages left on a layer."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse to be read."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error()
+
+    def error(self) -> NotImplementedError:
+        """Say why."""
+        return NotImplementedError(
+            f"'{self.__dict__['name']}' was made of messages, which do not stay on a sharded graph. Compute it from "
+            f"the layer's inputs and outputs, or on the whole graph."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be computed with."""
+        raise next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Lost)).error()
+
+    def __add__(self, other: Any = None) -> Any:
+        """Refuse to be computed with."""
+        raise self.error()
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __getitem__ = __add__
+
+
+@contextmanager
+def substituted(
+    layer: torch.nn.Module, parameters: Sequence[Tensor], copies: Sequence[Tensor]
+) -> Iterator[list[Tensor]]:
+    """Have a layer read copies of its parameters, whose hooks shall not see the gradient of a block; yield these, and
+    parameters of others as they are.
+    """
+    by_id = {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
+    slots = [(m, name, p) for m in layer.modules() for name, p in m._parameters.items() if id(p) in by_id]
+    own = {id(p) for *_, p in slots}
+    try:
+        for module, name, p in slots:
+            module._parameters[name] = by_id[id(p)]  # type: ignore[assignment]
+        yield [by_id[id(p)] if id(p) in own else p for p in parameters]
+    finally:
+        for module, name, p in slots:
+            module._parameters[name] = p
+        for module in {module for module, *_ in slots if isinstance(module, torch.nn.RNNBase)}:
+            module._init_flat_weights()  # a list of them

@@ -1,0 +1,279 @@
+r"""A random problem on a small *probe graph*, on which strategies for a layer are looked for and verified."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+
+from pyg_sar.distributed.shard import shard
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.replay.call import Call
+from pyg_sar.nn.replay.isolate import side_effects
+from pyg_sar.nn.replay.passes import heads
+from pyg_sar.nn.replay.runner import Program, Runner, hidden_parameters, sequence_number
+from pyg_sar.nn.replay.trace import NotStreamable, Reduction
+from pyg_sar.reduce import Rows
+
+KERNELS: dict[type, str] = {
+    torch_geometric.nn.SumAggregation: "sum",
+    torch_geometric.nn.MeanAggregation: "mean",
+    torch_geometric.nn.MaxAggregation: "max",
+    torch_geometric.nn.MinAggregation: "min",
+}
+WHOLE = {"size", "size_j", "adj_t"}  # what a block cannot tell of the whole graph
+SRC, DST, EDGES, BLOCKS = 7, 5, 23, 3  # of the probe graph
+VIEWS = ("View", "UnsafeView", "Reshape", "Split", "Transpose", "Permute", "Unsqueeze", "Squeeze", "Alias", "Expand")
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+class Problem:
+    """A call of a layer on the probe graph, with random arguments of the same kind as those of a call.
+
+    Args:
+        call: The call.
+        graph: Its graph.
+        edge: The arguments that have a row for each edge.
+        signed: Whether rows of edges are of both signs; if not they are positive, because they may be weights.
+
+    Raises:
+        NotStreamable: If the layer, called with such arguments, cannot run on some edges at a time.
+    """
+
+    def __init__(self, call: Call, graph: ShardedGraph, edge: frozenset[str], signed: bool = False) -> None:
+        for name in call.asked_by_messages & (WHOLE | call.lifted):
+            raise NotStreamable(f"its messages ask for '{name}' as a whole")
+        call.bind(graph, edge)
+        self.layer, self.edge, self.device, self.signed = call.layer, edge, graph.device, signed
+        self.side_effects: list[str] = []  # of the layer's code
+        self.random = torch.Generator().manual_seed(1)
+        self.bipartite = graph.bipartite or graph.origin is not None
+        self.size = (SRC, DST) if self.bipartite else (SRC, SRC)
+        edge_index = torch.stack([torch.randint(n, (EDGES,), generator=self.random) for n in self.size])
+        edge_index[1][edge_index[1] == 2] = 3  # one destination has no edges
+        edge_index[:, :2] = 1  # two self-loops, which are one edge twice
+        self.edge_index = edge_index.to(self.device)
+        self.call = call.map(self.like, edge, self.bipartite)
+
+    def like(self, kind: str, value: Any) -> Any:
+        """Return random rows like an argument's; of integers, some that are there.
+
+        They are about as long as 1, however wide they are. Products of two such rows, of scores for example, are then
+        sums of terms whose sizes add up to 1, too, and are rounded by at most as many units of the last place as there
+        are terms (by their root, as a rule): ``TOLERANCE`` is that of rows of all widths up to 10,000. Longer rows
+        would have scores that grow with their width: these are rounded in proportion, and a softmax of them chooses a
+        single edge, so that its gradient is nothing but rounding.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        if kind == "const":
+            return value.detach().clone()
+        count = {"src": self.size[0], "dst": self.size[1], "edge": EDGES}[kind]
+        dim = (0 if kind == "edge" else self.layer.node_dim) % value.dim()
+        shape = [count if d == dim else n for d, n in enumerate(value.shape)]
+        if value.is_floating_point():
+            make = torch.rand if kind == "edge" and not self.signed else torch.randn
+            rows = make(shape, generator=self.random, dtype=torch.float64) + 0.1
+            return (rows / math.sqrt(max(rows.numel() // count, 1))).to(value.device, value.dtype)
+        if value.size(dim) == 0:
+            return value.new_zeros(shape)
+        some = torch.randint(value.size(dim), (count,), generator=self.random)
+        return value.index_select(dim, some.to(value.device))
+
+    def graph(self, blocks: int) -> ShardedGraph:
+        """Return the probe graph in some blocks."""
+        return shard(self.edge_index, self.size if self.bipartite else self.size[0], blocks)._graph
+
+    def leaves(self) -> Call:
+        """Return a call with gradients of its own."""
+        return self.call.map(lambda kind, value: leaf(value), self.edge, self.bipartite)
+
+    def share(self, first: int, last: int) -> tuple[Call, ShardedGraph, Tensor, Tensor]:
+        """Return the call and the graph of a worker that owns some destinations, these, and their edges."""
+        nodes = [torch.arange(a, b, device=self.device) for a, b in ((first, last), (0, first), (last, self.size[1]))]
+        own, dst = nodes[0], torch.cat(nodes)  # its local nodes come first
+        src = torch.arange(self.size[0], device=self.device) if self.bipartite else dst
+        edges = ((self.edge_index[1] >= first) & (self.edge_index[1] < last)).nonzero().view(-1)
+        ends = [nodes.argsort()[row] for nodes, row in zip((src, dst), self.edge_index[:, edges], strict=True)]
+        graph = shard(torch.stack(ends), (self.size[0], len(own)), BLOCKS)._graph
+        graph = graph.replace(dst=None if self.bipartite else slice(0, len(own)))
+        graph.derived("largest degree", lambda: int(torch.bincount(self.edge_index[1]).max()))
+        rows = {"src": src, "dst": own, "edge": edges}
+
+        def choose(kind: str, value: Any) -> Any:
+            dim = 0 if kind == "edge" else self.layer.node_dim
+            return value.index_select(dim, rows[kind]) if kind in rows and isinstance(value, Tensor) else value
+
+        return self.call.map(choose, self.edge, self.bipartite), graph, own, edges
+
+    def run_whole(self, call: Call) -> Tensor:
+        """Run the layer's own code on all edges; some of it asks for them in the order of destinations."""
+        edges, size = (self.edge_index.flip(0), self.size[::-1]) if call.backwards else (self.edge_index, self.size)
+        try:
+            return call.run(edges, size, call.kwargs)
+        except ValueError:
+            order = self.edge_index[1].argsort(stable=True)
+            kwargs = {name: t[order] if name in self.edge else t for name, t in call.kwargs.items()}
+            out = call.run(edges[:, order], size, kwargs)
+            return out[order.argsort()] if call.updates else out
+
+    @contextmanager
+    def without_side_effects(self) -> Iterator[None]:
+        """Raise for code that leaves something behind, or draws random numbers."""
+        # Of messages it is known what a layer keeps. Somebody may read what it keeps of edges.
+        with side_effects(self.layer, self.device, lasting=self.call.updates) as self.side_effects:
+            yield
+        if self.side_effects:
+            raise NotStreamable(self.side_effects[0])
+
+
+class Probe:
+    """Runs a layer's own code on all edges of the probe graph, again and again, and sees what it does."""
+
+    def __init__(self, problem: Problem) -> None:
+        graph, call, self.program = problem.graph(1), problem.leaves(), Program()
+        inputs = call.bind(graph, problem.edge)
+        self.runner = Runner(call, inputs, graph, self.program, 0)
+        (self.block,) = graph.blocks
+        self.x = leaf(inputs.packed(graph.num_src))
+        edge = [e[self.block.edges] for e in inputs.edge]
+        self.rows = Rows(*([leaf(t) for t in ts] for ts in (inputs.dst, edge, inputs.const)))
+        self.values: dict[int, Tensor] = {}
+        self.messages: list[Tensor] = []
+
+    def hidden(self, outs: list[Tensor], begin: int) -> list[Tensor]:
+        """Return parameters of others that results were made of since the beginning."""
+        rows = (self.x, *self.rows.dst, *self.rows.edge, *self.rows.const)
+        known = {id(t) for t in (*rows, *self.runner.parameters, *self.program.hidden)}
+        return hidden_parameters(outs, begin, known)
+
+    def cut(self, known: dict[int, Tensor]) -> dict[int, Reduction]:
+        """Return the reductions that come next."""
+        found: dict[int, Reduction] = {}
+        self.runner.run_block(self.block, self.x, self.rows, found.__setitem__, known=known)
+        return found
+
+    def explore(self) -> None:
+        """Find all reductions, and what they reduce."""
+        program = self.program
+        begin = sequence_number()
+        while found := self.cut(dict(self.values)):
+            program.hidden += self.hidden([f.src for f in found.values()], begin)
+            program.groups.append(tuple(found))
+            for k, f in found.items():
+                self.messages.append(f.src)
+                grads = f.src.requires_grad
+                program.found[k] = f._replace(entries=f.entries[:0], src=f.src.detach()[:0].requires_grad_(grads))
+                self.values[k] = self.value(f)
+        if self.runner.call.updates:
+            out = self.runner.run_block(self.block, self.x, self.rows, found.__setitem__, known=self.values)
+            if not isinstance(out, Tensor) or out.shape[:1] != (EDGES,):
+                raise NotStreamable(f"it makes a {type(out).__name__} of edges")
+            program.updated = out.detach()[:0]
+            program.hidden += self.hidden([out], begin)
+        elif not program.groups:
+            raise NotStreamable("it has no reduction by destination")
+        program.drops = self.runner.dropped
+
+    def value(self, found: Reduction) -> Tensor:
+        """Return a result."""
+        num_dst = self.block.num_dst
+        with torch.no_grad():
+            if found.op == "sum":
+                return found.total(num_dst)
+            best, count = found.extremum(num_dst)
+            return best.masked_fill(count == 0, 0)
+
+    def kernel(self) -> bool | None:
+        """Return whether messages are weighted rows, or plain ones; None if they are neither, or more is done to them.
+
+        How they were made counts: other operations might happen to change nothing here.
+        """
+        layer, inputs, base = self.runner.layer, self.runner.inputs, torch_geometric.nn.MessagePassing
+        own = any(
+            getattr(type(layer), f) is not getattr(base, f) or f in layer.__dict__ for f in ("aggregate", "update")
+        )
+        aggr = KERNELS.get(type(layer.aggr_module))
+        if own or aggr is None or len(inputs.src) != 1 or inputs.table or self.program.drops:
+            return None
+        x, weights = self.x, [e for e in self.rows.edge if e.numel() == EDGES]
+        nodes_first = layer.node_dim % inputs.src[0].dim() == 0
+        for node in (m.grad_fn for m in self.messages):
+            if is_rows(node, x):
+                return False
+            if node is None or node.name() != "MulBackward0" or not nodes_first or aggr not in ("sum", "mean"):
+                continue
+            one, other = (function for function, _ in node.next_functions)
+            for rows, weight in ((one, other), (other, one)):
+                if len(inputs.edge) == 1 and weights and is_rows(rows, x) and is_view(weight, weights[0]):
+                    return True
+        return None
+
+    @torch.no_grad()
+    def is_softmax(self) -> bool:
+        r"""Whether reductions are :math:`m = \max_j s_j`, :math:`l = \sum_j e^{s_j - m}` and sums linear in
+        :math:`e^{s_j - m} / l`.
+        """
+        groups, found = self.program.groups, self.program.found
+        if [len(group) for group in groups[:2]] != [1, 1] or len(groups) != 3:
+            return False
+        (row_max,), (normaliser,), sums = groups
+        ops = [found[k].op for k in (row_max, normaliser, *sums)]
+        if ops != ["amax", *["sum"] * (len(ops) - 1)] or found[row_max].src.requires_grad:
+            return False
+        m = self.values[row_max]
+        more = torch.rand_like(m) + 0.5
+        total = self.value(self.cut({row_max: m})[normaliser])
+        if not close(self.value(self.cut({row_max: m + more})[normaliser]) * more.exp(), total):
+            return False
+        if total.shape != more.shape:
+            return False
+        total = total.masked_fill(total == 0, 1)
+        one = self.cut({row_max: m, normaliser: total})
+        try:
+            for factor in (more, more * 1e5, more * 1e-5):  # small and large shares alike
+                other = self.cut({row_max: m, normaliser: total * factor})
+                pairs = [(self.value(one[k]), self.value(other[k])) for k in sums]
+                if not all(close(y * heads(factor, y), x) for x, y in pairs):
+                    return False
+        except NotStreamable:
+            return False
+        return True
+
+
+def is_rows(node: Any, x: Tensor) -> bool:
+    """Whether a node of autograd's graph stands for rows chosen from ``x`` and for nothing else."""
+    node = behind_views(node)
+    return node is not None and node.name() == "IndexSelectBackward0" and is_view(node.next_functions[0][0], x)
+
+
+def is_view(node: Any, x: Tensor) -> bool:
+    """Whether a node of autograd's graph stands for the entries of ``x`` in another shape."""
+    return getattr(behind_views(node), "variable", None) is x
+
+
+def behind_views(node: Any) -> Any:
+    """Return the node of which views were made."""
+    while node is not None and node.name().startswith(VIEWS):
+        node = node.next_functions[0][0]
+    return node
+
+
+def leaf(value: Any) -> Any:
+    """Return a value with a gradient of its own."""
+    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether numbers are the same up to rounding."""
+    tol = TOLERANCE.get(expected.dtype, 0.1)
+    if torch.is_autocast_enabled(expected.device.type):
+        tol = max(tol, 0.1)
+    found, expected = found.detach().double(), expected.detach().double()
+    scale = expected.nan_to_num(0, 0, 0).abs().max().item() if expected.numel() else 0.0
+    return torch.allclose(found, expected, rtol=tol, atol=tol * (scale + 1e-3), equal_nan=True)

@@ -1,0 +1,75 @@
+r"""Verifies strategies on the probe graph: outputs and gradients must be those of the layer's own code on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pyg_sar.nn.replay.isolate import substituted
+from pyg_sar.nn.replay.probe import BLOCKS, Problem, close
+from pyg_sar.nn.replay.strategy import Strategy
+from pyg_sar.ops.dropout import NoDropout
+from pyg_sar.structure import tensors
+
+FEW = 8  # messages of a chunk of the probe graph
+
+
+def passing(strategies: Iterator[Strategy], found: list[Strategy], *problems: Problem) -> str:
+    """Add the strategies that solve all problems to those ``found``; return why others do not."""
+    why = ""
+    for strategy in strategies:
+        if wrong := next(filter(None, (difference(strategy, problem) for problem in problems)), ""):
+            why = f"its {wrong} would differ"
+        else:
+            found.append(strategy)
+    return why
+
+
+def difference(strategy: Strategy, problem: Problem) -> str:
+    """Return in what a strategy and the layer's own code differ; the strategy is told which inputs nothing reads."""
+    own = [p for p in problem.layer.parameters() if p.requires_grad]
+    copies = [p.detach().requires_grad_() for p in own]  # whose hooks are nobody's
+    with substituted(problem.layer, own, copies):
+        one, other = problem.leaves(), problem.leaves()
+        with NoDropout():
+            expected = problem.run_whole(one)
+            found = strategy.run(other, problem.graph(BLOCKS), False, FEW)
+            if expected.shape != found.shape or not close(found, expected):
+                return "output"
+            if strategy.name != "kernel" and not same_on_shares(strategy, problem, expected.detach()):
+                return "output on a worker's share"
+        program = strategy.program
+        parameters = [*copies, *(p for p in program.hidden if p.requires_grad)]
+        grad = torch.randn(expected.shape, generator=problem.random, dtype=torch.float64).to(expected)
+        pairs = []
+        for out, call in ((found, other), (expected, one)):
+            wanted = [t for t in tensors(call.kwargs) if t.requires_grad] + parameters
+            pairs.append(torch.autograd.grad(out, wanted, grad, allow_unused=True) if out.requires_grad else ())
+    if len(pairs[0]) != len(pairs[1]):
+        return "gradients"
+    unread = {id(t) for t, g in zip(wanted, pairs[1], strict=False) if g is None}
+    program.unused = [p for p, copy in zip(own, copies, strict=True) if id(copy) in unread]
+    program.unread = frozenset(
+        (name, side)
+        for name, value in one.kwargs.items()
+        for side, t in enumerate(value if isinstance(value, tuple) else (value, value))
+        if id(t) in unread
+    )
+    for a, b in zip(*pairs, strict=True):
+        like = a if a is not None else b
+        if like is not None and not close(*(torch.zeros_like(like) if g is None else g for g in (a, b))):
+            return "gradients"
+    return ""
+
+
+def same_on_shares(strategy: Strategy, problem: Problem, expected: Tensor) -> bool:
+    """Whether two workers, each with some of the destinations and all their edges, find what one finds."""
+    found = torch.full_like(expected, torch.nan)
+    for first, last in ((0, 2), (2, problem.size[1])):
+        call, graph, own, edges = problem.share(first, last)
+        out = strategy.run(call, graph, False, FEW).detach()
+        dim = 0 if call.updates else call.layer.node_dim
+        found.index_copy_(dim % found.dim(), edges if call.updates else own, out)
+    return close(found, expected)

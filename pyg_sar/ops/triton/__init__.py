@@ -1,0 +1,16 @@
+r"""The block-level operators on GPUs, in Triton: see :mod:`pyg_sar.ops` and, for what they compute,
+:mod:`pyg_sar.ops.reference`.
+
+One operator family a file; :mod:`~pyg_sar.ops.triton.schedule` shares edges out to programs. Rows are of half, single
+or double precision, sums of single at least. Without a GPU, Triton's interpreter runs them (``TRITON_INTERPRET=1``).
+"""
+
+from pyg_sar.ops.reference import zero_
+from pyg_sar.ops.triton.attention import attention_
+from pyg_sar.ops.triton.attention_grad import additive_grad_, attention_grad_
+from pyg_sar.ops.triton.extremum import extremum_, extremum_grad_
+from pyg_sar.ops.triton.sum import sddmm_, spmm_
+
+__all__ = [
+    "additive_grad_", "attention_", "attention_grad_", "extremum_", "extremum_grad_", "sddmm_", "spmm_", "zero_"
+]  # fmt: skip

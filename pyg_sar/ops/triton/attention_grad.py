@@ -1,0 +1,309 @@
+r"""The gradient of a block of an online softmax, see :class:`pyg_sar.reduce.Softmax`.
+
+Coefficients are rebuilt edge by edge where the gradient of values is summed, by source: whose values are at hand, so
+that per edge only that of the output is fetched. The gradient of scores is left behind for the sums by destination.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyg_sar.ops import reference
+from pyg_sar.ops.reference import accumulator
+from pyg_sar.ops.triton import checks
+from pyg_sar.ops.triton.attention import inputs
+from pyg_sar.ops.triton.checks import expect, stride
+from pyg_sar.ops.triton.schedule import Outs, Units, launch, scores_of, work_of
+from pyg_sar.ops.triton.sum import add_rows, in_units
+from pyg_sar.ops.triton.tiles import (
+    ADDITIVE,
+    DOT,
+    GATV2,
+    SEEDS,
+    dropout,
+    factor_of,
+    head_of,
+    keys_of,
+    program,
+    score_of,
+    units_of,
+)
+
+PROGRAMS = 1024  # that share the gradient of GATv2's vector, each with a sum of its own
+
+
+@triton.jit(do_not_specialize=SEEDS)
+def _sources(
+    d_value, d_key, d_edge, d_score, dst, perm, key, value, query, edge, att, peak, total, inner, grad,
+    d_value_stride: tl.constexpr, d_key_stride: tl.constexpr, d_edge_stride: tl.constexpr, key_stride: tl.constexpr,
+    value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, peak_stride: tl.constexpr,
+    total_stride: tl.constexpr, inner_stride: tl.constexpr, grad_stride: tl.constexpr, e_id, seed_low, seed_high,
+    first_head, first, last, row, place, num_units, columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr,
+    threshold: tl.constexpr, scale: tl.constexpr, channels: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    group, h = program(columns)
+    begin, end, j, at, some = units_of(first, last, row, place, num_units, group, R)
+    c = tl.arange(0, C)
+    inside = (c < channels)[None, :]
+    wide: tl.constexpr = kind != ADDITIVE
+    x = head_of(value, j, value_stride, h, c, some, True, channels, type)
+    it = x if kind == GATV2 else head_of(key, j, key_stride, h, c, some, wide, channels, type)
+    a = None if att is None else tl.load(att + h * channels + c, c < channels, 0).to(type)
+    to_value, to_key = tl.zeros([R, C], type), tl.zeros([R, C] if kind == DOT else [R], type)
+    of_edges, of_head = keys_of(seed_low, seed_high, first_head, h)
+    for k in range(0, tl.max(end - begin, 0)):
+        on = begin + k < end
+        i, e = tl.load(dst + begin + k, on, 0), tl.load(perm + begin + k, on, 0).to(tl.int64)
+        mask = on[:, None] & inside
+        q = head_of(query, i, query_stride, h, c, on, wide, channels, type)
+        features = head_of(edge, e, edge_stride, h, c, on, wide, channels, type)
+        g = head_of(grad, i, grad_stride, h, c, on, True, channels, type)
+        score, sums = score_of(it, q, features, a, kind, parameter)
+        values = x
+        if kind == DOT and edge is not None:
+            values = x + features
+        product = tl.sum(g * values, 1)
+        top = head_of(peak, i, peak_stride, h, c, on, False, channels, type)
+        norm = tl.where(on, head_of(total, i, total_stride, h, c, on, False, channels, type), 1.0)
+        alpha = tl.where(on, tl.exp(score - top) / norm, 0.0)
+        factor = factor_of(e_id, e, on, of_edges, of_head, threshold, scale, type)
+        of_row = head_of(inner, i, inner_stride, h, c, on, False, channels, type)
+        # Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a
+        # difference of two large products.
+        d = tl.where(on, tl.where(alpha == 1, 0.0, alpha) * (product * factor - of_row), 0.0)
+        to_value += (alpha * factor)[:, None] * g
+        if kind == DOT:
+            back = (d * parameter)[:, None] * q
+            to_key += back
+            d *= parameter
+            if d_edge is not None:
+                back += (alpha * factor)[:, None] * g
+        elif kind == GATV2:
+            back = d[:, None] * tl.where(sums > 0, a[None, :], a[None, :] * parameter)
+            to_value += back
+        else:
+            back = tl.where(sums > 0, d, d * parameter)
+            d = back
+            to_key += back
+        if d_score is not None:
+            tl.store(d_score + e * columns + h, d, on)
+        if d_edge is not None:
+            if wide:
+                where = d_edge + (e * d_edge_stride)[:, None] + (h * channels + c)[None, :]
+                tl.store(where, tl.load(where, mask, 0) + back, mask)
+            else:
+                where = d_edge + e * d_edge_stride + h
+                tl.store(where, tl.load(where, on, 0) + back, on)
+    mask = some[:, None] & inside
+    where = d_value + (at * d_value_stride)[:, None] + (h * channels + c)[None, :]
+    if not once:
+        to_value += tl.load(where, mask, 0)
+    tl.store(where, to_value.to(d_value.dtype.element_ty), mask)
+    if kind == DOT:
+        where = d_key + (at * d_key_stride)[:, None] + (h * channels + c)[None, :]
+        tl.store(where, tl.load(where, mask, 0) + to_key, mask)
+    elif kind == ADDITIVE:
+        where = d_key + at * d_key_stride + h
+        tl.store(where, tl.load(where, some, 0) + to_key, some)
+
+
+@triton.jit(do_not_specialize=SEEDS)
+def _inner(
+    out, col, key, value, query, edge, peak, grad, out_stride: tl.constexpr, key_stride: tl.constexpr,
+    value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, peak_stride: tl.constexpr,
+    grad_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
+    columns: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr,
+    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    group, h = program(columns)
+    begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
+    c = tl.arange(0, C)
+    q = head_of(query, i, query_stride, h, c, some, False, channels, type)
+    g = head_of(grad, i, grad_stride, h, c, some, True, channels, type)
+    top = head_of(peak, i, peak_stride, h, c, some, False, channels, type)
+    total = tl.load(out + at * out_stride + h, some, 0)
+    of_edges, of_head = keys_of(seed_low, seed_high, first_head, h)
+    for k in range(0, tl.max(end - begin, 0)):
+        e = begin + k
+        on = e < end
+        j = tl.load(col + e, on, 0)
+        x = head_of(value, j, value_stride, h, c, on, True, channels, type)
+        it = head_of(key, j, key_stride, h, c, on, False, channels, type)
+        features = head_of(edge, e, edge_stride, h, c, on, False, channels, type)
+        score, _ = score_of(it, q, features, None, ADDITIVE, parameter)
+        factor = factor_of(e_id, e, on, of_edges, of_head, threshold, scale, type)
+        total += tl.where(on, tl.exp(score - top) * factor * tl.sum(g * x, 1), 0.0)
+    tl.store(out + at * out_stride + h, total, some)
+
+
+@triton.jit
+def _gatv2_queries(
+    d_query, d_att, col, d_score, key, query, edge, att, d_query_stride: tl.constexpr, key_stride: tl.constexpr,
+    query_stride: tl.constexpr, edge_stride: tl.constexpr, first, last, row, place, num_units,
+    columns: tl.constexpr, parameter: tl.constexpr, channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    begun, h = program(columns)
+    c, programs = tl.arange(0, C), tl.num_programs(0) // columns
+    a = tl.load(att + h * channels + c, c < channels, 0).to(type)
+    to_att = tl.zeros([C], type)
+    for group in range(begun, tl.cdiv(num_units, R), programs):
+        begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
+        q = head_of(query, i, query_stride, h, c, some, True, channels, type)
+        to_query = tl.zeros([R, C], type)
+        for k in range(0, tl.max(end - begin, 0)):
+            e = begin + k
+            on = e < end
+            it = head_of(key, tl.load(col + e, on, 0), key_stride, h, c, on, True, channels, type)
+            features = head_of(edge, e, edge_stride, h, c, on, True, channels, type)
+            _, total = score_of(it, q, features, a, GATV2, parameter)
+            d = tl.load(d_score + e.to(tl.int64) * columns + h, on, 0)[:, None]
+            to_query += tl.where(total > 0, d, d * parameter) * a[None, :]
+            if d_att is not None:
+                to_att += tl.sum(tl.where(total > 0, d * total, d * parameter * total), 0)
+        if d_query is not None:
+            where = d_query + (at * d_query_stride)[:, None] + (h * channels + c)[None, :]
+            mask = some[:, None] & (c < channels)[None, :]
+            tl.store(where, tl.load(where, mask, 0) + to_query, mask)
+    if d_att is not None:
+        tl.store(d_att + (begun * columns + h) * channels + c, to_att, c < channels)
+
+
+def attention_grad_(
+    d_value: Tensor, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None, d_att: Tensor | None,
+    ptr: Tensor, col: Tensor, src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, value: Tensor,
+    query: Tensor | None, edge: Tensor | None, att: Tensor | None, peak: Tensor, total: Tensor, inner: Tensor,
+    grad: Tensor, kind: int, parameter: float, e_id: Tensor | None, seed: int, p: float, head: int,
+    rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add to the gradients of everything that attention reads."""
+    call = _Call(ptr, rows, col, src_ptr, dst, perm, key, value, query, edge, att, e_id, kind, peak)
+    expect((d_key is not None) == (kind != reference.GATV2), "'d_key' is for keys that are not the values")
+    type, wide = accumulator(value.dtype), value.size(1)
+    checks.out("d_value", d_value, call.num_src, wide, type, value)
+    checks.index("d_att", d_att, wide, type, value)
+    expect(d_att is None or d_att.is_contiguous(), "Expected 'd_att' to be contiguous")
+    call.take(peak, total, inner, grad)
+    call.give(d_key, d_query, d_edge)
+    call.settings = {"kind": kind, "parameter": parameter, **dropout(call.given["e_id"], p, seed, head, type)}
+    d_score = call.to_sources(d_value, d_key, d_edge, d_query is not None or d_att is not None)
+    if d_score is None:
+        return
+    if kind == reference.GATV2:
+        call.of_gatv2(d_score, d_query, d_att)
+        return
+    assert d_query is not None
+    if kind == reference.ADDITIVE:
+        add_rows(d_query, call.ptr, d_score, rows=rows)
+        return
+    add_rows(d_query, call.ptr, call.given["key"], d_score, call.col, rows=rows)
+    if edge is not None:
+        add_rows(d_query, call.ptr, call.given["edge"], d_score, rows=rows)
+
+
+def additive_grad_(
+    value: Tensor, d_key: Tensor, d_query: Tensor | None, d_edge: Tensor | None, ptr: Tensor, col: Tensor,
+    src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor, query: Tensor | None, edge: Tensor | None, peak: Tensor,
+    total: Tensor, grad: Tensor, parameter: float, e_id: Tensor | None, seed: int, p: float, head: int,
+    rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the gradient of values over them, if the block holds all edges."""
+    type = accumulator(value.dtype)
+    call = _Call(ptr, rows, col, src_ptr, dst, perm, key, value, query, edge, None, e_id, reference.ADDITIVE, peak)
+    checks.out("value", value, call.num_src, value.size(1), value.dtype, value)
+    call.take(peak, total, torch.zeros_like(peak), grad)
+    call.give(d_key, d_query, d_edge)
+    call.settings = {
+        "kind": reference.ADDITIVE, "parameter": parameter, **dropout(call.given["e_id"], p, seed, head, type)
+    }  # fmt: skip
+    call.add_inner()
+    d_score = call.to_sources(value, d_key, d_edge, d_query is not None, once=True)
+    if d_score is not None:
+        assert d_query is not None
+        add_rows(d_query, call.ptr, d_score, rows=rows)
+
+
+class _Call:
+    """What the kernels of one call share."""
+
+    def __init__(
+        self, ptr: Tensor, rows: Tensor | None, col: Tensor, src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor,
+        value: Tensor, query: Tensor | None, edge: Tensor | None, att: Tensor | None, e_id: Tensor | None, kind: int,
+        peak: Tensor,
+    ) -> None:  # fmt: skip
+        heads = checks.width_of("peak", peak)
+        self.ptr, self.col, _ = checks.edges(ptr, col, None, value)
+        self.num_dst = checks.count_of(rows, self.ptr, peak)
+        self.given = inputs(key, value, query, edge, att, e_id, kind, heads, self.num_dst, self.col)
+        self.heads, self.channels, self.num_src = heads, value.size(1) // heads, value.size(0)
+        self.src_ptr, self.dst, self.perm = checks.edges(src_ptr, dst, perm, value)
+        self.work, self.by_source = work_of(self.ptr, col.numel(), rows), work_of(self.src_ptr, dst.numel())
+        good = src_ptr.numel() - 1 == self.num_src and dst.numel() == col.numel() and src_ptr.dtype == ptr.dtype
+        expect(good, "Expected the transpose of the same block")
+        self.width = heads if kind == reference.ADDITIVE else value.size(1)
+        self.common = {"channels": self.channels, "type": checks.type_of(value)}
+        self.settings: dict[str, Any] = {}
+        self.scores = scores_of(value, self.ptr, col)
+
+    def take(self, peak: Tensor, total: Tensor, inner: Tensor, grad: Tensor) -> None:
+        """Check what is known of destinations."""
+        value, num_dst = self.given["value"], self.num_dst
+        type = accumulator(value.dtype)
+        for name, t in (("peak", peak), ("total", total), ("inner", inner)):
+            self.given[name] = checks.rows(name, t, num_dst, self.heads, type, value)
+        self.given["grad"] = checks.rows("grad", grad, num_dst, value.size(1), value.dtype, value)
+
+    def give(self, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None) -> None:
+        """Check what is written to."""
+        value, num_dst = self.given["value"], self.num_dst
+        for name, t, count in (("d_key", d_key, self.num_src), ("d_query", d_query, num_dst),
+                               ("d_edge", d_edge, self.col.numel())):  # fmt: skip
+            checks.out(name, t, count, self.width, accumulator(value.dtype), value)
+
+    def to_sources(
+        self, d_value: Tensor, d_key: Tensor | None, d_edge: Tensor | None, scores: bool, once: bool = False
+    ) -> Tensor | None:
+        """Add to the gradients of sources and edges; return those of scores, if they are wanted."""
+        d_score = self.given["peak"].new_empty(self.col.numel(), self.heads) if scores else None
+        tensors = [self.given[n] for n in ("key", "value", "query", "edge", "att", "peak", "total", "inner", "grad")]
+
+        def run(units: Units, count: int, outs: Outs, once: bool) -> None:
+            strides = map(stride, (*outs, d_edge, *tensors[:4], *tensors[5:]))
+            launch(_sources, units, count, self.heads, self.channels, *outs, d_edge, d_score, self.dst, self.perm,
+                   *tensors, *strides, once=once, scores=self.scores, **self.common, **self.settings)  # fmt: skip
+
+        in_units(self.by_source, [d_value, d_key], run, once)
+        return d_score
+
+    def add_inner(self) -> None:
+        """Add up the products of output and gradient."""
+        tensors = [self.given[n] for n in ("key", "value", "query", "edge", "peak", "grad")]
+        settings = {name: value for name, value in self.settings.items() if name != "kind"}
+
+        def run(units: Units, count: int, outs: Outs, once: bool) -> None:
+            launch(_inner, units, count, self.heads, self.channels, *outs, self.col, *tensors,
+                   *map(stride, (*outs, *tensors)), scores=self.scores, **self.common, **settings)  # fmt: skip
+
+        in_units(self.work, [self.given["inner"]], run)
+        self.given["inner"].div_(self.given["total"])
+
+    def of_gatv2(self, d_score: Tensor, d_query: Tensor | None, d_att: Tensor | None) -> None:
+        """Add to the gradients of queries and of ``att``."""
+        tensors = [self.given[n] for n in ("key", "query", "edge")]
+
+        def run(units: Units, count: int, outs: Outs, once: bool) -> None:
+            part = None if d_att is None else d_att.new_zeros(PROGRAMS, d_att.numel())
+            programs = {} if part is None else {"programs": PROGRAMS}
+            launch(_gatv2_queries, units, count, self.heads, self.channels, *outs, part, self.col, d_score, *tensors,
+                   self.given["att"], *map(stride, (*outs, *tensors)),
+                   parameter=self.settings["parameter"], **programs, **self.common)  # fmt: skip
+            if d_att is not None and part is not None:
+                d_att.add_(part.sum(0))
+
+        in_units(self.work, [d_query], run)

@@ -1,0 +1,141 @@
+r"""How edges are shared out to programs of a GPU.
+
+A program takes a few *units* in lockstep, of which each is a row's edges, and sums in their order: there are no atomic
+additions, so results are the same in every run. Rows are taken in the order of their degree: units of a program are
+about equally long, and the longest ones start first. What has more than :data:`CUT` edges is a *hub*, cut into pieces
+that are units of their own; their results are merged by the same kernels, as edges from pieces to hubs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyg_sar.ops.reference import rows_of
+
+CUT = 512  # edges of a unit at most
+CELLS = 1024  # numbers of sums that a program holds, about
+ROWS = 64  # units of a program at most
+COLUMNS = 128  # of a tile at most, where columns do not depend on each other
+
+Outs = Sequence[Any]  # tensors, or None for those that nobody wants
+
+
+class Units(NamedTuple):
+    """Runs of edges, one after the other.
+
+    Args:
+        first: Their first edges.
+        last: The edges after their last ones.
+        row: The rows that they belong to.
+        place: The rows of the output that they make.
+    """
+
+    first: Tensor
+    last: Tensor
+    row: Tensor
+    place: Tensor
+
+
+@dataclass
+class Work:
+    """The rows of a block.
+
+    Args:
+        rows: Those that are no hubs.
+        filled: How many of them have edges; these come first.
+        pieces: The pieces of hubs.
+        hubs: The hubs.
+        pieces_ptr: Where their pieces begin.
+        hub_of: The number of the hub of each piece.
+    """
+
+    rows: Units
+    filled: int
+    pieces: Units | None = None
+    hubs: Tensor | None = None
+    pieces_ptr: Tensor | None = None
+    hub_of: Tensor | None = None
+
+
+WORK: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def work_of(ptr: Tensor, num_edges: int, rows: Tensor | None = None) -> Work:
+    """Return how the rows of a block are shared out, found once for a row pointer: only then host and device
+    synchronise.
+
+    ``rows`` are those that it leads over, unless they are all.
+    """
+    both = [t for t in (ptr, rows) if t is not None]
+    now = None if any(t.is_inference() for t in both) else (num_edges, *((t._version, t.data_ptr()) for t in both))
+    version, work = WORK.get(ptr, (None, None))
+    if now is None or version != now:
+        ends = (0, 0) if ptr.numel() == 0 else tuple(ptr[[0, -1]].tolist())
+        if ptr.numel() == 0 or ends != (0, num_edges):
+            raise RuntimeError(
+                f"Expected 'ptr' to hold at least one number and to lead from 0 to the number of edges, {num_edges} "
+                f"(got {ends[0]} to {ends[1]})"
+            )
+        with torch.inference_mode(False):
+            WORK[ptr] = now, (work := share_out(ptr, rows))
+    return work
+
+
+def share_out(ptr: Tensor, numbers: Tensor | None = None) -> Work:
+    """Sort rows by degree and cut hubs."""
+    if ptr.numel() > 0 and ptr.dtype == torch.int32 and int(ptr[-1]) > (1 << 31) - 1 - CUT:
+        ptr = ptr.long()  # lockstep goes past the last edge
+    degree = ptr.diff()
+    sorted_degree, order = degree.sort(descending=True, stable=True)
+    num_hubs, filled = ((sorted_degree > n).sum().item() for n in (CUT, 0))
+    hubs, order = order[:num_hubs], order[num_hubs:].to(ptr.dtype)
+    row = order if numbers is None else numbers[order.long()].to(ptr.dtype)
+    rows = Units(ptr[:-1][order.long()], ptr[1:][order.long()], row, row)
+    work = Work(rows, int(filled - num_hubs))
+    if num_hubs:
+        count = -(-degree[hubs] // CUT)
+        work.pieces_ptr = torch.cat([count.new_zeros(1), count.cumsum(0)]).to(ptr.dtype)
+        place = torch.arange(int(count.sum()), device=ptr.device, dtype=ptr.dtype)
+        hub = rows_of(work.pieces_ptr, place)
+        first = ptr[hubs][hub] + (place - work.pieces_ptr[hub]) * CUT
+        last = torch.minimum(first + CUT, ptr[hubs + 1][hub])
+        work.hubs = hubs = hubs if numbers is None else numbers[hubs].long()
+        work.pieces, work.hub_of = Units(first, last.to(ptr.dtype), hubs[hub].to(ptr.dtype), place), hub
+    return work
+
+
+def scores_of(value: Tensor, ptr: Tensor, col: Tensor) -> int:
+    """Return the number that :func:`launch` is given for all scores of a block: about its units, by row or column."""
+    return max(value.size(0), ptr.numel()) + col.numel() // CUT
+
+
+def tiles(width: int) -> tuple[int, int]:
+    """Return into how many tiles columns are cut, and the width of one."""
+    return -(-width // COLUMNS), min(width, COLUMNS)
+
+
+def launch(
+    kernel: Any, units: Units, count: int, columns: int, width: int, *args: Any, programs: int = 1 << 31,
+    scores: int = 0, **settings: Any,
+) -> None:  # fmt: skip
+    """Run a kernel on ``count`` units, times ``columns`` tiles of ``width`` columns, in so many programs at most.
+
+    Kernels that make ``scores`` must make the same ones, to the last digit: they are given the same number, and so have
+    tiles of the same shape, and no product is fused with the difference that follows.
+    """
+    if count == 0 or columns == 0:
+        return
+    c = triton.next_power_of_2(max(width, 1))
+    r = min(max(CELLS // c, 1), ROWS, triton.next_power_of_2(scores or count))
+    with torch.cuda.device_of(units.first):
+        kernel[(min(triton.cdiv(count, r), programs) * columns,)](
+            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c,
+            enable_fp_fusion=scores == 0,
+        )  # fmt: skip

@@ -1,0 +1,160 @@
+r"""Sums of gathered rows, weighted or not, by destination or by source; and products of the two rows of an edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyg_sar.ops.reference import accumulator
+from pyg_sar.ops.triton import checks
+from pyg_sar.ops.triton.schedule import CELLS, Outs, Units, Work, launch, tiles, work_of
+from pyg_sar.ops.triton.tiles import program, tile, units_of
+
+
+@triton.jit
+def _sum(
+    out, col, x, weight, perm, out_stride: tl.constexpr, x_stride: tl.constexpr, weight_stride: tl.constexpr,
+    width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr, heads: tl.constexpr,
+    channels: tl.constexpr, shared_x: tl.constexpr, shared_out: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    group, column = program(columns)
+    begin, end, _, at, some = units_of(first, last, row, place, num_units, group, R)
+    c = column * C + tl.arange(0, C)
+    total = tl.zeros([R, C], type)
+    for k in range(0, tl.max(end - begin, 0)):
+        e = begin + k
+        on = e < end
+        mask = on[:, None] & (c < width)[None, :]
+        j = e if col is None else tl.load(col + e, on, 0)
+        p = (e if perm is None else tl.load(perm + e, on, 0)).to(tl.int64)
+        if shared_out:
+            for h in range(heads):
+                w = tl.load(weight + p * weight_stride + h, on, 0)
+                total += w[:, None] * tile(x, j, x_stride, h * channels + c, mask, type)
+        else:
+            value = tile(x, j, x_stride, c % channels if shared_x else c, mask, type)
+            if weight is not None:
+                value *= tl.load(weight + (p * weight_stride)[:, None] + (c // channels)[None, :], mask, 0)
+            total += value
+    where = out + (at * out_stride)[:, None] + c[None, :]
+    mask = some[:, None] & (c < width)[None, :]
+    if not once:
+        total += tl.load(where, mask, 0)
+    tl.store(where, total.to(out.dtype.element_ty), mask)
+
+
+def spmm_(
+    out: Tensor, ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None, perm: Tensor | None, once: bool,
+    rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add a sum of rows, or write it ``once``."""
+    width, acc = checks.width_of("x", x), accumulator(x.dtype)
+    heads = 1 if weight is None else checks.width_of("weight", weight)
+    channels = checks.channels_of(max(width, checks.width_of("out", out)), heads)
+    wide, same_x, same_out = heads * channels, width < out.size(1), out.size(1) < width
+    ptr, col, perm = checks.edges(ptr, col, perm, x)
+    count = checks.count_of(rows, ptr, out)
+    work_of(ptr, col.numel(), rows)  # which looks at ptr
+    x = checks.rows("x", x, -1, channels if same_x else wide, x.dtype, x)
+    weight = checks.rows("weight", weight, col.numel(), heads, acc, x)
+    checks.out("out", out, count, channels if same_out else wide, x.dtype if once else acc, x)
+    add_rows(out, ptr, x, weight, col, perm, once, rows)
+
+
+def add_rows(
+    out: Tensor, ptr: Tensor, x: Tensor, weight: Tensor | None = None, col: Tensor | None = None,
+    perm: Tensor | None = None, once: bool = False, rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Do so; without ``col`` an edge has a row of its own."""
+    heads, width = 1 if weight is None else weight.size(1), out.size(1)
+    settings = {
+        "heads": heads, "channels": max(width, x.size(1)) // max(heads, 1), "shared_x": x.size(1) < width,
+        "shared_out": width < x.size(1), "type": checks.type_of(x),
+    }  # fmt: skip
+
+    def run(units: Units, count: int, outs: Outs, once: bool) -> None:
+        (into,) = outs
+        strides = checks.stride(into), x.stride(0), checks.stride(weight)
+        launch(_sum, units, count, *tiles(width), into, col, x, weight, perm, *strides,
+               width, once=once, **settings)  # fmt: skip
+
+    in_units(work_of(ptr, x.size(0) if col is None else col.numel(), rows), [out], run, once)
+
+
+def in_units(work: Work, outs: Outs, run: Callable[[Units, int, Outs, bool], None], once: bool = False) -> None:
+    """Have ``run`` add the sums of all rows to ``outs``, or write the first one ``once``."""
+    run(work.rows, work.rows.first.numel() if once else work.filled, outs, once)
+    if work.pieces is None:
+        return
+    count = work.pieces.first.numel()
+    parts = [None if t is None else zeros(t, count) for t in outs]
+    run(work.pieces, count, parts, False)
+    for k, (out, part) in enumerate(zip(outs, parts, strict=True)):
+        if out is not None and part is not None:
+            add_hubs(out, merged(work, part), work, once and k == 0)
+
+
+def add_hubs(out: Tensor, sums: Tensor, work: Work, once: bool = False) -> None:
+    """Add to the rows of hubs, or write them."""
+    out[work.hubs] = (sums if once else out[work.hubs] + sums).to(out.dtype)
+
+
+def merged(work: Work, part: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return the sums over the pieces of each hub."""
+    assert work.hubs is not None and work.pieces_ptr is not None
+    out = zeros(part, work.hubs.numel())
+    add_rows(out, work.pieces_ptr, part, weight)
+    return out
+
+
+def zeros(like: Tensor, rows: int) -> Tensor:
+    """Return zeros to sum up rows in."""
+    return like.new_zeros(rows, like.size(1), dtype=accumulator(like.dtype))
+
+
+@triton.jit
+def _products(
+    out, ptr, col, rows, x, y, out_stride: tl.constexpr, x_stride: tl.constexpr, y_stride: tl.constexpr, num_rows,
+    num_edges, steps, columns: tl.constexpr, channels: tl.constexpr, shared_x: tl.constexpr, type: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    group, h = program(columns)
+    e = group.to(tl.int64) * R + tl.arange(0, R)
+    on = e < num_edges
+    # The row of an edge is the first one that ends behind it.
+    low, high = tl.zeros([R], tl.int64), tl.zeros([R], tl.int64) + num_rows
+    for _ in range(0, steps):
+        middle = (low + high) // 2
+        behind = tl.load(ptr + middle + 1, on & (low < high), 0) <= e
+        low, high = tl.where(behind & (low < high), middle + 1, low), tl.where(behind, high, middle)
+    i = low if rows is None else tl.load(rows + low, on, 0)
+    c = tl.arange(0, C)
+    mask = on[:, None] & (c < channels)[None, :]
+    a = tile(x, tl.load(col + e, on, 0), x_stride, c if shared_x else h * channels + c, mask, type)
+    b = tile(y, i, y_stride, h * channels + c, mask, type)
+    tl.store(out + e * out_stride + h, tl.sum(a * b, 1), on)
+
+
+def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor, rows: Tensor | None = None) -> None:
+    """Write the product of the two rows of each edge, head by head; balanced by edges, so the host never waits."""
+    heads, width, wide = (checks.width_of(*it) for it in (("out", out), ("x", x), ("y", y)))
+    channels, type = checks.channels_of(wide, heads), checks.type_of(x)
+    ptr, col, _ = checks.edges(ptr, col, None, x)
+    num_rows, num_edges = ptr.numel() - 1, col.numel()
+    y = checks.rows("y", y, checks.count_of(rows, ptr, y), wide, x.dtype, x)
+    x = checks.rows("x", x, -1, channels if width < wide else wide, x.dtype, x)
+    out = checks.out("out", out, num_edges, heads, accumulator(x.dtype), x)
+    if out.numel() == 0:
+        return
+    c = triton.next_power_of_2(max(channels, 1))
+    r = max(CELLS // c, 1)
+    with torch.cuda.device_of(x):
+        _products[(triton.cdiv(num_edges, r) * heads,)](
+            out, ptr, col, rows, x, y, out.stride(0), x.stride(0), y.stride(0), num_rows, num_edges,
+            num_rows.bit_length(), heads, channels, width < wide, type, r, c, enable_fp_fusion=True,
+        )  # fmt: skip

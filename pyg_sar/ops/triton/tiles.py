@@ -1,0 +1,102 @@
+r"""What several kernels do with the tiles of a program: ``R`` units by ``C`` columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyg_sar.ops import reference
+
+SEEDS = ["seed_low", "seed_high"]  # of which no kernel shall make a version of its own
+ADDITIVE, GATV2, DOT = (tl.constexpr(kind) for kind in (reference.ADDITIVE, reference.GATV2, reference.DOT))
+
+
+@triton.jit
+def program(columns: tl.constexpr):
+    """Return which units and which columns (or head) are this program's; all columns of some rows run side by side."""
+    return tl.program_id(0) // columns, tl.program_id(0) % columns
+
+
+@triton.jit
+def units_of(first, last, row, place, num_units, group, R: tl.constexpr):
+    """Return the edges, rows and places of a group of units, and which of these there are."""
+    u = group * R + tl.arange(0, R)
+    some = u < num_units
+    begin, end, i = tl.load(first + u, some, 0), tl.load(last + u, some, 0), tl.load(row + u, some, 0)
+    return begin, end, i, tl.load(place + u, some, 0).to(tl.int64), some
+
+
+@triton.jit
+def tile(x, row, stride, column, mask, type: tl.constexpr):
+    """Return some columns of some rows."""
+    return tl.load(x + (row.to(tl.int64) * stride)[:, None] + column[None, :], mask, 0).to(type)
+
+
+@triton.jit
+def head_of(x, row, stride, h, c, on, wide: tl.constexpr, channels: tl.constexpr, type: tl.constexpr):
+    """Return what a head has of some rows: ``channels`` columns if they are ``wide``, else one number."""
+    if x is None:
+        found = None
+    elif wide:
+        found = tile(x, row, stride, h * channels + c, on[:, None] & (c < channels)[None, :], type)
+    else:
+        found = tl.load(x + row.to(tl.int64) * stride + h, on, 0).to(type)
+    return found
+
+
+@triton.jit
+def score_of(key, query, edge, att, kind: tl.constexpr, parameter: tl.constexpr):
+    """Return the scores of edges, and what they were made of last: keys and edges, or what went into LeakyReLU."""
+    total = key
+    if edge is not None:
+        total += edge
+    if kind == DOT:
+        score = tl.sum(query * total, 1) * parameter
+    else:
+        if query is not None:
+            total += query
+        score = tl.where(total > 0, total, total * parameter)
+        if kind == GATV2:
+            score = tl.sum(score * att[None, :], 1)
+    return score, total
+
+
+@triton.jit
+def mix(h):
+    """See :func:`pyg_sar.ops.dropout.mix`."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def keys_of(seed_low, seed_high, first_head, h):
+    """Return the keys of dropout for edges and for a head."""
+    one = tl.full([1], 1, tl.uint32)
+    low, high = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
+    numbers = tl.join(one, one * (first_head + 2 + h).to(tl.uint32))
+    return mix(mix(mix(numbers) ^ low) ^ high).split()
+
+
+@triton.jit
+def factor_of(e_id, e, on, of_edges, of_head, threshold: tl.constexpr, scale: tl.constexpr, type: tl.constexpr):
+    """Return the factors of dropout, see :func:`pyg_sar.ops.dropout.dropout_factors`; 1 where there is none."""
+    factor = tl.full(e.shape, 1, type)
+    if e_id is not None:
+        ids = tl.load(e_id + e, on, 0)
+        bits = mix(mix(mix(ids.to(tl.uint32)) ^ (ids >> 32).to(tl.uint32) ^ of_edges) ^ of_head)
+        factor = tl.where(bits.to(tl.int64) >= threshold, factor * scale, 0)
+    return factor
+
+
+def dropout(e_id: Tensor | None, p: float, seed: int, head: int, type: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of :func:`factor_of`."""
+    scale = 0.0 if p >= 1 else (torch.ones((), dtype=type, device="cpu") / (1 - p)).item()
+    # As words with a sign, because the type of an argument is a matter of its size.
+    low, high = (((seed >> shift & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for shift in (0, 32))
+    return {"e_id": e_id, "seed_low": low, "seed_high": high, "first_head": head, "threshold": round(p * 2**32),
+            "scale": scale}  # fmt: skip

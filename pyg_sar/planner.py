@@ -1,0 +1,275 @@
+r"""How much memory and traffic training will take, by a dry run of the model on a small graph of the same shape.
+
+Everything that a worker holds is proportional to its numbers of rows and edges, except for what belongs to parameters.
+So a step on two small graphs whose numbers of nodes, edges and boundary rows relate as those of the real one tells the
+rest: layers, exchange and autograd are the real ones, only messages are not sent, and every tensor that is made is
+counted as long as it lives.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pyg_sar.block import compress_doubly
+from pyg_sar.data.load import assemble
+from pyg_sar.data.split import Topology
+from pyg_sar.data.store import read_meta
+from pyg_sar.distributed.collectives import sum_gradients
+from pyg_sar.distributed.group import connected
+from pyg_sar.distributed.process_group import silent_group
+from pyg_sar.distributed.traffic import Traffic, record_traffic
+from pyg_sar.edge_index import ShardedEdgeIndex
+
+
+@dataclass(frozen=True)
+class Share:
+    """The counts of one worker, which decide what it needs.
+
+    Args:
+        nodes: Number of its nodes.
+        edges: Number of the edges that end at these.
+        inside: Number of these edges that also start there.
+        rows_in: How many rows it reads from each other worker.
+        rows_out: How many of its rows each other worker reads.
+    """
+
+    nodes: int
+    edges: int
+    inside: int
+    rows_in: tuple[int, ...]
+    rows_out: tuple[int, ...]
+
+    def scaled(self, factor: float) -> Share:
+        """Return a share with fewer of everything."""
+        nodes, edges, inside = (max(round(k * factor), 1) for k in (self.nodes, self.edges, self.inside))
+        rows_in, rows_out = (tuple(round(k * factor) for k in rows) for rows in (self.rows_in, self.rows_out))
+        return Share(nodes, max(edges, inside), inside, rows_in, tuple(min(k, nodes) for k in rows_out))
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the worker with the largest share needs, in bytes.
+
+    Args:
+        workers: Number of workers.
+        mode: 1 rematerialise, 2 keep, 3 one-shot.
+        loaded: Between steps: topology, features, labels, parameters and the state of the optimizer.
+        step: The peak of a step above that.
+        received: What it receives in a step.
+        kinds: What the topology holds, see :meth:`ShardedGraph.memory`.
+    """
+
+    workers: int
+    mode: int
+    loaded: int
+    step: int
+    received: int
+    kinds: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.loaded + self.step
+
+
+def from_partition(path: str | os.PathLike[str]) -> list[Share]:
+    """Return the shares of a partition folder."""
+    meta = read_meta(path)
+    shares = []
+    for p, (nodes, edges, row) in enumerate(zip(meta["nodes"], meta["edges"], meta["boundary"], strict=True)):
+        column = [other[p] for q, other in enumerate(meta["boundary"]) if q != p]
+        inside = round(edges * (1 - meta["cut_fraction"]))
+        shares.append(Share(nodes, edges, inside, tuple(k for q, k in enumerate(row) if q != p), tuple(column)))
+    return shares
+
+
+def from_counts(nodes: int, edges: int, workers: int, boundary: float | None = None) -> Share:
+    """Return the share of one of equal workers.
+
+    Args:
+        nodes: Number of nodes of the graph.
+        edges: Number of its edges.
+        workers: Number of workers.
+        boundary: How many rows a worker reads for each of its own; by default as many as in a random partition, which
+            is the worst case.
+    """
+    own, into = -(-nodes // workers), -(-edges // workers)
+    if workers == 1:
+        return Share(own, into, into, (), ())
+    # A node with d neighbors has one among the n / N nodes of a worker but for a chance of (1 - 1 / N)^d.
+    reads = 1 - (1 - 1 / workers) ** (edges / max(nodes, 1)) if boundary is None else boundary / (workers - 1)
+    inside = into // workers if boundary is None else round(into / (1 + boundary))
+    rows = (min(round(own * reads), own),) * (workers - 1)
+    return Share(own, into, inside, rows, rows)
+
+
+def plan(
+    model: Callable[[], torch.nn.Module],
+    share: Share,
+    in_channels: int,
+    *,
+    modes: Sequence[int] = (1, 2, 3),
+    prefetch: int = 1,
+    comm_dtype: torch.dtype | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    num_relations: int = 0,
+) -> list[Need]:
+    r"""Tell the memory and traffic of training on a worker, for every mode, without graph and without other workers.
+
+    Call it in a process that is in no process group. It counts what the compiled kernels take. The model's output is
+    taken for class scores of all nodes.
+
+    Args:
+        model (callable): Makes the model, of layers of :mod:`pyg_sar.nn`; it is called as
+            :obj:`model(x, edge_index)`, with :obj:`edge_type` too if there are relations.
+        share (Share): The counts of the worker: by :func:`from_partition` or :func:`from_counts`.
+        in_channels (int): Number of features of a node.
+        modes (list, optional): The modes. (default: all)
+        prefetch (int, optional): As for :func:`pyg_sar.load`. (default: :obj:`1`)
+        comm_dtype (torch.dtype, optional): As for :func:`pyg_sar.load`. (default: :obj:`None`)
+        optimizer (callable, optional): Makes the optimizer of parameters. (default: :class:`torch.optim.Adam`)
+        num_relations (int, optional): Number of edge types. (default: :obj:`0`, none)
+
+    Returns:
+        A list with one :class:`Need` for each mode, in bytes.
+
+    Raises:
+        RuntimeError: In a process that is in a process group.
+    """
+    workers = len(share.rows_in) + 1
+    if connected():
+        raise RuntimeError("'plan' makes a process group of its own: call it before, or in another process")
+    size = max(4096, 32 * workers)  # rows outweigh parameters, or the peak would be in another place
+    factors = [min(1.0, size / max(share.nodes, 1)) / k for k in (1, 2)]
+    needs = []
+    with silent_group(workers):
+        for mode in modes:
+            runs = []
+            for factor in factors:
+                data = _make(share.scaled(factor), workers, in_channels, mode, prefetch, comm_dtype, num_relations)
+                runs.append(_run(model, optimizer, *data))
+            (one, half), (f, h) = runs, factors
+            whole = {k: round(half[k] + (one[k] - half[k]) * (1 - h) / (f - h)) for k in one}
+            loaded, step, received = (whole.pop(k) for k in ("loaded", "step", "received"))
+            needs.append(Need(workers, mode, loaded, step, received, whole))
+    return needs
+
+
+def choose(
+    model: Callable[[], torch.nn.Module], share: Share, in_channels: int, budget: float, **options: Any
+) -> Need | None:
+    """Return what receives least within ``budget`` bytes, or None if nothing fits.
+
+    A prefetch of one block hides most of the communication, and hardly adds to the peak, because blocks are narrow.
+
+    Args:
+        model (callable): As for :func:`plan`.
+        share (Share): The counts of the worker.
+        in_channels (int): Number of features of a node.
+        budget (float): Bytes that a worker may take, besides the libraries.
+        **options: As for :func:`plan`.
+    """
+    fitting = [need for need in plan(model, share, in_channels, **options) if need.total <= budget]
+    return min(fitting, key=lambda need: (need.received, need.total), default=None)
+
+
+def _make(
+    share: Share,
+    workers: int,
+    in_channels: int,
+    mode: int,
+    prefetch: int,
+    comm_dtype: torch.dtype | None,
+    relations: int,
+) -> tuple[ShardedEdgeIndex, list[Tensor], Tensor]:
+    """Return a graph of these counts, inputs and labels."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(high: int, count: int) -> Tensor:
+        return torch.randint(max(high, 1), (count if high > 0 else 0,), generator=generator)
+
+    sizes, outside = (share.nodes, *share.rows_in), share.edges - share.inside
+    total = max(sum(share.rows_in), 1)
+    counts = [share.inside, *(outside * rows // total for rows in share.rows_in)]
+    col = [draw(size, count).int() for size, count in zip(sizes, counts, strict=True)]
+    pointers = [compress_doubly(draw(share.nodes, c.numel()).sort().values, share.nodes) for c in col]
+    rowptr, rows = map(list, zip(*pointers, strict=True))
+    serve = [torch.empty(0, dtype=torch.int32)]
+    serve += [torch.randperm(share.nodes, generator=generator)[:rows].sort().values.int() for rows in share.rows_out]
+    ids, edges = torch.arange(share.nodes), sum(c.numel() for c in col)
+    topology = Topology(ids, ids, torch.arange(edges), rowptr, col, serve, list(sizes), rows)
+    graph = assemble(topology, 0, None, mode == 1, prefetch, comm_dtype=comm_dtype)
+    edge_index = ShardedEdgeIndex(graph.merge() if mode == 3 else graph)
+    inputs = [torch.zeros(share.nodes, in_channels), edge_index]
+    inputs += [draw(relations, edges)] if relations else []
+    return edge_index, inputs, ids
+
+
+def _run(
+    model: Callable[[], torch.nn.Module], optimizer: Callable[..., Any], edge_index: ShardedEdgeIndex,
+    inputs: list[Tensor], ids: Tensor,
+) -> dict[str, int]:  # fmt: skip
+    """Train for a step, then count what another one needs."""
+    net = model()
+    state = optimizer(net.parameters())
+    for _ in range(2):  # the first step makes transposed blocks, self-loops and the optimizer's state
+        with Live(dry=True) as live, record_traffic(edge_index) as layers:
+            out = net(*inputs)
+            F.cross_entropy(out, ids % out.size(1)).backward()
+            del out
+            sum_gradients(net)
+            state.step()
+            state.zero_grad()
+    kinds = edge_index.graph.memory()
+    held = [*inputs[:1], *inputs[2:], ids, *net.parameters(), *net.buffers()]
+    held += [t for s in state.state.values() for t in s.values() if isinstance(t, Tensor)]
+    loaded = sum(kinds.values()) + sum(t.nbytes for t in held)
+    return {"loaded": loaded, "step": live.peak, "received": received(layers), **kinds}
+
+
+def received(layers: Sequence[Traffic]) -> int:
+    """Return the bytes that a worker received in a step."""
+    return sum(t.forward_received + t.backward_received for t in layers)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that were made within and still live.
+
+    Args:
+        dry: Whether to leave out the operators of this package: they write into tensors that they are given, and what
+            plain PyTorch would hold in their place is not what the compiled kernels do.
+    """
+
+    def __init__(self, dry: bool = False) -> None:
+        super().__init__()
+        self.dry = dry
+        gc.collect()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and look for memory that is not that of an argument."""
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = None if self.dry and func.namespace == "pyg_sar" else func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
+                memory = t.untyped_storage()
+                given.add(memory._cdata)
+                self.now += memory.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(memory, self.free, memory.nbytes())
+        return out
+
+    def free(self, count: int) -> None:
+        """Forget memory that was given back."""
+        self.now -= count

@@ -1,0 +1,229 @@
+r"""Graphs made of graphs: with self-loops, with other edges, by edge type, and several joined to one.
+
+Each is made once and kept by the graph that it is made of (:meth:`~pyg_sar.graph.ShardedGraph.derived`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyg_sar.block import Block, compress, cut, parts_of, renumber
+from pyg_sar.graph import ShardedGraph, edge_ids, positions
+
+KEPT = 2  # graphs with other edges, which layers make in every step
+MAX_IN_DEGREE = 1 << 24  # with other edges, whose ids hold the destination's id above these bits
+
+
+def with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Tensor]:
+    """Replace self-loops by exactly one at every destination.
+
+    The edges of the new graph are the remaining ones in their order, followed by one loop for each destination.
+
+    Returns:
+        The new graph, and a mask of the old edges that remain.
+    """
+    if graph.bipartite:
+        raise ValueError(
+            f"Self-loops need one set of nodes, but this sharded graph joins {graph.num_src} sources with "
+            f"{graph.num_dst} destinations. Construct the layer with 'add_self_loops=False'."
+        )
+    return graph.derived("self-loops", lambda: _with_self_loops(graph))
+
+
+def _with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Tensor]:
+    keep = torch.ones(graph.num_edges, dtype=torch.bool, device=graph.device)
+    for block in graph.blocks:
+        keep[block.edges] = ~graph.loops_in(block)
+    position = keep.cumsum(0) - 1
+    num_kept = int(keep.sum())
+    blocks = tuple(_loop_block(graph, block, keep, position, num_kept) for block in graph.blocks)
+    # Negative ids cannot collide with those of edges.
+    e_id = torch.cat([edge_ids(graph)[keep], -1 - _dst_ids(graph)])
+    origin = None if graph.origin is None else graph.origin._replace(looped=True)
+    return graph.replace(blocks=blocks, e_id=e_id, origin=origin), keep
+
+
+def _loop_block(graph: ShardedGraph, block: Block, keep: Tensor, position: Tensor, num_kept: int) -> Block:
+    assert graph.dst is not None
+    ids = torch.arange(block.ids.start, block.ids.stop) if isinstance(block.ids, slice) else block.ids
+    row = ids.to(graph.device) - graph.dst.start
+    col = ((row >= 0) & (row < graph.num_dst)).nonzero().view(-1)  # source rows of this block that are destinations
+    stays = keep[block.edges]
+    if col.numel() == 0 and isinstance(block.edges, slice):
+        start = num_kept if block.num_edges == 0 else int(position[block.edges.start])
+        return dataclasses.replace(block, edges=slice(start, start + block.num_edges))
+    return Block.from_coo(
+        torch.cat([block.row[stays], row[col]]),
+        torch.cat([block.col[stays], col]),
+        block.ids,
+        block.num_src,
+        graph.num_dst,
+        torch.cat([position[block.edges][stays], num_kept + row[col]]),
+    )
+
+
+def loops_apart(graph: ShardedGraph) -> tuple[Tensor, Tensor]:
+    """Return the positions of the edges that are no self-loops, and of those that are; a mask would have the host wait
+    for the device in every step.
+    """
+    _, keep = with_self_loops(graph)
+    return graph.derived("loops apart", lambda: (keep.nonzero().view(-1), (~keep).nonzero().view(-1)))
+
+
+def regroup(graph: ShardedGraph, coo: Tensor) -> ShardedGraph:
+    """Return the graph with other edges ``[2, *]`` between the same rows, as :meth:`ShardedGraph.coo` has them.
+
+    It is kept until others are asked for several times. Ids of edges are new: they depend on the partition.
+    """
+    kept: list[tuple[Tensor, ShardedGraph]] = graph.derived("other edges", list)
+    for edges, other in kept:
+        if torch.equal(edges, coo):
+            return other
+    with torch.inference_mode(False):
+        kept.append((coo, _regroup(graph, coo)))
+    del kept[:-KEPT]
+    return kept[-1][1]
+
+
+def _regroup(graph: ShardedGraph, coo: Tensor) -> ShardedGraph:
+    source, row = coo
+    ids = [block.ids for block in graph.blocks]
+    part = parts_of(source, ids, graph.num_src + graph.exchange.routes.num_halo)
+    blocks = cut(coo, part, ids, graph.num_dst)
+    # Ids of edges are made of those of destinations, whose edges are on one worker.
+    order = torch.argsort(row, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=graph.device) - compress(row[order], graph.num_dst)[row[order]]
+    most = int(place.max()) + 1 if place.numel() > 0 else 0
+    if most > MAX_IN_DEGREE:
+        raise ValueError(
+            f"A destination has {most} in-edges after edges were added or left out, but at most {MAX_IN_DEGREE} are "
+            f"possible there. Do this before 'partition'."
+        )
+    e_id = _dst_ids(graph)[row] * MAX_IN_DEGREE + place
+    # Whether edges are new is a matter of each worker: what is kept of constants must not depend on it.
+    return graph.replace(blocks=blocks, e_id=e_id, constants=WeakIdKeyDictionary())
+
+
+class TypedGraph(NamedTuple):
+    """A :class:`~pyg_sar.graph.ShardedGraph` over pairs of edge type and destination, sorted by type.
+
+    Args:
+        graph: The graph over the pairs.
+        num_types: Number of edge types.
+        dst: Destination of every pair.
+        ptr: ``ptr[r]:ptr[r + 1]`` are the pairs of type ``r``.
+    """
+
+    graph: ShardedGraph
+    num_types: int
+    dst: Tensor
+    ptr: list[int]
+
+    @property
+    def norm(self) -> Tensor:
+        """One over the number of edges of the same type and destination, for each edge in the worker's order."""
+        return self.graph.derived("norm", lambda: self.graph.degree.double().reciprocal()[self.graph.row])
+
+    @property
+    def relations(self) -> list[ShardedGraph]:
+        """The graph of every type, whose destinations are the pairs of that type."""
+        return self.graph.derived("relations", lambda: [self._relation(a, b) for a, b in pairwise(self.ptr)])
+
+    def _relation(self, start: int, end: int) -> ShardedGraph:
+        blocks = tuple(block.rows(start, end) for block in self.graph.blocks)
+        return self.graph.replace(blocks=blocks, num_dst=end - start)
+
+
+def by_type(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> TypedGraph:
+    """Return the graph whose destinations are the pairs (edge type, destination) that have an edge.
+
+    It is made once for an ``edge_type`` tensor and kept as long as that tensor lives unchanged.
+    """
+    return graph.derived(("types", num_types), lambda: _by_type(graph, edge_type, num_types), of=edge_type)
+
+
+def _by_type(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> TypedGraph:
+    if edge_type.shape != (graph.num_edges,) or edge_type.is_floating_point():
+        raise ValueError(
+            f"Expected 'edge_type' to hold an integer for each of this worker's {graph.num_edges} edges (got "
+            f"{edge_type.dtype} of shape {list(edge_type.shape)}). Take it from the loaded data."
+        )
+    if edge_type.numel() > 0 and not 0 <= int(edge_type.min()) <= int(edge_type.max()) < num_types:
+        raise ValueError(
+            f"Expected edge types from 0 to {num_types - 1} (got {int(edge_type.min())} to "
+            f"{int(edge_type.max())}). Is 'num_relations' right?"
+        )
+    key = torch.empty(graph.num_edges, dtype=torch.int64, device=graph.device)
+    for block in graph.blocks:
+        key[block.edges] = edge_type[block.edges].long() * graph.num_dst + block.row
+    pairs, pair = torch.unique(key, return_inverse=True)
+    blocks = tuple(
+        Block.from_coo(pair[b.edges], b.col, b.ids, b.num_src, pairs.numel(), positions(b)) for b in graph.blocks
+    )
+    size = max(graph.num_dst, 1)
+    typed = graph.replace(blocks=blocks, num_dst=pairs.numel(), dst=None)
+    return TypedGraph(typed, num_types, pairs % size, compress(pairs // size, num_types).tolist())
+
+
+def join(graphs: Sequence[ShardedGraph], first: dict[str, int], types: Sequence[str], num_dst: int) -> ShardedGraph:
+    """Return one graph of the edges of several, whose sources, and edges, follow each other.
+
+    The first of them keeps it by the names of node types, in which workers agree: it has an exchange of its own, which
+    counts what is exchanged, and where one worker made a new one, all must.
+
+    Args:
+        graphs: The graphs, of the same workers and in the same mode.
+        first: By node type, the destination in the new graph that is its first one.
+        types: The node type of the destinations of each graph.
+        num_dst: The number of destinations of the new graph.
+    """
+    joined: dict[Hashable, tuple[list[ref[ShardedGraph]], ShardedGraph]] = graphs[0].derived("joined", dict)
+    key = tuple(first), tuple(types)
+    if key not in joined or [other() for other in joined[key][0]] != list(graphs):
+        with torch.inference_mode(False):
+            joined[key] = [ref(g) for g in graphs], _join(graphs, [first[t] for t in types], num_dst)
+    return joined[key][1]
+
+
+def _join(graphs: Sequence[ShardedGraph], first: Sequence[int], num_dst: int) -> ShardedGraph:
+    exchange, numbers = graphs[0].exchange.join([g.exchange for g in graphs])
+    numbers = [n.to(g.device) for n, g in zip(numbers, graphs, strict=True)]
+    starts = [0, *torch.tensor([g.num_edges for g in graphs]).cumsum(0).tolist()]
+    blocks = []
+    for pieces in zip(*(g.blocks for g in graphs), strict=True):
+        ids = torch.cat([n[b.ids] for n, b in zip(numbers, pieces, strict=True)])
+        order = torch.argsort(ids)
+        whole = renumber(ids, torch.arange(int(ids.max()) + 1 if ids.numel() else 0, device=ids.device))
+        source = torch.cat([n[b.source] for n, b in zip(numbers, pieces, strict=True)])
+        col = source - whole.start if isinstance(whole, slice) else torch.searchsorted(ids[order], source)
+        row = torch.cat([b.row + start for b, start in zip(pieces, first, strict=True)])
+        edges = torch.cat([positions(b) + start for b, start in zip(pieces, starts, strict=False)])
+        blocks.append(Block.from_coo(row, col, whole, ids.numel(), num_dst, edges))
+    # Ids of edges that are no two of them the same.
+    e_id = torch.cat([edge_ids(g) * len(graphs) + k for k, g in enumerate(graphs)])
+    num_src = sum(g.num_src for g in graphs)
+    n_id = torch.arange(num_src, device=e_id.device)
+    return graphs[0].replace(
+        blocks=tuple(blocks), num_src=num_src, num_dst=num_dst, dst=None, exchange=exchange, n_id=n_id, e_id=e_id
+    )
+
+
+def _dst_ids(graph: ShardedGraph) -> Tensor:
+    """Return ids of the destinations that no other worker has; those of another set of nodes have the least id of their
+    in-edges.
+    """
+    if graph.n_id is None:
+        return graph.dst_rows(torch.arange(max(graph.num_src, graph.num_dst), device=graph.device))
+    if graph.dst is not None:
+        return graph.dst_rows(graph.n_id)
+    ids = graph.n_id.new_zeros(graph.num_dst)
+    return ids.scatter_reduce(0, graph.row, edge_ids(graph), "amin", include_self=False)

@@ -1,0 +1,107 @@
+r"""The watch over the first training step: what the package tells it. This file imports nothing of the package.
+
+Layers see the rows of all workers. What a script computes beside them (a mean over nodes, a pooling function, a
+normalisation that was not converted, a term of the loss without nodes) sees those of one worker, and would silently
+give another number than the whole graph does. The watch is a mode of torch that follows the rows of loaded data from
+function to function, and raises where they are mixed. It begins with :func:`pyg_sar.process_group` or
+:func:`pyg_sar.init` and ends with the second call of :func:`pyg_sar.sum_gradients`: from then on it costs nothing.
+
+* ``__init__``: functions of the package report by :func:`gives` and :func:`rows` what they return.
+* ``kinds``: what the numbers of a tensor stand for, and calls of functions of torch.
+* ``rules``: what functions of torch make of these kinds, and which calls are wrong.
+* ``mode``: the mode itself, which raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+ROWS, SAME, LOSS = "rows", "same", "loss"  # see `kinds`
+
+_here = threading.local()  # whose `watch` is the `mode.Watch` of this thread, if there is one
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def current() -> Any:
+    """Return what watches this thread, or None."""
+    return getattr(_here, "watch", None)
+
+
+def install(watch: Any) -> None:
+    """Have a mode watch this thread, or None."""
+    _here.watch = watch
+
+
+def gives(what: str) -> Callable[[Function], Function]:
+    """Report what a function of this package returns: ``ROWS`` if it is given rows or a sharded graph, the ``SAME`` on
+    every worker, or a ``LOSS``. What it does within is not watched.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def known(*args: Any, **kwargs: Any) -> Any:
+            watch = None if torch.compiler.is_compiling() else current()
+            if watch is None or watch.leave_if_over():
+                return function(*args, **kwargs)
+            return watch.run(what, function, args, kwargs)
+
+        return known  # type: ignore[return-value]
+
+    return decorate
+
+
+def rows(tensor: Tensor, dim: int = 0) -> Tensor:
+    """Report that a dimension of a tensor counts nodes or edges of this worker, and return the tensor."""
+    watch = None if torch.compiler.is_compiling() else current()
+    if watch is not None:
+        watch.mark_rows(tensor, dim)
+    return tensor
+
+
+def loaded(data: Any, whole: Iterable[str]) -> Any:
+    """Report that the tensors of loaded data but those named ``whole`` have a row for each node or edge of this worker,
+    and return the data.
+    """
+    for store in {id(store): store for store in (*data.node_stores, *data.edge_stores)}.values():
+        for key, value in store.items():
+            if isinstance(value, Tensor) and key not in whole:
+                rows(value)
+    return data
+
+
+def stepped() -> None:
+    """Report a training step."""
+    if (watch := current()) is not None:
+        watch.stepped()
+
+
+@contextmanager
+def allow_local() -> Iterator[None]:
+    r"""Take a worker's rows for what they are, within a ``with`` block or a function that this decorates.
+
+    In the first training step what mixes the rows of nodes or edges, of which a worker holds a share, raises. This is
+    for those who mean the share:
+
+    .. code-block:: python
+
+        with pyg_sar.allow_local():
+            print(f"rank {rank} has labels up to {data.y.max()}")
+
+    Yields:
+        Nothing.
+    """
+    watch = current()
+    if watch is not None:
+        watch.local += 1
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.local -= 1

@@ -1,0 +1,241 @@
+r"""The mode of torch that follows rows through the first training step, and refuses by name what mixes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils.weak import WeakIdKeyDictionary
+from torch_geometric.data.data import BaseData
+
+from pyg_sar.caller import beyond, spoken, within
+from pyg_sar.distributed import guard
+from pyg_sar.distributed.group import rank_of, size_of
+from pyg_sar.edge_index import ShardedEdgeIndex, sharded
+from pyg_sar.structure import tensors
+from pyg_sar.watch import ROWS, SAME, current, install
+from pyg_sar.watch.kinds import SHARE, Call, Kind, Local
+from pyg_sar.watch.rules import BEFORE, COUNTED, REPLICATED, SUM_UP, WIDTH, assigned, kind_of
+
+STEPS = 2  # calls of `sum_gradients`: a training step, what follows it, and the beginning of the next one
+CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
+NUMBERS = {"item", "int", "float", "complex", "format", "tolist", "numpy", "array"}
+ARRAYS = {"numpy", "array", "tolist"}
+POOLS = ("torch_geometric.nn.pool", "torch_geometric.nn.aggr")
+METRICS = ("torch_geometric.nn", "sklearn", "ogb")  # where rows leave torch to become a number
+LIBRARIES = ("torch", "torch_geometric", "sklearn", "ogb", "numpy", "scipy")  # which scripts call
+KNOWING = ("pyg_sar", "torchmetrics")  # who takes the rows of all workers together
+CONVERT = "'pyg_sar.nn.convert(model)' gives a model of PyG its exact form, if there is one"
+POOL = "Take the pooling of this name in 'pyg_sar.nn', or convert the module that does it ('pyg_sar.nn.convert')"
+GATHER = "Take the rows of all workers ('pyg_sar.gather(...)'), or a metric that does, such as 'pyg_sar.accuracy(...)'"
+MEANT = "Where this worker's rows are meant, say 'with pyg_sar.allow_local():'"
+
+
+class Watch(TorchFunctionMode):
+    """Follows rows through the functions of torch that this thread calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = WeakIdKeyDictionary()
+        self.values = WeakIdKeyDictionary()  # of shares: those that others add to in place are shares no more
+        self.steps = self.calls = self.local = self.aside = 0
+        self.over = self.warned = False
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let a function run, and look at what it was given and what it returned."""
+        if torch.compiler.is_compiling() or self.aside or self.over:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        self.over = self.calls > CALLS
+        call = Call(func, args, kwargs or {}, self.kind)
+        out = func(*args, **(kwargs or {}))
+        self.look(call, out)
+        return out
+
+    def kind(self, tensor: Tensor) -> Kind | None:
+        """Return what a tensor is, if that is known."""
+        known = self.kinds.get(tensor)
+        if known is None:
+            return Kind(SAME) if isinstance(tensor, torch.nn.Parameter) else None
+        if known.what == SHARE and not torch.equal(tensor, self.values[tensor]):
+            return None
+        return known
+
+    def mark(self, tensor: Tensor, kind: Kind | None) -> None:
+        """Remember what a tensor is."""
+        if isinstance(tensor, ShardedEdgeIndex):
+            return
+        shared = kind is not None and kind.what == SHARE
+        if kind is None or (shared and (self.local or tensor.layout != torch.strided)):
+            self.kinds.pop(tensor, None)
+            return
+        self.kinds[tensor] = kind
+        if shared:
+            self.values[tensor] = tensor.detach().clone()
+
+    def mark_rows(self, tensor: Tensor, dim: int) -> None:
+        """Remember that a dimension of a tensor counts rows, unless a function that will say so itself is running."""
+        if not self.aside:
+            self.mark(tensor, Kind(ROWS, dim))
+
+    def look(self, call: Call, out: Any) -> None:
+        """Remember what the results of a call are, or refuse it."""
+        results = call.args[:1] if call.name == "setitem" else tuple(tensors(out))
+        try:
+            found = [assigned(call) if call.name == "setitem" else kind_of(call, t) for t in results]
+        except Local as local:
+            self.refuse(local)
+            found = [None] * len(results)
+        except Exception:  # of a call that is put in another way than expected nothing is known
+            found = [None] * len(results)
+        self.check(call, found)
+        for tensor, kind in zip(results, found, strict=True):
+            self.mark(tensor, kind)
+
+    def check(self, call: Call, found: list[Kind | None]) -> None:
+        """Refuse, or warn of, what is local because of who does it, or where it ends."""
+        name, rows, whole = call.name, ROWS in call.whats, call.kinds[:1] and call.kinds[0][1] == Kind(SAME)
+        if name in NUMBERS and SHARE in call.whats:
+            self.warn(call)
+        elif name == "backward" and whole:
+            self.refuse(Local(f"differentiates what {COUNTED}", REPLICATED))
+        elif rows and name in ARRAYS and Path().through(*METRICS):
+            self.refuse(Local(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER))
+        elif rows and any(kind is not None and kind.what == SHARE for kind in found) and Path().through(*POOLS):
+            self.refuse(Local("reads out nodes or edges of this worker alone", POOL))
+        elif name == "randperm" and self.transforms():
+            self.refuse(Local("draws among the nodes or edges of this worker alone ('randperm')", BEFORE))
+
+    def transforms(self) -> bool:
+        """Whether a transform of PyG is running on loaded data."""
+        frames = [frame for frame in Path().inner if within(frame, "torch_geometric.transforms")]
+        found = [data for frame in frames if isinstance(data := frame.f_locals.get("data"), BaseData)]
+        return any(self.kind(t) is not None for data in found for store in data.stores for t in tensors(dict(store)))
+
+    def refuse(self, local: Local) -> None:
+        """Raise, unless this is meant, or done by code that knows what it does."""
+        at = Path()
+        if self.local or at.known:
+            return
+        advice = local.advice
+        if at.through("torch_geometric.transforms"):
+            advice = BEFORE
+        elif at.through(*POOLS):
+            advice = POOL
+        elif at.through("torch_geometric.nn.models") and advice != WIDTH:
+            advice = CONVERT
+        text = f"[rank {rank_of()}] {at.user}: {at.entry} {local.why}. {advice}. {MEANT}."
+        if local.sure:
+            raise NotImplementedError(text) from None
+        warnings.warn_explicit(text, UserWarning, at.file, at.line)
+
+    def warn(self, call: Call) -> None:
+        """Say once that a number is that of this worker."""
+        at = Path()
+        if self.warned or self.local or at.known or at.entry != "this":
+            return
+        self.warned = True
+        warnings.warn_explicit(
+            f"[rank {rank_of()}] '{call.name}' of a sum over rows gives the number of this worker alone. {SUM_UP}, or "
+            f"'pyg_sar.accuracy(...)'. {MEANT}. This is said once.",
+            UserWarning, at.file, at.line,
+        )  # fmt: skip
+
+    def run(self, what: str, function: Callable, args: Any, kwargs: Any) -> Any:
+        """Run a function that knows what it does, and remember what it returns."""
+        self.aside += 1
+        try:
+            out = function(*args, **kwargs)
+            given = {kind.what for t in tensors(args, kwargs) if (kind := self.kind(t)) is not None}
+            if what != ROWS:
+                kind = Kind(what)
+            elif ROWS in given or any(sharded(args, kwargs)):
+                kind = Kind(ROWS, getattr(args[0], "node_dim", 0))
+            else:
+                kind = None
+            for t in tensors(out):
+                self.mark(t, kind and kind._replace(dim=kind.dim % max(t.dim(), 1)))
+        finally:
+            self.aside -= 1
+        return out
+
+    def stepped(self) -> None:
+        """Count a training step."""
+        self.steps += 1
+        if self.steps >= STEPS:
+            self.leave()
+
+    def leave_if_over(self) -> bool:
+        """Leave the stack of modes if there is nothing more to watch; return whether that is so."""
+        if self.over:
+            self.leave()
+        return self.over
+
+    def leave(self) -> None:
+        """Leave the stack of modes, wherever others stand above."""
+        self.over = True
+        if not any(mode is self for mode in _get_current_function_mode_stack()):
+            return  # within a function that it called; the next one of this package will try again
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+        install(None)
+
+
+class Path:
+    """Who called: frames of libraries, and beyond these the one of a script, or of this package."""
+
+    def __init__(self) -> None:
+        inner, frame = beyond("pyg_sar.watch", *LIBRARIES)
+        self.inner = [f for f in inner if not within(f, "pyg_sar.watch")]
+        self.known = frame is None or within(frame, *KNOWING) or any(map(passes_messages, (*self.inner, frame)))
+        self.file, self.line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        self.user = f"{self.file}, line {self.line}"
+
+    def through(self, *names: str) -> bool:
+        """Whether modules of these names take part."""
+        return any(within(frame, *names) for frame in self.inner)
+
+    @property
+    def entry(self) -> str:
+        """What the script called of another library than torch, if it did."""
+        of_others = (f for f in reversed(self.inner) if not within(f, "torch") and f.f_code.co_name != "wrapper")
+        frame = next(of_others, None)
+        return "this" if frame is None else f"'{spoken(frame)}'"
+
+
+def passes_messages(frame: FrameType) -> bool:
+    """Whether a frame is within a layer's message passing, which is exact, or refused, for other reasons."""
+    return frame.f_code.co_name in ("propagate", "edge_updater")
+
+
+def start() -> None:
+    """Watch this thread, if there are several workers and nobody has switched it off."""
+    if size_of() > 1 and guard.ON:
+        watch = Watch()
+        install(watch)
+        _push_mode(watch)
+
+
+def stop() -> None:
+    """Watch this thread no more."""
+    if (watch := current()) is not None:
+        watch.leave()
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Watch this thread while a block runs, at most."""
+    start()
+    try:
+        yield
+    finally:
+        stop()

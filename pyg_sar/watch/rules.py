@@ -1,0 +1,422 @@
+r"""What functions of torch make of tensors of a kind: :func:`kind_of` answers for one call of a function, and raises
+:class:`~pyg_sar.watch.kinds.Local` for what is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.structure import tensors
+from pyg_sar.watch import LOSS, ROWS, SAME
+from pyg_sar.watch.kinds import ENDS, SHARE, Call, Kind, Local
+
+BEFORE = "Do it before 'pyg_sar.partition', with the whole graph at hand"
+SUM_UP = "Take the sum of all workers first: 'pyg_sar.global_sum(...)', or 'pyg_sar.all_reduce(...)' without a gradient"
+MEAN = "Take 'pyg_sar.global_mean(...)' of the rows, or 'pyg_sar.global_sum(x.sum(0)) / data.total_nodes'"
+REDUCTION = "Pass reduction='none' and take 'pyg_sar.global_mean(...)' of the result"
+NORM = "Take the normalisation of this name in 'pyg_sar.nn', or 'pyg_sar.nn.convert(model)'"
+WIDTH = "A width must be one that all workers know: take 'data.num_classes', or write it down"
+REPLICATED = "Wrap what does not depend on nodes in 'pyg_sar.replicated(...)'"
+
+OVER = "over nodes or edges, of which this worker holds a share: the others would get other results"
+COUNTED = "is the same on all workers (of parameters alone, or a sum of all): its gradient would count for each"
+SUMMED = "of a sum over this worker's rows as if it were one over all of them"
+
+
+def names(text: str) -> set[str]:
+    """Return the words of a text, names of functions."""
+    return set(text.split())
+
+
+# Where functions have the dimensions that they reduce, or put in order, and which these are if they are not given.
+DIMENSIONS: dict[tuple[int, int | None], str] = {
+    (1, None): "sum nansum count_nonzero any all mean nanmean var std var_mean std_mean max min amax amin aminmax "
+    "argmax argmin median nanmedian prod logsumexp cumsum cumprod cummax cummin logcumsumexp unique unique_consecutive",
+    (1, -1): "mode sort argsort msort softmax log_softmax softmin",
+    (2, None): "norm vector_norm linalg_vector_norm linalg_norm quantile nanquantile",
+    (2, -1): "kthvalue topk diff",
+    (2, 1): "normalize cosine_similarity",
+    (4, -1): "gumbel_softmax",
+}
+REDUCTIONS = {name: place for place, text in DIMENSIONS.items() for name in text.split()}
+SUMS, ASKS, ORDERS = names("sum nansum count_nonzero"), names("any all"), names("sort argsort")
+WIDTHS = names("max amax unique one_hot bincount")
+NORMS = {"batch_norm": 1, "instance_norm": 2, "group_norm": 1}  # the first dimension that is not kept apart
+LAYER_NORMS = names("layer_norm rms_norm")
+MATRICES = names("svd qr pinverse matrix_exp cov corrcoef pdist")  # and all of 'torch.linalg'
+ADDS = names("add sub cat stack hstack vstack where lerp addcmul addcdiv")
+DIVIDES = {"div": 1, "rdiv": 0, "reciprocal": 0}  # where the divisor stands
+ARITHMETIC = {*ADDS, *DIVIDES, *names("mul pow rpow maximum minimum")}
+MIXES = {*ARITHMETIC, *names("getitem index_select gather")}
+FACTORS = {(0, 1): "matmul mm bmm mv dot vdot inner linear outer", (1, 0): "rmatmul", (1, 2): "addmm addmv baddbmm"}
+PRODUCTS = {name: places for places, text in FACTORS.items() for name in text.split()}
+PRODUCTS_PLUS = names("linear addmm addmv baddbmm")  # and what is added
+CURVED = names(
+    "sqrt rsqrt log log2 log10 log1p exp expm1 square pow rpow reciprocal sigmoid logsigmoid tanh relu leaky_relu elu "
+    "gelu silu softplus softmax log_softmax logsumexp norm linalg_norm linalg_vector_norm normalize cosine_similarity "
+    "std var layer_norm"
+)
+COMPARES = names("eq ne lt le gt ge isnan isfinite isinf isclose any all argmax argmin sign bool")
+CONSTANTS = names("zeros ones full empty arange linspace eye tensor scalar_tensor rand randn randint randperm")
+LIKE = names("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor")
+PERMUTES = names("transpose swapaxes swapdims t T mT H mH adjoint permute movedim moveaxis unsqueeze squeeze")
+CUTS = names(
+    "chunk split split_with_sizes tensor_split narrow flip roll repeat_interleave expand expand_as broadcast_to repeat "
+    "tile cat"
+)
+VIEWS = names("view reshape flatten unflatten view_as reshape_as ravel")
+COPIES = names("clone contiguous detach to long cpu cuda data deepcopy")
+
+
+def kind_of(call: Call, out: Tensor) -> Kind | None:
+    """Return what a result of a call is, if anything is known of it."""
+    if any(isinstance(t, ShardedEdgeIndex) for t, _ in call.kinds):
+        return of_edges(call, out)
+    if call.whats & {ROWS, ENDS}:
+        return of_rows(call, out)
+    if call.whats & {SHARE, LOSS} and call.name not in LIKE:
+        return of_share(call) if SHARE in call.whats else of_loss(call)
+    known = all(k is not None for _, k in call.kinds)
+    return Kind(SAME) if known and (call.kinds or call.name in CONSTANTS) and call.name != "grad" else None
+
+
+def of_edges(call: Call, out: Tensor) -> Kind | None:
+    """What comes of a sharded ``edge_index``: numbers of destinations, rows that were read or added up by sources."""
+    if call.name.startswith("new_") or out.dim() == 0:
+        return None
+    if isinstance(call.args[0], ShardedEdgeIndex):
+        return Kind(ENDS) if call.name in ("getitem", "select", "unbind") else Kind(ROWS, out.dim() - 1)
+    dim = call.arg(1, "dim")
+    return Kind(ROWS, dim % out.dim() if isinstance(dim, int) else 0)
+
+
+def of_rows(call: Call, out: Tensor) -> Kind | None:
+    """What comes of rows."""
+    name = call.name
+    if SHARE in call.whats and name in MIXES:
+        raise Local(f"'{name}' makes use {SUMMED}", SUM_UP)
+    if name in REDUCTIONS and call.rows(call.arg(0, "input")) is not None and not call.binary:
+        return reduced(call, out)
+    if name in RULE:
+        return RULE[name](call, out)
+    if takes_reduction(call.func):
+        return loss(call, out)
+    if name.startswith("linalg_") or name in MATRICES:
+        return matrix(call, out)
+    if name.startswith("new_"):
+        return Kind(SAME)
+    return aligned(call, out)
+
+
+def aligned(call: Call, out: Tensor) -> Kind | None:
+    """Rows are counted by the same dimension, from the left or, where shapes are broadcast, from the right."""
+    t, kind = call.first()
+    what = ENDS if kind.what == ENDS and call.name in COPIES | CUTS | VIEWS | PERMUTES else ROWS
+    for dim in (kind.dim, out.dim() - t.dim() + kind.dim):
+        if 0 <= dim < out.dim() and out.size(dim) == t.size(kind.dim):
+            return Kind(what, dim)
+    return None
+
+
+def reduced(call: Call, out: Tensor) -> Kind | None:
+    """Reductions over other dimensions leave rows; those over rows see a share of the graph."""
+    t, (place, default) = call.arg(0, "input"), REDUCTIONS[call.name]
+    row, dims = call.kind(t).dim, call.arg(place, "dim", call.kwargs.get("axis"))  # type: ignore[union-attr]
+    dims = default if dims is None or isinstance(dims, (bool, float, torch.dtype)) else dims
+    dims = [dims] if isinstance(dims, int) else dims or range(t.dim())
+    over = {d % t.dim() for d in dims}
+    if row not in over:
+        return Kind(ROWS, row - sum(d < row for d in over) * (out.dim() < t.dim()))
+    if call.name in SUMS:
+        return Kind(SHARE, size=t.size(row))
+    if call.name in ASKS or harmless(call, t):
+        return Kind(ROWS, row) if call.name in ORDERS else None
+    advice = MEAN if "mean" in call.name else WIDTH if call.name in WIDTHS and not t.is_floating_point() else BEFORE
+    raise Local(f"takes '{call.name}' {OVER}", advice)
+
+
+def harmless(call: Call, t: Tensor) -> bool:
+    """Whether numbers are ordered to group rows by them, or the largest destination tells how many sums to make."""
+    kind = call.kind(t)
+    ends = kind is not None and kind.what == ENDS and call.name in ("max", "amax")
+    return ends or (call.name in ORDERS and not t.is_floating_point())
+
+
+@functools.cache
+def takes_reduction(func: Callable) -> bool:
+    """Whether a function reduces as its argument ``reduction`` says, as losses do."""
+    try:
+        return "reduction" in inspect.signature(func).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def loss(call: Call, out: Tensor) -> Kind | None:
+    """Losses of rows are rows, or a sum; their mean is that of a worker."""
+    reduction = call.kwargs.get("reduction", inspect.signature(call.func).parameters["reduction"].default)
+    if reduction == "none" or call.kwargs.get("reduce") is False:
+        return aligned(call, out)
+    t, kind = call.first()
+    if reduction == "sum" or call.kwargs.get("size_average") is False:
+        return Kind(SHARE, size=t.size(kind.dim))
+    raise Local(f"takes '{call.name}' with reduction='{reduction}' {OVER}", REDUCTION)
+
+
+def normalised(call: Call, out: Tensor) -> Kind | None:
+    """Normalisations by the statistics of a batch."""
+    t = call.args[0]
+    row, batch = call.rows(t), call.arg(5, "training", call.kwargs.get("use_input_stats", True))
+    if call.name in LAYER_NORMS:
+        shape = call.arg(1, "normalized_shape")
+        mixes = row is not None and row >= t.dim() - len(shape)
+    else:
+        apart = {1} if call.name == "batch_norm" else set(range(NORMS[call.name]))
+        mixes = row is not None and row not in apart and (bool(batch) or call.name == "group_norm")
+    if mixes:
+        raise Local(f"takes the statistics of '{call.name}' {OVER}", NORM)
+    return aligned(call, out)
+
+
+def matrix(call: Call, out: Tensor) -> Kind | None:
+    """Matrices with rows in them are those of a share; batches of matrices are not."""
+    t, kind = call.first()
+    if kind.dim >= t.dim() - 2:
+        raise Local(f"takes '{call.name}' {OVER}", BEFORE)
+    return aligned(call, out)
+
+
+def permuted(call: Call, out: Tensor) -> Kind | None:
+    """Dimensions in another order: a tiny tensor shows where those of size 2 end up."""
+    t, kind = call.first()
+    tiny = torch.empty([2 if d == kind.dim else min(n, 3) if n < 2 else 3 for d, n in enumerate(t.shape)])
+    shape = list(call.func(tiny, *call.args[1:], **{k: v for k, v in call.kwargs.items() if k != "input"}).shape)
+    return kind._replace(dim=shape.index(2)) if 2 in shape and len(shape) == out.dim() else None
+
+
+def kept(call: Call, out: Tensor) -> Kind | None:
+    """Rows that are cut, joined or repeated; new dimensions come first."""
+    t, kind = call.first()
+    if call.rows(call.args[0]) is not None:
+        t, kind = call.args[0], call.kind(call.args[0])  # type: ignore[assignment]
+    ends = kind.what == ENDS and (call.name != "cat" or all(k is not None and k.what == ENDS for _, k in call.kinds))
+    return Kind(ENDS if ends else ROWS, max(out.dim() - t.dim() + kind.dim, 0))
+
+
+def viewed(call: Call, out: Tensor) -> Kind | None:
+    """The same numbers in another shape: as many stand before the rows."""
+    t, kind = call.first()
+    before = math.prod(t.shape[: kind.dim])
+    dims = [d for d in range(out.dim()) if math.prod(out.shape[:d]) == before]
+    same = [d for d in dims if out.size(d) == t.size(kind.dim)]
+    return kind._replace(dim=(same or dims)[0]) if same or dims else None
+
+
+def stacked(call: Call, out: Tensor) -> Kind | None:
+    """A new dimension."""
+    _, kind = call.first()
+    return Kind(ROWS, kind.dim + (call.arg(1, "dim", 0) % out.dim() <= kind.dim))
+
+
+def taken(call: Call, out: Tensor) -> Kind | None:
+    """One entry of a dimension."""
+    t, kind = call.first()
+    dim = call.arg(1, "dim", 0) % t.dim()
+    return None if dim == kind.dim else kind._replace(dim=kind.dim - (dim < kind.dim))
+
+
+def flat(call: Call, out: Tensor) -> Kind | None:
+    """Some rows, one after the other."""
+    return aligned(call, out) if call.name == "where" and len(call.kinds) > 1 else Kind(ROWS)
+
+
+def read(call: Call, out: Tensor) -> Kind | None:
+    """Rows chosen by an index, or what an index of rows chooses of other things."""
+    t, dim = call.arg(0, "input"), call.arg(1, "dim")
+    row = call.rows(t)
+    if call.name == "gather":
+        return aligned(call, out) if row is None or row != dim % t.dim() else None
+    return Kind(ROWS, dim % t.dim()) if row is None else call.kind(t)
+
+
+def chosen(call: Call, out: Tensor) -> Kind | None:
+    """``t[keys]``: follow each key from the left."""
+    t, begin, end, first = call.args[0], 0, 0, None
+    kind, row = call.kind(t), call.rows(t)
+    what = ROWS if row is None or kind is None else kind.what
+    for key in spelt_out(call.args[1], t.dim()):  # at dimension `begin` of the tensor and `end` of the result
+        hit = row is not None and begin <= row < begin + uses(key)
+        if isinstance(key, (Tensor, list)):  # all of these put their dimensions where the first one stands
+            numbers = isinstance(key, Tensor) and key.dtype != torch.bool
+            dims, found = key.dim() if isinstance(key, Tensor) and numbers else 1, call.rows(key)
+            first = end if first is None else first
+            if hit or found is not None:
+                return Kind(what, first + (found or 0) * numbers) if dims else None
+            end = max(end, first + dims)
+        elif hit:
+            return None if is_number(key) else Kind(what, end)
+        else:
+            end += not is_number(key)
+        begin += uses(key)
+    return None
+
+
+def spelt_out(keys: Any, dims: int) -> list[Any]:
+    """Return one key for each dimension of a tensor, or for several."""
+    keys = list(keys) if isinstance(keys, tuple) else [keys]
+    rest = [slice(None)] * (dims - sum(map(uses, keys)))
+    places = [k for k, key in enumerate(keys) if key is Ellipsis] or [len(keys)]
+    return [*keys[: places[0]], *rest, *keys[places[0] + 1 :]]
+
+
+def uses(key: Any) -> int:
+    """Return how many dimensions of a tensor a key stands for."""
+    if key is None or key is Ellipsis or isinstance(key, bool):
+        return 0
+    return key.dim() if isinstance(key, Tensor) and key.dtype == torch.bool else 1
+
+
+def is_number(key: Any) -> bool:
+    """Whether a key takes one entry of a dimension."""
+    return isinstance(key, int) and not isinstance(key, bool)
+
+
+def assigned(call: Call) -> Kind | None:
+    """``t[key] = value`` of a tensor of which nothing was known: rows that are chosen by rows, or filled with them."""
+    t, key, value = call.args
+    kind, index = call.kind(t), call.kind(key)
+    if kind is not None and kind.what != SAME:
+        return kind
+    by_rows = index is not None and (index.what == ENDS or (index.what == ROWS and key.dtype == torch.bool))
+    return Kind(ROWS) if by_rows or call.rows(value) is not None else kind
+
+
+def scattered(call: Call, out: Tensor) -> Kind | None:
+    """Rows that are added up by their destinations are rows again; others are added up over all rows with a number."""
+    target, dim, index = call.args[0], call.arg(1, "dim", 0) % max(out.dim(), 1), call.arg(2, "index")
+    kind = call.kind(index)
+    if call.rows(target) is not None:
+        return call.kind(target)
+    if kind is None:
+        return None
+    if kind.what == ENDS:
+        return Kind(ROWS, dim)
+    if index.dim() > 1 and kind.what == ROWS and kind.dim != dim:
+        return Kind(ROWS, kind.dim)
+    if call.name in ("scatter_add", "index_add") or call.arg(4, "reduce") == "sum":
+        return Kind(SHARE)
+    if call.name in ("scatter_reduce", "index_reduce"):
+        raise Local(f"takes '{call.name}' of groups {OVER}", BEFORE)
+    return Kind(ROWS, dim) if call.rows(call.arg(3, "source")) is not None else None
+
+
+def counted(call: Call, out: Tensor) -> Kind | None:
+    """How many rows have each number, and rows that tell which one."""
+    t, place = call.arg(0, "input"), {"one_hot": 1, "bincount": 2}[call.name]
+    if call.arg(place, {"one_hot": "num_classes", "bincount": "minlength"}[call.name], -1) in (-1, 0):
+        raise Local(f"takes the width of '{call.name}' from the largest number {OVER}", WIDTH)
+    if call.name == "one_hot":
+        return call.kind(t)
+    return Kind(ROWS) if call.kind(t) == Kind(ENDS) else Kind(SHARE)
+
+
+def multiplied(call: Call, out: Tensor) -> Kind | None:
+    """Products of matrices: what contracts rows is a share, and every row with every other one is local."""
+    a, b = (call.args[k] for k in PRODUCTS[call.name])
+    i, j = call.rows(a), call.rows(b)
+    if call.name != "outer":
+        last = call.name in ("linear", "inner")
+        if i == a.dim() - 1 or (j is not None and j == (b.dim() - 1 if last else max(b.dim() - 2, 0))):
+            share = Kind(SHARE, size=a.size(-1))
+            return added(call, share) if call.name in PRODUCTS_PLUS else share
+    if SHARE in call.whats:
+        raise Local(f"'{call.name}' makes use {SUMMED}", SUM_UP)
+    if i is not None and j is not None and (i - a.dim() != j - b.dim() or i >= a.dim() - 2):
+        raise Local(f"multiplies every row with every other one ('{call.name}') {OVER}", BEFORE)
+    if i is not None:
+        return Kind(ROWS, max(out.dim() - (a.dim() - i) + (b.dim() == 1 and call.name != "outer"), 0))
+    if j is None:  # of what is added to the product
+        return aligned(call, out)
+    return Kind(ROWS, max(out.dim() - (b.dim() - j) + (a.dim() == 1 and call.name != "outer"), 0))
+
+
+def summed(call: Call, out: Tensor) -> Kind | None:
+    """Products by Einstein's notation."""
+    equation, *operands = call.args
+    operands = list(operands[0]) if operands and isinstance(operands[0], (list, tuple)) else operands
+    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
+        return aligned(call, out)
+    left, right = equation.replace(" ", "").split("->")
+    rows = [(term, call.rows(t), t) for term, t in zip(left.split(","), operands, strict=True)]
+    letters = {term[row]: t.size(row) for term, row, t in rows if row is not None}
+    if not letters:
+        return aligned(call, out)
+    free = [letter for letter in letters if letter in right]
+    if len(free) > 1:
+        raise Local(f"combines every row with every other one ('einsum') {OVER}", BEFORE)
+    return Kind(ROWS, right.index(free[0])) if free else Kind(SHARE, size=max(letters.values()))
+
+
+def attended(call: Call, out: Tensor) -> Kind | None:
+    """Attention among rows, or distances between them."""
+    t, kind = call.first()
+    among = kind.dim == 0 if call.name == "multi_head_attention_forward" else kind.dim == t.dim() - 2
+    if among and (call.name != "cdist" or None not in (call.rows(call.args[0]), call.rows(call.args[1]))):
+        raise Local(f"takes '{call.name}' {OVER}", BEFORE)
+    return aligned(call, out)
+
+
+RULES: dict[Callable[[Call, Tensor], Kind | None], Iterable[str]] = {
+    permuted: PERMUTES, kept: CUTS, viewed: VIEWS, stacked: names("stack"), taken: names("select unbind"),
+    flat: names("nonzero argwhere masked_select where"), read: names("index_select gather"), chosen: names("getitem"),
+    scattered: names("scatter_add index_add scatter scatter_reduce index_reduce index_copy index_fill"),
+    counted: names("one_hot bincount"), multiplied: PRODUCTS, summed: names("einsum"),
+    attended: names("scaled_dot_product_attention multi_head_attention_forward cdist"),
+    normalised: {*NORMS, *LAYER_NORMS},
+}  # fmt: skip
+RULE = {name: rule for rule, found in RULES.items() for name in found}
+
+
+def of_share(call: Call) -> Kind | None:
+    """What comes of sums over this worker's rows."""
+    name, shares = call.name, [(t, k) for t, k in call.kinds if k is not None and k.what == SHARE]
+    if name in COMPARES:  # to ask whether there are any rows is no use of their number
+        return None
+    divisor = call.arg(DIVIDES[name], "other") if name in DIVIDES else None
+    kind = call.kind(divisor)
+    twice = name in {"mul", *PRODUCTS} and len(shares) > 1
+    if name in CURVED or twice or (kind is not None and kind.what == SHARE):
+        raise Local(f"takes '{name}' {SUMMED}", SUM_UP)
+    count = shares[0][1].size
+    if type(divisor) in (int, float) and divisor == count > 1:
+        why = f"divides a sum over this worker's {count} rows by their number, which is a mean {OVER}"
+        raise Local(why, MEAN, sure=False)  # it may be that of all workers, of whom only this one has some
+    out = Kind(SHARE, size=count)
+    return added(call, out) if name in ADDS | PRODUCTS_PLUS else out
+
+
+def of_loss(call: Call) -> Kind | None:
+    """What comes of a loss."""
+    if call.name == "grad":  # of parameters
+        return None
+    return added(call, Kind(LOSS)) if call.name in ARITHMETIC else Kind(SAME if call.name == "detach" else LOSS)
+
+
+def added(call: Call, kind: Kind) -> Kind:
+    """What is made of parameters alone must not join what has the gradient of this worker's share."""
+    # The bias of a linear layer, and a weight that is a factor of sums, have their places.
+    factors = PRODUCTS.get(call.name, ())
+    same = {id(t) for t in tensors([t for k, t in enumerate((*call.args, *call.kwargs.values())) if k not in factors])}
+    weighs = [t for t, k in call.kinds if k is not None and k.what == SAME and t.requires_grad and id(t) in same]
+    if weighs and torch.is_grad_enabled():
+        raise Local(
+            f"joins ('{call.name}') to a loss or a sum, of which each has its share, what {COUNTED}", REPLICATED
+        )
+    return kind

@@ -1,0 +1,178 @@
+r"""The audit of modules: which classes of torch and PyG would silently compute with the local nodes only.
+
+PyG's layers are exact on a sharded ``edge_index`` as long as they learn of other nodes from it alone. A batch
+normalisation or a pooling beside them looks at all rows that it is given, which are those of one worker.
+:func:`audit` looks at the modules that are running, and at all that these contain, before a layer streams.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from types import MethodType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch_geometric.backend
+import torch_geometric.typing
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyg_sar.distributed.group import size_of
+from pyg_sar.graph import ShardedGraph
+
+# What classes, and all classes of packages, do that look at all nodes or edges by other means than 'edge_index'.
+REASONS = {
+    "takes its statistics over all nodes or edges": "_BatchNorm HeteroBatchNorm",
+    "normalises over all nodes": "GraphNorm GraphSizeNorm InstanceNorm MeanSubtractionNorm PairNorm",
+    "normalises over all nodes (unless mode='node')": "LayerNorm",
+    "needs the edges in the order of their destinations": "GRUAggregation GraphMultisetTransformer "
+    "LCMAggregation LSTMAggregation MLPAggregation PatchTransformerAggregation SetTransformerAggregation "
+    "SortAggregation",
+    "optimises over all nodes at once": "EquilibriumAggregation",
+    "fails in PyG if a worker's first node has no in-edges; mean, max, min work on every graph": "QuantileAggregation",
+    "fails in PyG on a worker without edges": "FeaStConv",
+    "takes 'lambda_max' from all edge weights unless it is given (2.0 suits the normalisation 'sym')": "ChebConv",
+    "attends over all nodes": "GPSConv torch_geometric.nn.attention",
+    "averages over all nodes in its semantic attention": "HANConv",
+    "averages its losses over nodes and pairs of nodes": "GAE",
+    "averages its training loss over sampled edges": "SuperGATConv",
+    "chooses its code by a worker's edges (unless 'torch_geometric.backend.use_segment_matmul' is set)": "RGCNConv",
+    "compares all nodes": "torch_geometric.nn.pool",
+    "has a model of the whole graph": "MetaLayer",
+    "has weights for each node of the whole graph": "LightGCN LINKX",
+    "learns from random walks over the whole graph": "MetaPath2Vec Node2Vec",
+    "looks for neighbours among all nodes": "DynamicEdgeConv GravNetConv XConv",
+    "numbers the colours of all nodes": "WLConv",
+    "reads edges by their position": "MeshCNNConv",
+    "scales by the error of all nodes": "CorrectAndSmooth",
+    "sums up all nodes of a graph": "AttentiveFP DeepGraphInfomax NeuralFingerprint",
+}
+WHOLE_GRAPH = {name: reason for reason, names in REASONS.items() for name in names.split()}
+
+
+class Case(NamedTuple):
+    """A module that is audited.
+
+    Args:
+        layer: The module.
+        call: The local variables of its running method; none if it is not running.
+        graph: This worker's share of the graph, or None if there is none yet.
+    """
+
+    layer: Any
+    call: dict[str, Any]
+    graph: ShardedGraph | None
+
+
+def numbers_all_nodes(it: Case) -> bool:
+    """Return whether rows are those of all nodes in their order, as they are in one process."""
+    return size_of() == 1 if it.graph is None else it.graph.exchange.alone and it.graph.n_id is None
+
+
+def first_node_has_edges(it: Case) -> bool:
+    """Return whether PyG's quantiles can be computed of the edges of this worker."""
+    return it.graph is None or it.graph.num_dst == 0 or bool(it.graph.degree[0] > 0)
+
+
+def has_edges(it: Case) -> bool:
+    """Return whether this worker has an edge when the layer has added self-loops."""
+    return it.graph is None or it.graph.num_edges > 0 or (it.layer.add_self_loops and it.graph.num_dst > 0)
+
+
+def multiplies_alike(it: Case) -> bool:
+    """Return whether all workers choose the same way to multiply by the weights of relations."""
+    return not torch_geometric.typing.WITH_SEGMM or torch_geometric.backend.use_segment_matmul is not None
+
+
+# When they do not.
+UNLESS: dict[str, Callable[[Case], bool]] = {
+    "_BatchNorm": lambda it: not it.layer.training and it.layer.running_mean is not None,
+    "HeteroBatchNorm": lambda it: not it.layer.training and it.layer.track_running_stats,
+    "LayerNorm": lambda it: getattr(it.layer, "mode", "node") == "node",
+    "QuantileAggregation": first_node_has_edges,
+    "ChebConv": lambda it: "lambda_max" not in it.call or it.call["lambda_max"] is not None,
+    "FeaStConv": has_edges,
+    "RGCNConv": multiplies_alike,
+    "SuperGATConv": lambda it: not it.layer.training,
+    "CorrectAndSmooth": lambda it: not it.layer.autoscale,
+    "MetaLayer": lambda it: it.layer.global_model is None,
+    **dict.fromkeys(("LightGCN", "LINKX", "MetaPath2Vec", "Node2Vec"), numbers_all_nodes),
+}
+
+# The graphs for which the contents of a running module were audited, by its present call (see `call_of`).
+AUDITED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def audit(
+    running: Sequence[tuple[torch.nn.Module, dict[str, Any]]],
+    graph: ShardedGraph,
+    known: Iterable[torch.nn.Module] = (),
+) -> str:
+    r"""Return which module cannot run on a share of the graph, and why; nothing if all can.
+
+    What a module contains is audited once in each of its calls, however many layers ask for the graph meanwhile: the
+    time that a model takes is proportional to its size.
+
+    Args:
+        running (sequence): The modules that are running, the innermost first, and local variables of their methods.
+        graph (ShardedGraph): This worker's share of the graph.
+        known (iterable, optional): Modules of which whoever asks knows more than :data:`WHOLE_GRAPH`.
+            (default: :obj:`()`)
+    """
+    calls = {id(layer): call for layer, variables in running if (call := call_of(layer, variables)) is not None}
+    seen, looked = set(known), set()
+    for layer, variables in running:
+        audited = AUDITED.setdefault(calls[id(layer)], set()) if id(layer) in calls else set()
+        contents = () if graph in audited or layer in looked else inner_modules(layer, seen)
+        for module in chain([layer], contents):
+            if why := reason(module, variables if module is layer else {}, graph):
+                names = f"'{type(module).__name__}' in '{type(layer).__name__}'"
+                return f"{names} cannot run on a share of the graph, because it {why}"
+        audited.add(graph)
+        looked.add(layer)
+    return ""
+
+
+def call_of(layer: torch.nn.Module, variables: dict[str, Any]) -> MethodType | None:
+    """Return what lives as long as the present call of a module: the method that torch has bound to call it."""
+    bound = variables.get("forward_call")
+    return bound if type(bound) is MethodType and "forward" not in layer.__dict__ else None
+
+
+def inner_modules(layer: torch.nn.Module, seen: set[torch.nn.Module]) -> Iterable[torch.nn.Module]:
+    """Yield the modules within a layer that were not ``seen``, and add them; layers of this package look at their
+    aggregations themselves when they run.
+    """
+    for module in layer.modules():
+        aggr, cls = getattr(module, "aggr_module", None), cast(Any, type(module))
+        if aggr is not None and module is not layer and "pyg_sar" in packages(cls):
+            seen.update(aggr.modules())
+        if module is not layer and module not in seen:
+            yield module
+        seen.add(module)
+
+
+def reason(layer: torch.nn.Module, call: dict[str, Any] | None = None, graph: ShardedGraph | None = None) -> str:
+    """Return what a module does with all nodes or edges at once, or nothing; for arguments see :class:`Case`."""
+    it, cls = Case(layer, call or {}, graph), cast(Any, type(layer))
+    return next((WHOLE_GRAPH[n] for n in entries(cls) if not (n in UNLESS and UNLESS[n](it))), "")
+
+
+@functools.cache
+def packages(cls: type) -> set[str]:
+    """Return where a class and its base classes are from."""
+    return {base.__module__.partition(".")[0] for base in cls.__mro__}
+
+
+@functools.cache
+def entries(cls: type) -> list[str]:
+    """Return the entries that a class of torch or PyG and its subclasses have; pyg_sar's own ones know what they do."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        package = base.__module__.split(".")
+        if package[0] == "pyg_sar":
+            break
+        if package[0] in ("torch", "torch_geometric"):
+            names += [base.__name__, ".".join(package[:3])]
+    return [name for name in names if name in WHOLE_GRAPH]

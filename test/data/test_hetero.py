@@ -1,0 +1,312 @@
+"""Heterogeneous graphs: partitioned, loaded, and through every kind of model against PyG on the whole graph."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from support.nasty_graph import backward, close
+from support.sample_graphs import REAL, real
+from torch_geometric.data import HeteroData
+
+import pyg_sar
+from pyg_sar.data.datasets import dataset
+from pyg_sar.data.store import read_meta
+from pyg_sar.nn import convert, describe
+
+NODES = {"author": 31, "paper": 47, "venue": 5, "alone": 3}
+EDGES = {
+    ("author", "writes", "paper"): 160,
+    ("paper", "rev_writes", "author"): 150,
+    ("paper", "cites", "paper"): 190,
+    ("venue", "rev_in", "paper"): 47,
+    ("paper", "in", "venue"): 0,  # none at all
+}
+KINDS = [*NODES], [*EDGES]
+WIDTH = {"author": 6, "paper": 8, "venue": 3, "alone": 4}
+
+
+def graph():
+    g, data = torch.Generator().manual_seed(0), HeteroData()
+    for t, n in NODES.items():
+        data[t].x = torch.randn(n, WIDTH[t], generator=g, dtype=torch.float64)
+        data[t].num_nodes = n
+    data["paper"].train_mask = torch.rand(47, generator=g) < 0.5
+    for (s, r, t), m in EDGES.items():
+        data[s, r, t].edge_index = torch.stack([torch.randint(NODES[k], (m,), generator=g) for k in (s, t)])
+        data[s, r, t].edge_attr = torch.randn(m, 2, generator=g, dtype=torch.float64)
+    data.note = "a graph"
+    return data
+
+
+class Embed(torch.nn.Module):
+    """Features of all types become as wide as each other."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.lin = gnn.HeteroDictLinear(WIDTH, 8)
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x, edge_index, edge_attr):
+        x = self.lin(x)
+        for layer in self.layers:
+            x = {t: rows for t, rows in layer(x, edge_index).items() if rows is not None}
+        return x
+
+
+class Attributes(torch.nn.Module):
+    """A layer for each edge type, with edge features."""
+
+    def __init__(self):
+        super().__init__()
+        make = (
+            lambda: gnn.GATConv((-1, -1), 4, 2, add_self_loops=False, edge_dim=2),
+            lambda: gnn.GATv2Conv((-1, -1), 8, add_self_loops=False, edge_dim=2),
+            lambda: gnn.GINEConv(gnn.Linear(8, 8), edge_dim=2),
+            lambda: gnn.TransformerConv((-1, -1), 4, 2, edge_dim=2),
+            lambda: gnn.GeneralConv((8, 8), 8, 2, attention=True),
+        )
+        self.lin = gnn.HeteroDictLinear(WIDTH, 8)
+        self.conv = gnn.HeteroConv({it: layer() for it, layer in zip(EDGES, make, strict=True)}, aggr="mean")
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.conv(self.lin(x), edge_index, edge_attr_dict=edge_attr)
+
+
+class Homogeneous(torch.nn.Module):
+    """What ``to_hetero`` makes of a model for one type of nodes."""
+
+    def __init__(self, aggr):
+        super().__init__()
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = gnn.SAGEConv((-1, -1), 8), gnn.GraphConv((-1, -1), 8)
+
+            def forward(self, x, edge_index):
+                return self.second(self.first(x, edge_index).relu(), edge_index)
+
+        kinds = [t for t in NODES if t != "alone"], KINDS[1]
+        self.net = gnn.to_hetero(Net(), kinds, aggr)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.net({t: rows for t, rows in x.items() if t != "alone"}, edge_index)
+
+
+def simple(aggr):
+    return gnn.HeteroConv({it: gnn.SAGEConv((8, 8), 8, aggr) for it in EDGES}, aggr="sum")
+
+
+MODELS = {
+    "HeteroConv": lambda: Embed([simple("mean"), simple("max")]),
+    "attributes": Attributes,
+    "to_hetero": lambda: Homogeneous("sum"),
+    "HGTConv": lambda: Embed([gnn.HGTConv(8, 8, KINDS, 2), gnn.HGTConv(8, 6, KINDS, 3)]),
+    "HANConv": lambda: Embed([gnn.HANConv(8, 8, KINDS, 2)]),
+}
+
+
+try:
+    gnn.to_hetero(gnn.GraphSAGE(2, 2, 1), (["a"], [("a", "to", "a")]))
+except AttributeError:  # that of PyG 2.6 asks for an older torch
+    del MODELS["to_hetero"]
+
+
+def make(name, data):
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    with torch.no_grad():  # lazy layers
+        model(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
+    return model
+
+
+def leaves(data):
+    return {t: x.clone().requires_grad_() for t, x in data.x_dict.items()}
+
+
+def train(data, model, ids):
+    x = leaves(data)
+    out = model(x, data.edge_index_dict, data.edge_attr_dict)
+    loss = 0.0
+    for t in sorted(out):
+        weight = torch.randn(NODES[t], out[t].size(1), generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        loss = loss + (out[t] * weight[ids[t]]).sum()
+    loss.backward()
+    return out, x
+
+
+def check(group, folder, name, mode):
+    data, whole = pyg_sar.load(folder, group=group, remat=mode == 1), graph()
+    if mode == 3:
+        for it in EDGES:
+            data[it].edge_index = data[it].edge_index.merge()
+    reference = make(name, whole)
+    model = convert(copy.deepcopy(reference), group)
+    expected, every = train(whole, reference, {t: torch.arange(n) for t, n in NODES.items()})
+    out, mine = train(data, model, data.n_id_dict)
+    assert out.keys() == expected.keys()
+    for t in out:
+        close(out[t], expected[t][data[t].n_id], f"{name}: output {t}")
+    for t in mine:
+        grad = None if every[t].grad is None else every[t].grad[data[t].n_id]
+        close(mine[t].grad, grad, f"{name}: gradient of {t}")
+    for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        dist.all_reduce(grad, group=group)
+        close(grad, q.grad, f"{name}: gradient of {key}")
+    assert "one-shot" not in describe(model)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {}
+    for parts, method in ((1, "metis"), (2, "metis"), (3, "random")):
+        found[parts] = tmp_path_factory.mktemp("hetero") / "g"
+        pyg_sar.partition(graph(), parts, found[parts], method=method)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("size", "mode"), [(1, 1), (2, 1), (3, 1), (3, 3)])
+def test_models_equal_pyg(pool, folders, name, size, mode):
+    pool.run(size, check, folders[size], name, mode)
+
+
+def loaded(group, folder):
+    data = pyg_sar.load(folder, group=group)
+    whole = graph()
+    assert data.note == "a graph" and data.metadata() == whole.metadata()
+    for t in NODES:
+        assert data[t].num_nodes == len(data[t].n_id) and data[t].total_nodes == NODES[t]
+        assert torch.equal(data[t].x, whole[t].x[data[t].n_id])
+    assert torch.equal(data["paper"].train_mask, whole["paper"].train_mask[data["paper"].n_id])
+    for it in EDGES:
+        assert torch.equal(data[it].edge_attr, whole[it].edge_attr[data[it].e_id])
+        target = whole[it].edge_index[1, data[it].e_id]
+        assert torch.equal(data[it[2]].n_id[data[it].edge_index[1]], target)
+    return {k: v.tolist() for k, v in (data.n_id_dict | {str(it): data[it].e_id for it in EDGES}).items()}
+
+
+def test_parts_hold_everything_once(pool, folders):
+    found = pool.run(3, loaded, folders[3])
+    for t, n in NODES.items():
+        assert sorted(i for f in found for i in f[t]) == list(range(n))
+    for it, m in EDGES.items():
+        assert sorted(i for f in found for i in f[str(it)]) == list(range(m))
+
+
+def test_one_assignment_of_all_types(tmp_path):
+    report = pyg_sar.partition(graph(), 2, tmp_path / "g", order="id")
+    assert report["num_nodes"] == sum(NODES.values()) and report["num_edges"] == sum(EDGES.values())
+    assert report["cut_fraction"] < 0.5 and report["balance"]["nodes"] < 1.2
+    assert read_meta(tmp_path / "g")["node_types"] == [*NODES]
+    given = {t: torch.arange(n) % 2 for t, n in NODES.items()}
+    report = pyg_sar.partition(graph(), 2, tmp_path / "h", method=given)
+    assert report["method"] == "given" and report["nodes"] == [45, 41]
+
+
+def test_a_worker_without_nodes_of_a_type(pool, tmp_path):
+    given = {t: torch.ones(n, dtype=torch.long) if t == "venue" else torch.arange(n) % 2 for t, n in NODES.items()}
+    given["author"][:] = 0
+    pyg_sar.partition(graph(), 2, tmp_path / "g", method=given)
+    for name in MODELS:
+        pool.run(2, check, tmp_path / "g", name, 1)
+
+
+def test_errors(tmp_path):
+    data = graph()
+    data["author", "writes", "paper"].edge_index[1, 0] = 47
+    with pytest.raises(ValueError, match=r"destination ids in 'edge_index' of .*'writes'.* to be in \[0, 47\)"):
+        pyg_sar.partition(data, 2, tmp_path / "g")
+    data = graph()
+    del data["author", "writes", "paper"].edge_index
+    with pytest.raises(ValueError, match=r"needs an 'edge_index' of .*'writes'"):
+        pyg_sar.partition(data, 2, tmp_path / "g")
+    with pytest.warns(UserWarning, match=r"'paper.words' \(list\) is left out"):
+        data = graph()
+        data["paper"].words = [torch.zeros(1)]
+        pyg_sar.partition(data, 1, tmp_path / "h")
+    assert not (tmp_path / "g").exists()
+    info = json.loads((tmp_path / "h" / "part_0" / "part.json").read_text())
+    info["counts_by_type"][0]["nodes"] += 1
+    (tmp_path / "h" / "part_0" / "part.json").write_text(json.dumps(info))
+    with pytest.raises(RuntimeError, match=r"but its part\.json says"):
+        pyg_sar.load(tmp_path / "h")
+
+
+class Movies(torch.nn.Module):
+    """A model for a real graph."""
+
+    def __init__(self, kind, data):
+        super().__init__()
+        self.embed = gnn.HeteroDictLinear({t: x.size(1) for t, x in data.x_dict.items()}, 8)
+        kinds = data.metadata()
+        self.first = gnn.HGTConv(8, 8, kinds, 2) if kind == "HGT" else gnn.to_hetero(gnn.GraphSAGE(8, 8, 1), kinds)
+        convs = {it: gnn.SAGEConv(8, 3) for it in data.edge_types}
+        self.second = gnn.HGTConv(8, 3, kinds, 1) if kind == "HGT" else gnn.HeteroConv(convs)
+
+    def forward(self, data):
+        x = {t: rows.tanh() for t, rows in self.embed(data.x_dict).items()}
+        return self.second(self.first(x, data.edge_index_dict), data.edge_index_dict)["movie"]
+
+
+def train_on_movies(group, kind, folder):
+    """Return the losses; without a folder, those of PyG."""
+    data = dataset("IMDB", folder) if group is None else pyg_sar.load(folder, group=group)
+    torch.manual_seed(0)
+    for t in data.node_types:
+        data[t].x = data[t].x.double()
+    model, losses, movies = Movies(kind, data).double(), [], data["movie"]
+    if group is not None:
+        model = convert(model, group)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        out = model(data)[movies.train_mask]
+        loss = pyg_sar.global_mean(F.cross_entropy(out, movies.y[movies.train_mask], reduction="none"), group)
+        loss.backward()
+        if group is not None:
+            pyg_sar.sum_gradients(model, group)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@real
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", ["HGT", "SAGE"])
+def test_real_graph(pool, tmp_path, kind):
+    shutil.copytree(REAL / "IMDB" / "raw", tmp_path / "IMDB" / "raw")
+    expected = torch.tensor(train_on_movies(None, kind, tmp_path))
+    for workers in (1, 2, 4):
+        pyg_sar.partition(dataset("IMDB", tmp_path), workers, tmp_path / str(workers), order="id")
+        for losses in pool.run(workers, train_on_movies, kind, tmp_path / str(workers), timeout=120):
+            close(torch.tensor(losses), expected, "losses", 1e-8)
+
+
+def norm(group):
+    torch.manual_seed(0)
+    x, types = torch.randn(40, 6).double(), torch.randint(3, (40,))
+    reference = gnn.HeteroBatchNorm(6, 4, momentum=None).double()
+    torch.nn.init.normal_(reference.weight)
+    layer = convert(copy.deepcopy(reference), group)
+    mine = torch.arange(40) % 3 == group.rank() if group.rank() else torch.arange(40) % 3 == 0
+    for _ in range(2):
+        a, b = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+        expected, out = reference(a, types), layer(b, types[mine])
+        close(out, expected[mine], "output")
+        backward(expected, torch.arange(40), 40)
+        backward(out, mine.nonzero().view(-1), 40)
+        close(b.grad, a.grad[mine], "gradient")
+        for p, q in zip(layer.buffers(), reference.buffers(), strict=True):
+            close(p.double(), q.double(), "statistics")
+    close(layer.eval()(x[mine], types[mine]), reference.eval()(x, types)[mine], "evaluation")
+
+
+def test_hetero_batch_norm(pool):
+    pool.run(3, norm)

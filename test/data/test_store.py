@@ -1,0 +1,406 @@
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.sample_graphs import put_together, random_edges, read_part
+
+from pyg_sar.data import store
+from pyg_sar.data.split import Topology, split
+
+NUM_NODES, NUM_EDGES, NUM_PARTS = 30, 200, 3
+
+
+def shards(identity="a" * 32, num_nodes=NUM_NODES, **attrs):
+    edge_index = random_edges(num_nodes, NUM_EDGES)
+    part = torch.arange(num_nodes) % NUM_PARTS
+    for p, topology in enumerate(split(edge_index, part, part, NUM_PARTS)):
+        nodes = store.NodeRows(num_nodes, {"n_id": topology.src_id, **attrs.get("node_attrs", {})})
+        edges = store.EdgeRows(NUM_EDGES, topology, attrs.get("edge_attrs", {}))
+        types = {store.NODE: nodes}, {store.EDGE: edges}
+        yield store.Shard(p, NUM_PARTS, identity, *types, attrs.get("graph_attrs", {}))
+
+
+def topology_of(shard):
+    return shard.edges[store.EDGE].topology
+
+
+def write(folder, **changes):
+    with store.create(folder) as new:
+        for shard in shards(**changes):
+            store.write_part(new, shard)
+        store.write_meta(new, {"identity": shard.identity})
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path / "graph", node_attrs={"x": torch.randn(10, 2)})
+
+
+def edit(file: Path, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_topology_comes_back(folder):
+    read = [store.read_part(folder, p) for p in range(NUM_PARTS)]
+    assert put_together([topology_of(shard) for shard in read]).equal(random_edges(NUM_NODES, NUM_EDGES))
+    for shard, expected in zip(read, shards(), strict=True):
+        for key in ("part", "num_parts", "identity"):
+            assert getattr(shard, key) == getattr(expected, key)
+        assert (shard.nodes[store.NODE].total, shard.edges[store.EDGE].total) == (NUM_NODES, NUM_EDGES)
+        topology = topology_of(shard)
+        for field in dataclasses.fields(Topology):
+            found, wanted = getattr(topology, field.name), getattr(topology_of(expected), field.name)
+            if field.name == "num_src":
+                assert found == wanted
+                continue
+            many = isinstance(found, list)
+            for a, b in zip(found if many else [found], wanted if many else [wanted], strict=True):
+                assert (a is b is None) or (a.dtype == b.dtype and a.equal(b))
+        assert topology.dst_id is topology.src_id is shard.nodes[store.NODE].attrs["n_id"]
+
+
+@pytest.mark.parametrize(("num_edges", "version"), [(NUM_EDGES, 2), (3, 3)])
+def test_parts_have_the_oldest_version_that_can_hold_them(tmp_path, num_edges, version):
+    """Only row pointers over some of the destinations, of blocks with few edges, are new in version 3."""
+    edge_index, part = random_edges(NUM_NODES, num_edges), torch.arange(NUM_NODES) % 2
+    with store.create(tmp_path / "graph") as path:
+        for p, topology in enumerate(split(edge_index, part, part, 2)):
+            nodes = {store.NODE: store.NodeRows(NUM_NODES, {"n_id": topology.src_id})}
+            edges = {store.EDGE: store.EdgeRows(num_edges, topology, {})}
+            info = store.write_part(path, store.Shard(p, 2, "one", nodes, edges, {}))
+            assert info["version"] == version
+            assert any("rows" in name for name in info["files"]["graph"]["tensors"]) == (version == 3)
+    read = [store.read_part(tmp_path / "graph", p).edges[store.EDGE].topology for p in range(2)]
+    assert put_together(read).equal(edge_index)
+    assert all((rows is not None) == (version == 3) for topology in read for rows in topology.rows)
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_data_types_survive(tmp_path, dtype):
+    x = torch.randn(10, 3).mul(3).to(dtype)
+    assert store.can_hold(dtype)
+    folder = write(tmp_path / "graph", node_attrs={"x": x}, graph_attrs={"g": x[0]})
+    shard = read_part(folder, 1)
+    assert shard.node_attrs["x"].dtype == dtype and shard.node_attrs["x"].equal(x)
+    assert shard.graph_attrs["g"].dtype == dtype and shard.graph_attrs["g"].equal(x[0])
+
+
+def test_data_types_that_cannot_be_stored_are_known():
+    assert not store.can_hold(torch.complex128)
+
+
+def test_layouts_survive(tmp_path):
+    base = torch.arange(60.0)
+    attrs = {
+        "transposed": base.view(6, 10).t(),
+        "strided": base[::6],
+        "slice": base[20:30],
+        "expanded": torch.ones(1, 4).expand(10, 4),
+        "same": base,
+        "same again": base,
+        "empty": torch.empty(10, 0),
+        "empty too": torch.empty(0, 3, dtype=torch.bool),
+        "scalar": torch.tensor(2.5),
+        "parameter": torch.nn.Parameter(base[:10]),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
+    folder = write(tmp_path / "graph", node_attrs=attrs, edge_attrs=attrs, graph_attrs=attrs)
+    shard = read_part(folder, 2)
+    for level in (shard.node_attrs, shard.edge_attrs, shard.graph_attrs):
+        assert level.keys() == attrs.keys()
+        for key, value in attrs.items():
+            assert level[key].shape == value.shape and level[key].dtype == value.dtype
+            assert level[key].equal(value), key
+
+
+def test_plain_values_survive(tmp_path):
+    attrs = {"num_classes": 7, "rate": 0.5, "name": "Zoë", "deep": True, "names": ["a", "b"], "none": None}
+    folder = write(tmp_path / "graph", graph_attrs=attrs | {"t": torch.ones(2)})
+    found = read_part(folder, 0).graph_attrs
+    assert found.pop("t").equal(torch.ones(2))
+    assert found == attrs
+
+
+def test_parts_need_neither_the_whole_nor_each_other(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "part_1").rename(tmp_path / "elsewhere" / "part_1")
+    shutil.rmtree(folder)
+    assert store.read_part(tmp_path / "elsewhere", 1).part == 1
+
+
+def test_part_json_says_what_is_there(folder):
+    info = json.loads((folder / "part_1" / "part.json").read_text())
+    topology = read_part(folder, 1).topology
+    assert info["counts"] == {
+        "nodes": 10,
+        "edges": [col.numel() for col in topology.col],
+        "rows_in": [topology.num_src[0], 0, topology.num_src[2]],
+        "rows_out": [serve.numel() for serve in topology.serve],
+    }
+    assert info["files"]["nodes"]["tensors"] == {"x": ["float32", [10, 2]]}
+    for name, file in info["files"].items():
+        assert file["bytes"] == (folder / "part_1" / f"{name}.safetensors").stat().st_size
+
+
+HEAD = ["format", "version", "part", "num_parts", "identity"]
+LAYOUT = {
+    "without types": ({}, [*HEAD, "num_nodes", "num_edges", "counts", "files"], ["graph", "nodes", "edges", "attrs"]),
+    "with types": (
+        {store.NODE: "paper", store.EDGE: ("paper", "cites", "paper")},
+        [*HEAD, "node_types", "edge_types", "counts", "counts_by_type", "files"],
+        ["node_0", "graph_0", "edge_0", "attrs"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUT)
+def test_layout_of_a_part(tmp_path, kind):
+    names, keys, files = LAYOUT[kind]
+    attrs = {"node_attrs": {"x": torch.ones(10)}, "edge_attrs": {"w": torch.ones(3)}, "graph_attrs": {"name": "a"}}
+    with store.create(tmp_path / "graph") as new:
+        for shard in shards(**attrs):
+            nodes, edges = ({names.get(t, t): r for t, r in rows.items()} for rows in (shard.nodes, shard.edges))
+            store.write_part(new, dataclasses.replace(shard, nodes=nodes, edges=edges))
+    info = json.loads((tmp_path / "graph" / "part_1" / "part.json").read_text())
+    assert list(info) == keys and list(info["files"]) == files
+    assert {path.stem for path in (tmp_path / "graph" / "part_1").iterdir()} == {"part", *files}
+    shard = store.read_part(tmp_path / "graph", 1)
+    assert shard.typed == bool(names) and list(shard.nodes) == list(nodes) and list(shard.edges) == list(edges)
+    (nodes,), (edges,) = shard.nodes.values(), shard.edges.values()
+    assert nodes.total == NUM_NODES and nodes.attrs.keys() == {"n_id", "x"} and edges.attrs.keys() == {"w"}
+    assert edges.topology.src_id is edges.topology.dst_id is nodes.attrs["n_id"] and shard.attrs == {"name": "a"}
+
+
+def test_files_can_be_read_by_whom_the_umask_says(folder, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for path in folder.rglob("*"):
+        like = tmp_path / ("folder" if path.is_dir() else "file")
+        assert path.stat().st_mode == like.stat().st_mode
+
+
+def test_all_that_is_written_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, replace = set(), store.os.replace
+    monkeypatch.setattr(store.os, "fsync", lambda descriptor: synced.add(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def check(source, target):
+        assert synced == {str(path) for path in (source, *source.rglob("*"))}
+        replace(source, target)
+
+    monkeypatch.setattr(store.os, "replace", check)
+    write(tmp_path / "graph")
+    assert str(tmp_path) in synced, "the new name is durable, too"
+
+
+# What can be wrong with a folder: each error says what was found, what was expected, what to do.
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"There is no folder '.*nowhere'.*pyg-sar partition"):
+        store.read_part(tmp_path / "nowhere", 0)
+
+
+def test_missing_part(folder):
+    with pytest.raises(
+        FileNotFoundError, match=r"part_3/part.json' is missing.*part_0, part_1, part_2.*as many workers"
+    ):
+        store.read_part(folder, 3)
+
+
+def test_foreign_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds nothing"):
+        store.read_part(tmp_path, 0)
+    (tmp_path / "part_0").mkdir()
+    (tmp_path / "part_0" / "part.json").write_text('{"format": "other"}')
+    with pytest.raises(ValueError, match=r"not written by pyg_sar, expected .*pyg_sar partition"):
+        store.read_part(tmp_path, 0)
+
+
+@pytest.mark.parametrize("text", ["", '{"format": ', "[1]"])
+def test_damaged_part_json(folder, text):
+    (folder / "part_0" / "part.json").write_text(text)
+    with pytest.raises(ValueError, match=r"part_0/part\.json' (is truncated or damaged|was not written by pyg_sar)"):
+        store.read_part(folder, 0)
+
+
+def test_newer_format(folder):
+    edit(folder / "part_0" / "part.json", version=4)
+    with pytest.raises(ValueError, match=r"has format version 4, but this pyg_sar reads 2 and 3. Install"):
+        store.read_part(folder, 0)
+
+
+@pytest.mark.parametrize("name", ["graph", "nodes", "edges", "attrs"])
+@pytest.mark.parametrize("keep", [0, 5, -1])
+def test_truncated_file(folder, name, keep):
+    file = folder / "part_0" / f"{name}.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:keep])
+    size = len(content[:keep])
+    message = rf"{name}\.safetensors' is truncated.*found {size} bytes, expected {len(content)}.*Copy the part"
+    with pytest.raises(ValueError, match=message):
+        store.read_part(folder, 0, verify=False)
+
+
+def test_missing_file(folder):
+    (folder / "part_0" / "edges.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"edges\.safetensors' is missing.*Copy the part folder again"):
+        store.read_part(folder, 0)
+
+
+def test_flipped_bit_is_seen_by_the_checksum(folder):
+    file = folder / "part_0" / "nodes.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"nodes\.safetensors' is damaged: its checksum"):
+        store.read_part(folder, 0)
+    assert store.read_part(folder, 0, verify=False).part == 0
+
+
+@pytest.mark.parametrize("name", ["part.json", "graph.safetensors", "nodes.safetensors", "attrs.safetensors"])
+def test_files_of_two_partitions(folder, tmp_path, name):
+    other = write(tmp_path / "other", identity="b" * 32, node_attrs={"x": torch.randn(10, 2)})
+    shutil.copy(other / "part_0" / name, folder / "part_0" / name)
+    with pytest.raises(ValueError, match=r"two partitions are mixed: .*(aaaa.*bbbb|bbbb.*aaaa).*Copy the part folder"):
+        store.read_part(folder, 0)
+
+
+def test_renamed_part(folder):
+    shutil.rmtree(folder / "part_0")
+    (folder / "part_1").rename(folder / "part_0")
+    with pytest.raises(ValueError, match="holds part 1, expected 0"):
+        store.read_part(folder, 0)
+
+
+def test_file_of_another_shape(folder, tmp_path):
+    other = write(tmp_path / "other", node_attrs={"x": torch.randn(10, 3)})
+    shutil.copy(other / "part_0" / "nodes.safetensors", folder / "part_0" / "nodes.safetensors")
+    with pytest.raises(ValueError, match=r"does not fit part.json"):
+        store.read_part(folder, 0, verify=False)
+
+
+def test_wrong_counts(folder):
+    file = folder / "part_0" / "part.json"
+    counts = json.loads(file.read_text())["counts"] | {"nodes": 11}
+    edit(file, counts=counts)
+    with pytest.raises(ValueError, match=r"holds .*'nodes': 10.* but its part\.json says .*'nodes': 11"):
+        store.read_part(folder, 0)
+
+
+# Writing: all or nothing.
+
+
+def test_existing_folder_is_kept(folder):
+    before = store.read_meta(folder)
+    with pytest.raises(FileExistsError, match=r"exists already\. Choose another folder, or pass overwrite=True"):
+        write(folder, identity="b" * 32)
+    assert store.read_meta(folder) == before
+
+
+def test_overwrite_replaces_the_whole(folder, tmp_path):
+    (folder / "part_7").mkdir()
+    with store.create(folder, overwrite=True) as new:
+        assert store.read_part(folder, 0).identity == "a" * 32, "the old one is there while the new one is made"
+        for shard in shards("b" * 32):
+            store.write_part(new, shard)
+        store.write_meta(new, {"identity": "b" * 32})
+    assert store.read_part(folder, 0).identity == "b" * 32
+    assert sorted(path.name for path in folder.iterdir()) == ["meta.json", "part_0", "part_1", "part_2"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_overwrite_keeps_its_hands_off_other_folders(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("Let")
+    with pytest.raises(ValueError, match=r"will not be replaced, because it holds no partition.*chapter\.tex"):
+        store.create(tmp_path / "thesis", overwrite=True).__enter__()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="will not be replaced"):
+        store.create(tmp_path / "file", overwrite=True).__enter__()
+
+
+def test_overwrite_of_an_empty_folder(tmp_path):
+    (tmp_path / "graph").mkdir()
+    with store.create(tmp_path / "graph", overwrite=True) as new:
+        store.write_meta(new, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["graph"]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_failing_write_leaves_nothing(tmp_path, monkeypatch, error, overwrite):
+    out = tmp_path / "graph"
+    if overwrite:
+        write(out)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    save_file = store.save_file
+
+    def fail_later(tensors, file, metadata):
+        if file.parent.name == "part_1" and file.name == "edges.safetensors":
+            raise error
+        save_file(tensors, file, metadata)
+
+    monkeypatch.setattr(store, "save_file", fail_later)
+    with pytest.raises(type(error)), store.create(out, overwrite) as new:
+        for shard in shards("b" * 32):
+            store.write_part(new, shard)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert list(tmp_path.iterdir()) == ([out] if overwrite else [])
+
+
+def test_failing_rename_brings_the_old_one_back(folder, tmp_path, monkeypatch):
+    replace = store.os.replace
+
+    def fail_once(source, target):
+        if Path(source).suffix == ".new":
+            raise OSError("no")
+        replace(source, target)
+
+    monkeypatch.setattr(store.os, "replace", fail_once)
+    with pytest.raises(OSError, match="no"), store.create(folder, overwrite=True) as new:
+        store.write_meta(new, {})
+    assert store.read_part(folder, 0).identity == "a" * 32
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_two_writers_of_one_folder(tmp_path):
+    with pytest.raises(OSError), store.create(tmp_path / "graph") as first:
+        store.write_meta(first, {"identity": "first"})
+        with store.create(tmp_path / "graph") as second:
+            store.write_meta(second, {"identity": "second"})
+    assert store.read_meta(tmp_path / "graph")["identity"] == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["graph"]
+
+
+def test_parents_are_made_and_links_followed(tmp_path):
+    write(tmp_path / "a" / "b" / "graph")
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b" / "graph")
+    with store.create(tmp_path / "link", overwrite=True) as new:
+        store.write_meta(new, {"identity": "new"})
+    assert store.read_meta(tmp_path / "a" / "b" / "graph")["identity"] == "new"
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_nothing_is_unpickled():
+    assert "pickle" not in Path(store.__file__).read_text().replace("unpickled", "")
+    assert "torch.load" not in Path(store.__file__).read_text()

@@ -1,0 +1,440 @@
+"""Message flows hold what the requested nodes depend on and nothing else, and compute what the whole graph does."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_geometric.nn
+from support.layer_check import inputs, leaf
+from support.nasty_graph import NUM_NODES, Share, assignment, close, edges, share
+
+import pyg_sar.nn
+from pyg_sar import message_flow_graphs, record_traffic, shard
+from pyg_sar.aggregate import reduce_rows
+from pyg_sar.distributed.traffic import Traffic
+
+EDGES = edges()
+TARGETS = {
+    "few": torch.tensor([3, 11, 17, 40, 59]),
+    "one": torch.tensor([30]),  # most workers request nothing
+    "lonely": torch.tensor([7]),  # no edges at all
+    "all": torch.arange(NUM_NODES),
+    "none": torch.tensor([], dtype=torch.long),
+}
+GRID = [
+    *[(mode, method, prefetch, "few") for mode in (1, 2, 3) for method, prefetch in (("random", 0), ("empty", 1))],
+    *[(1, "metis", 2, target) for target in ("one", "lonely", "all", "none")],
+    *[(3, "empty", 0, target) for target in ("one", "none")],
+]
+
+
+def requested(target: str) -> torch.Tensor:
+    return torch.zeros(NUM_NODES, dtype=torch.bool).index_fill(0, TARGETS[target], True)
+
+
+def levels(target: str, num_layers: int) -> list[set[int]]:
+    """The nodes that are computed before, between and after the layers, from the edges alone."""
+    found = [set(TARGETS[target].tolist())]
+    for _ in range(num_layers):
+        found.insert(0, found[0] | {s for s, d in EDGES.t().tolist() if d in found[0]})
+    return found
+
+
+def pieces(num_parts: int, method: str, mode: int) -> Share:
+    """The whole graph in one process, in pieces."""
+    part = None if method == "contiguous" else assignment(method, num_parts)
+    it = shard(EDGES, NUM_NODES, num_parts, assignment=part).replace(remat=mode == 1)
+    nodes = torch.arange(NUM_NODES)
+    return Share(it.merge() if mode == 3 else it, nodes, nodes, torch.arange(EDGES.size(1)))
+
+
+# What it holds
+
+
+def endpoints(layer):
+    """Global ids of sources and destinations of the edges."""
+    graph = layer.graph
+    exchange = graph.exchange.one_shot()
+    ((_, ids),) = exchange.pull([graph.n_id], exchange.order(1), Traffic().forward)
+    source, row = graph.coo()
+    return torch.stack([ids[source], graph.n_id[row]])
+
+
+def contents(group, method, mode, target, num_layers):
+    mine = share(group, EDGES, assignment(method, group.size()), mode=mode, prefetch=2, comm_dtype=torch.bfloat16)
+    mask = requested(target)[mine.src]
+    flow = message_flow_graphs(mine.edge_index, mask, num_layers)
+    assert torch.equal(flow.node_rows[: mask.sum()], mask.nonzero().view(-1))
+    assert torch.equal(mine.src[flow.node_rows], flow.edge_indices[0].graph.n_id)
+    found = []
+    for layer, positions in zip(flow.edge_indices, flow.edge_rows, strict=True):
+        graph = layer.graph
+        assert graph.seeds is mine.edge_index.graph.seeds and graph.remat == mine.edge_index.graph.remat
+        assert torch.equal(graph.e_id, mine.edge[positions])
+        assert torch.equal(endpoints(layer), EDGES[:, graph.e_id])
+        assert all(block.col.dtype == block.rowptr.dtype == torch.int32 for block in graph.blocks)
+        ours, theirs = (vars(it.graph.exchange) for it in (layer, mine.edge_index))
+        assert all(ours.get(name) is theirs.get(name) for name in ("log", "group", "prefetch"))
+        assert group.size() == 1 or ours["channel"].comm_dtype is theirs["channel"].comm_dtype is torch.bfloat16
+        found.append((graph.n_id, graph.n_id[: graph.num_dst], graph.e_id))
+    for (_, dst, _), (src, _, _) in itertools.pairwise(found):
+        assert torch.equal(dst, src)
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("mode", [1, 3])
+@pytest.mark.parametrize(("workers", "method"), [(1, "random"), (2, "metis"), (3, "empty"), (4, "random")])
+def test_exactly_what_the_requested_nodes_depend_on(pool, workers, method, mode, target):
+    expected, part = levels(target, 3), assignment(method, workers)
+    for rank, layers in enumerate(pool.run(workers, contents, method, mode, target, 3)):
+        for k, (src, dst, e_id) in enumerate(layers):
+            assert sorted(src.tolist()) == sorted(i for i in expected[k] if part[i] == rank)
+            assert sorted(dst.tolist()) == sorted(i for i in expected[k + 1] if part[i] == rank)
+            into = [e for e, d in enumerate(EDGES[1].tolist()) if d in expected[k + 1] and part[d] == rank]
+            assert sorted(e_id.tolist()) == into
+
+
+def traffic(group, mode):
+    """Bytes of a layer of sums, forward and backward, and what they must be: a row for each reader of it."""
+    rank, part = dist.get_rank(group), assignment("random", group.size())
+    mine = share(group, EDGES, part, mode=mode)
+    flow = message_flow_graphs(mine.edge_index, requested("few")[mine.src], 2)
+    x = torch.randn(len(flow.node_rows), 8, requires_grad=True)
+    with record_traffic(mine.edge_index) as records:
+        h = reduce_rows(flow.edge_indices[0].graph, x, "sum")
+        reduce_rows(flow.edge_indices[1].graph, h, "sum").sum().backward()
+    found = [(t.forward_received, t.forward_sent, t.backward_received, t.backward_sent) for t in records]
+    expected = []
+    for into in levels("few", 2)[1:]:
+        reads = {(s, int(part[d])) for s, d in EDGES.t().tolist() if d in into and part[s] != part[d]}
+        received = 32 * sum(reader == rank for _, reader in reads)
+        sent = 32 * sum(int(part[s]) == rank for s, _ in reads)
+        expected.append((received, sent, sent, received))
+    return found, expected
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_only_rows_that_are_needed_travel(pool, workers, mode):
+    for found, expected in pool.run(workers, traffic, mode):
+        assert found == expected
+
+
+# What it computes
+
+S, C, A, R = "SAGEConv", "GCNConv", "GATConv", "RGCNConv"
+V, D, F, G = "GATv2Conv", "TransformerConv", "FastRGCNConv", "GINConv"
+LAYERS = [
+    *((S, (8, 8), {"aggr": aggr}, "") for aggr in ("mean", "max")),
+    (S, (8, 8), {"project": True, "normalize": True}, ""),
+    *((C, (8, 8), options, "") for options in ({}, {"improved": True}, {"add_self_loops": False})),
+    (C, (8, 8), {"normalize": False}, "w"),
+    (G, (), {"nn": (8, 8), "train_eps": True}, ""),
+    (A, (8, 4), {"heads": 2, "residual": True}, ""),
+    (A, (8, 4), {"heads": 2, "edge_dim": 3, "fill_value": "mean"}, "a"),
+    (A, (8, 4), {"heads": 2, "add_self_loops": False}, ""),
+    (V, (8, 4), {"heads": 2}, ""),
+    (V, (8, 4), {"heads": 2, "share_weights": True, "residual": True, "edge_dim": 3}, "a"),
+    (D, (8, 4), {"heads": 2, "edge_dim": 3, "beta": True}, "a"),
+    (R, (8, 8, 5), {}, "t"),
+    (R, (8, 8, 5), {"num_bases": 2}, "t"),
+    (R, (8, 8, 5), {"aggr": "max"}, "t"),
+    (F, (8, 8, 5), {"num_blocks": 2}, "t"),
+]
+ONE_SHOT = [(S, (8, 8), {"aggr": "std"}, ""), (A, (8, 4), {"heads": 2, "aggr": "max"}, "")]
+
+
+def stack(nn, name, args, kwargs):
+    """Two layers."""
+    torch.manual_seed(0)
+    inner = [{"nn": torch.nn.Linear(*kwargs["nn"])} if "nn" in kwargs else {} for _ in range(2)]
+    return torch.nn.ModuleList([getattr(nn, name)(*args, **{**kwargs, **more}) for more in inner]).double()
+
+
+def run(convs, x, layers, extra, rows):
+    """Output for the first rows, and all gradients; ``extra`` has an edge input for each layer, or none."""
+    convs.zero_grad()
+    h = x
+    for conv, layer, more in zip(convs, layers, extra, strict=True):
+        h = conv(h, layer, *more).tanh()
+    h = h if rows is None else h[rows]
+    weight = torch.randn(NUM_NODES, h.size(1), generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return h, weight
+
+
+@functools.cache
+def everything():
+    return torch.randn(NUM_NODES, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def expect(name, args, kwargs, roles, target):
+    """PyG on the whole graph."""
+    convs, x, (extra,) = stack(torch_geometric.nn, name, args, kwargs), leaf(everything()), [edge_inputs(roles)]
+    h, weight = run(convs, x, [EDGES] * 2, extra, TARGETS[target])
+    (h * weight[TARGETS[target]]).sum().backward()
+    return h.detach(), x.grad, [[e.grad for e in more] for more in extra], [p.grad for p in convs.parameters()]
+
+
+def edge_inputs(roles):
+    """Inputs of each of the two layers."""
+    return [[leaf(e) for e in inputs(roles, EDGES.size(1), torch.float64)] for _ in range(2)]
+
+
+def compare(mine, name, args, kwargs, roles, target, what, total, known):
+    """Compare a flow over a share of the graph with PyG; ``total`` sums over the workers."""
+    if target not in known:
+        known[target] = expect(name, args, kwargs, roles, target)
+    expected, d_x, d_extra, d_params = known[target]
+    flow = message_flow_graphs(mine.edge_index, requested(target)[mine.src], 2)
+    convs, x = stack(pyg_sar.nn, name, args, kwargs), leaf(everything()[mine.src[flow.node_rows]])
+    extra = edge_inputs(roles)
+    local = [[leaf(e[mine.edge[p]]) for e in more] for more, p in zip(extra, flow.edge_rows, strict=True)]
+    h, weight = run(convs, x, flow.edge_indices, local, None)
+    ids = mine.src[requested(target)[mine.src]]
+    out = torch.zeros(NUM_NODES, h.size(1), dtype=torch.float64)
+    out[TARGETS[target]] = expected
+    close(h, out[ids], f"{what}: output")
+    (h * weight[ids]).sum().backward()
+    found = torch.zeros_like(d_x)
+    found[mine.src[flow.node_rows]] = x.grad
+    close(total(found), d_x, f"{what}: x")
+    for k, (more, grads) in enumerate(zip(local, d_extra, strict=True)):
+        for e, grad in zip(more, grads, strict=True):
+            if grad is not None:
+                found = torch.zeros_like(grad)
+                found[mine.edge[flow.edge_rows[k]]] = e.grad
+                close(total(found), grad, f"{what}: edge input of layer {k}")
+    for (key, p), grad in zip(convs.named_parameters(), d_params, strict=True):
+        close(total(torch.zeros_like(p) if p.grad is None else p.grad), grad, f"{what}: {key}")
+
+
+def check(group, name, args, kwargs, roles):
+    def total(t):
+        t = t.clone()
+        dist.all_reduce(t, group=group)
+        return t
+
+    known = {}
+    for mode, method, prefetch, target in GRID:
+        mine = share(group, EDGES, assignment(method, group.size()), mode=mode, prefetch=prefetch)
+        what = f"{name} {kwargs} {target} mode {mode} {method} prefetch {prefetch} rank {dist.get_rank(group)}"
+        compare(mine, name, args, kwargs, roles, target, what, total, known)
+    return len(GRID)
+
+
+@pytest.mark.parametrize(
+    ("workers", "name", "args", "kwargs", "roles"),
+    [*((n, *layer) for layer in LAYERS for n in (1, 2, 4)), *((2, *layer) for layer in ONE_SHOT)],
+)
+def test_equals_pyg_on_the_whole_graph(pool, workers, name, args, kwargs, roles):
+    assert pool.run(workers, check, name, args, kwargs, roles) == [len(GRID)] * workers
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "name", "args", "kwargs", "roles"),
+    [*((n, *layer) for layer in LAYERS for n in (1, 3)), *((3, *layer) for layer in ONE_SHOT)],
+)
+def test_equals_pyg_in_pieces_of_one_process(num_parts, name, args, kwargs, roles):
+    known = {}
+    for mode, method, target in itertools.product((1, 2, 3), ("contiguous", "empty"), ("few", "lonely", "none")):
+        mine, what = pieces(num_parts, method, mode), f"{name} {kwargs} {target} mode {mode} {method}"
+        compare(mine, name, args, kwargs, roles, target, what, lambda t: t, known)
+
+
+def sums(group):
+    """Sums over the rows of a flow against those over all rows, bit by bit."""
+    mine = share(group, EDGES, assignment("random", group.size()))
+    flow = message_flow_graphs(mine.edge_index, requested("few")[mine.src], 2)
+    h, part = everything()[mine.src], everything()[mine.src[flow.node_rows]]
+    for layer in flow.edge_indices:
+        h, part = (reduce_rows(it.graph, t, "mean") for it, t in ((mine.edge_index, h), (layer, part)))
+    assert len(part) == len(TARGETS["few"][torch.isin(TARGETS["few"], mine.src)])
+    assert torch.equal(part, h[requested("few")[mine.src]])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_sums_are_those_of_the_whole_graph_bit_for_bit(pool, workers):
+    pool.run(workers, sums)
+
+
+class GAT(torch.nn.Module):
+    """Three layers with attention dropout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = torch.nn.ModuleList(pyg_sar.nn.GATConv(8, 4, 2, dropout=0.5) for _ in range(3)).double()
+
+    def forward(self, x, layers):
+        for conv, edge_index in zip(self.convs, layers, strict=True):
+            x = conv(x, edge_index).tanh()
+        return x
+
+
+def dropped(group, mode):
+    """Output and gradients on a flow, and on the whole graph with the same seeds."""
+    mine, model, results = share(group, EDGES, assignment("random", group.size()), mode=mode), GAT(), []
+    mask = requested("few")[mine.src]
+    flow = message_flow_graphs(mine.edge_index, mask, 3)
+    for rows, layers, chosen in ((flow.node_rows, flow.edge_indices, None), (slice(None), [mine.edge_index] * 3, mask)):
+        mine.edge_index.graph.seeds.manual_seed(6)
+        model.zero_grad()
+        h = model(everything()[mine.src[rows]], layers)
+        h = h if chosen is None else h[chosen]
+        h.square().sum().backward()
+        out = torch.zeros(NUM_NODES, 8, dtype=torch.float64)
+        out[mine.src[mask]] = h.detach()
+        found = [out, *(p.grad for p in model.parameters())]
+        for t in found:
+            dist.all_reduce(t, group=group)
+        results.append(found)
+    return results
+
+
+@pytest.mark.parametrize("mode", [1, 3])
+def test_attention_dropout_has_the_masks_of_the_whole_graph(pool, mode):
+    one, two, four = (pool.run(workers, dropped, mode)[0] for workers in (1, 2, 4))
+    assert one[0][0].abs().sum() > 0
+    for results in (one, two, four):
+        for found in results:
+            for f, e in zip(found, one[1], strict=True):
+                close(f, e, "with dropout")
+
+
+def test_rgcn_without_features():
+    torch.manual_seed(0)
+    types = torch.randint(5, (EDGES.size(1),))
+    layer = pyg_sar.nn.RGCNConv(NUM_NODES, 4, 5).double()
+    expected = layer(None, EDGES, types)[TARGETS["few"]]
+    flow = message_flow_graphs(shard(EDGES, NUM_NODES, 3), requested("few"), 1)
+    for x in (None, flow.node_rows):
+        close(layer(x, flow.edge_indices[0], types[flow.edge_rows[0]]), expected, "node ids")
+
+
+def test_modes_and_devices_of_a_layer():
+    x, layer = everything(), pyg_sar.nn.GCNConv(8, 4).double()
+    expected = layer(x, EDGES)[TARGETS["few"]]
+    flow = message_flow_graphs(shard(EDGES, NUM_NODES, 3), requested("few"), 1)
+    (edge_index,) = flow.edge_indices
+    for it in (edge_index, edge_index.merge(), edge_index.replace(remat=False)):
+        close(layer(x[flow.node_rows], it), expected, "output")
+    moved = edge_index.to("meta").graph
+    assert moved.blocks[0].col.is_meta and moved.source_degree.is_meta
+
+
+def test_in_inference_mode():
+    x, layer = everything(), pyg_sar.nn.SAGEConv(8, 4).double()
+    with torch.inference_mode():
+        flow = message_flow_graphs(shard(EDGES, NUM_NODES, 2), requested("few"), 1)
+        close(layer(x[flow.node_rows], flow.edge_indices[0]), layer(x, EDGES)[TARGETS["few"]], "inference")
+    layer(x[flow.node_rows], flow.edge_indices[0]).sum().backward()
+
+
+# What it refuses
+
+
+@pytest.fixture
+def layer_of_flow():
+    return message_flow_graphs(shard(EDGES, NUM_NODES, 2), requested("few"), 1).edge_indices[0]
+
+
+PYG = [
+    ("SAGEConv", (8, 4), {}),
+    ("GATConv", (8, 4), {"heads": 2}),
+    ("GATv2Conv", (8, 4), {"heads": 2}),
+    ("GraphConv", (8, 4), {"aggr": "mean"}),
+]
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize(("name", "args", "kwargs"), PYG)
+def test_layers_of_pyg_take_a_pair(name, args, kwargs, num_parts):
+    torch.manual_seed(0)
+    layer, x = getattr(torch_geometric.nn, name)(*args, **kwargs).double(), leaf(everything())
+    out = layer(x, EDGES)[TARGETS["few"]]
+    (expected,) = torch.autograd.grad(out.square().sum(), x)
+    flow = message_flow_graphs(shard(EDGES, NUM_NODES, num_parts), requested("few"), 1)
+    h = x[flow.node_rows]
+    found = layer((h, h[: flow.edge_indices[0].graph.num_dst]), flow.edge_indices[0])
+    close(found, out, name)
+    close(torch.autograd.grad(found.square().sum(), x)[0], expected, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "why"),
+    [
+        ("SAGEConv", (8, 4), {}, "no in-edges of the sources"),
+        ("GCNConv", (8, 4), {}, "self-loop"),
+        ("GCNConv", (8, 4), {"add_self_loops": False}, "no in-edges of the sources"),  # degrees of sources
+        ("GATConv", (8, 4), {"add_self_loops": False}, "no in-edges of the sources"),
+        ("TAGConv", (8, 4), {"normalize": False}, "no in-edges of the sources"),  # several hops
+        ("SAGEConv", (8, 4), {"flow": "target_to_source"}, "all out-edges"),
+    ],
+)
+def test_layers_of_pyg_that_would_be_wrong_are_refused(layer_of_flow, name, args, kwargs, why):
+    layer, x = getattr(torch_geometric.nn, name)(*args, **kwargs), torch.randn(layer_of_flow.graph.num_src, 8)
+    with pytest.raises(NotImplementedError, match=why):
+        layer(x, layer_of_flow)
+
+
+def test_degrees_of_sources_by_hand_are_refused(layer_of_flow):
+    src, dst = layer_of_flow
+    degree = torch.zeros(layer_of_flow.graph.num_src).scatter_add(0, dst, torch.ones(len(dst)))
+    with pytest.raises(NotImplementedError, match="no in-edges of the sources"):
+        degree[src]
+    with pytest.raises(NotImplementedError, match="all out-edges"):
+        torch.zeros(layer_of_flow.graph.num_src).scatter_add(0, src, torch.ones(len(dst)))
+
+
+def test_gcn_refuses_weights_that_it_would_have_to_normalise(layer_of_flow):
+    weight, x = torch.rand(layer_of_flow.size(1)), torch.randn(layer_of_flow.graph.num_src, 8)
+    with pytest.raises(ValueError, match=r"'pyg-sar partition --gcn-norm'.*'normalize=False'"):
+        pyg_sar.nn.GCNConv(8, 4)(x, layer_of_flow, weight)
+
+
+def test_rows_of_all_nodes_are_refused(layer_of_flow):
+    with pytest.raises(ValueError, match=r"'x\[flow\.node_rows\]'"):
+        pyg_sar.nn.SAGEConv(8, 4)(torch.randn(NUM_NODES, 8), layer_of_flow)
+
+
+@pytest.mark.parametrize(
+    ("edge_index", "error", "why"),
+    [
+        (EDGES, TypeError, "'pyg_sar.load'"),
+        (shard(EDGES, (NUM_NODES, NUM_NODES)), ValueError, "between two sets of nodes"),
+        (
+            message_flow_graphs(shard(EDGES, NUM_NODES), requested("all"), 1).edge_indices[0],
+            ValueError,
+            "a layer of a message-flow graph",
+        ),
+    ],
+)
+def test_other_graphs_are_refused(edge_index, error, why):
+    with pytest.raises(error, match=why):
+        message_flow_graphs(edge_index, requested("few"), 1)
+
+
+WRONG = {
+    "shape": (lambda mask: mask[1:], 2, r"rank 1: expected 'mask' to hold a boolean for each of its \d+ nodes"),
+    "dtype": (lambda mask: mask.long(), 2, r"rank 1: .*torch\.int64 of shape"),
+    "kind": (lambda mask: None, 2, "rank 1: .*NoneType"),
+    "zero layers": (lambda mask: mask, 0, r"rank 1: .*at least 1 \(got 0\)"),
+    "other layers": (lambda mask: mask, 3, r"differ in 'num_layers' \(rank 0: 2, rank 1: 3, rank 2: 2\)"),
+}
+
+
+def wrong_on_one(group, what, mode):
+    mine = share(group, EDGES, assignment("random", group.size()), mode=mode)
+    change, num_layers, why = WRONG[what]
+    odd, mask = dist.get_rank(group) == 1, requested("few")[mine.src]
+    with pytest.raises(ValueError, match=rf"^\[rank {dist.get_rank(group)}\] (?s:.*){why}"):
+        message_flow_graphs(mine.edge_index, change(mask) if odd else mask, num_layers if odd else 2)
+
+
+@pytest.mark.parametrize("mode", [1, 3])
+@pytest.mark.parametrize("what", WRONG)
+def test_all_workers_hear_of_a_wrong_argument(pool, what, mode):
+    pool.run(3, wrong_on_one, what, mode)

@@ -1,0 +1,114 @@
+"""Benchmarks on tiny graphs: they run, and write what they say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script, *args):
+    """Run a benchmark as the README says."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, f"benchmarks/{script}.py", *map(str, args)]
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    if done.returncode == 77:  # the machine does not permit what it takes
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.grid
+def test_layers(tmp_path):
+    """It validates every implementation before it measures."""
+    pytest.importorskip("matplotlib")
+    sizes = ["--nodes", 300, "--edges", 2000, "--repetitions", 1, "--warmups", 0, "--threads", 1]
+    cases = ["--cases", "gat-2", "sum-100", "--implementations", "PyG", "gather"]
+    run("layers", *sizes, *cases, "--out", tmp_path)
+    table = (tmp_path / "layers-cpu.md").read_text()
+    assert "| gat-2 | PyG |" in table and "| sum-100 | gather |" in table and "skipped" not in table
+    assert (tmp_path / "layers-cpu.png").exists()
+
+
+@pytest.mark.grid
+def test_scaling(tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ["--nodes", 300, "--edges", 2000, "--steps", 1, "--workers", 2]
+    run("scaling", *sizes, "--models", "sage", "--modes", 1, 3, "--no-peer", "--out", tmp_path)
+    table = (tmp_path / "scaling-metis.md").read_text()
+    assert "| sage | 1 rematerialise | 2 |" in table and "| sage | 3 one-shot | 2 |" in table
+    assert (tmp_path / "scaling-metis.png").exists()
+
+
+@pytest.mark.grid
+def test_overlap(tmp_path):
+    """What a worker does during a step adds up, and it received through its link what it says."""
+    pytest.importorskip("matplotlib")
+    sizes = ["--nodes", 300, "--edges", 4000, "--steps", 2, "--models", "gat", "--prefetch", 1]
+    run("overlap", *sizes, "--out", tmp_path)
+    lines = [line.strip("| ").split(" | ") for line in (tmp_path / "overlap.md").read_text().splitlines()[2:]]
+    columns, workers = lines[0], [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+    assert [(w["model"], w["hosts"], w["prefetch"], w["worker"]) for w in workers] == [
+        ("gat", "2", "1", "0"),
+        ("gat", "2", "1", "1"),
+    ]
+    parts = ["computing", "sending", "waiting, forward", "backward", "gradients", "collectives"]
+    for w in workers:
+        assert float(w["step"]) == pytest.approx(sum(float(w[part]) for part in parts), abs=0.005 * (len(parts) + 1))
+        assert float(w["MiB received"]) > 0 and float(w["alone"]) > 0
+    assert len(columns) == 15 and (tmp_path / "overlap.png").exists()
+
+
+@pytest.mark.grid
+def test_flow(tmp_path):
+    """It compares outputs before it measures."""
+    sizes = ["--nodes", 2000, "--degrees", 5, "--layers", 2, "--rounds", 1, "--epochs", 2]
+    run("flow", *sizes, "--models", "gat", "--out", tmp_path)
+    assert "| gat | 2 | 5 |" in (tmp_path / "message-flow-graphs.md").read_text()
+
+
+@pytest.mark.grid
+def test_partition(tmp_path):
+    sizes = ["--nodes", 300, "--edges", 2000, "--parts", 2, "--graphs", "Community/300/2000", "--seeds", 1]
+    run("partition", *sizes, "--out", tmp_path)
+    table = (tmp_path / "partition.md").read_text()
+    assert "| fennel | id | directed | 2 |" in table and "| Community/300/2000 | 300 | 2,000 | 32 |" in table
+
+
+@pytest.mark.grid
+def test_large(tmp_path):
+    run("large", "--nodes", 300, "--edges", 2000, "--epochs", 2, "--out", tmp_path)
+    table = (tmp_path / "large.md").read_text()
+    rows = ("| generate and save |", "| read, partition and write |", "| load |", "| train sage |", "| train gat |")
+    assert all(row in table for row in rows)
+    for line in table.splitlines()[-2:]:
+        first, last = map(float, line.split("|")[-2].split(","))
+        assert last < first, "the loss falls"
+
+
+@pytest.mark.grid
+def test_extrapolate(tmp_path):
+    run("extrapolate", "--models", "gat", "--parts", 4, 8, "--out", tmp_path)
+    rows = [line.split(" | ") for line in (tmp_path / "extrapolated.md").read_text().splitlines()[4:]]
+    assert len(rows) == 4 and all(float(row[6]) > 0 for row in rows)
+    assert float(rows[0][6]) == pytest.approx(2 * float(rows[1][6]), rel=0.05), "twice the workers, half the memory"
+
+
+@pytest.mark.grid
+def test_shards(tmp_path):
+    """Shards change nothing but time and memory."""
+    sizes = ["--nodes", 300, "--edges", 2000, "--steps", 1, "--rounds", 1, "--parts", 1, 3]
+    run("shards", *sizes, "--models", "gat", "--threads", 1, "--out", tmp_path)
+    rows = [line.split(" | ") for line in (tmp_path / "shards-cpu.md").read_text().splitlines() if "| gat |" in line]
+    assert [row[1:3] for row in rows] == [["pyg_sar", "1"], ["pyg_sar", "3"], ["PyG", ""]]
+    assert len({row[-1] for row in rows}) == 1
+
+
+@pytest.mark.grid
+def test_guards(tmp_path):
+    sizes = ["--graph", "Community/300/2000", "--hidden", 8, "--epochs", 3, "--rounds", 1, "--models", "sage"]
+    run("epoch", "--of", "guards", *sizes, "--modes", 1, "--layers", 4, "--out", tmp_path)
+    assert "| sage | 1 | 0." in (tmp_path / "guards-cpu.md").read_text()

@@ -1,0 +1,109 @@
+"""The documents: their code runs, their words are those of the glossary, and their links lead somewhere."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import graphs
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.M | re.S)
+
+
+class Model(torch.nn.Module):
+    """Two layers, which the guide's blocks call `model`."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList([pyg_sar.nn.SAGEConv(width, 8), pyg_sar.nn.SAGEConv(8, num_classes)])
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
+
+
+def names(folder: Path) -> dict[str, Any]:
+    """Return what the guide's blocks find: a loaded graph, a model and its outputs, and pairs of nodes."""
+    pyg_sar.partition(graphs.citations(), 1, folder)
+    data = pyg_sar.load(folder)
+    model = Model(data.num_features, data.num_classes).to(data.x.dtype)
+    out = model(data.x, data.edge_index)
+    return {
+        "torch": torch, "F": F, "Data": Data, "pyg_sar": pyg_sar, "data": data, "model": model, "out": out, "z": out,
+        "convs": model.convs, "edge_label_index": torch.tensor([[0, 1, 2], [3, 4, 5]]),
+        "edge_label": torch.tensor([0.0, 1.0, 1.0]), "roc_auc_score": lambda y, score: (y.shape, score.shape),
+    }  # fmt: skip
+
+
+def test_blocks_of_the_guide_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = names(tmp_path / "graph")
+    found = blocks(ROOT / "docs" / "guide.md", "python")
+    assert len(found) >= 7
+    for block in found:
+        exec(compile(block, "guide.md", "exec"), values)
+    data = values["data"]
+    network = values["EdgeNetwork"](data.num_features, 3)
+    assert network(torch.randn(data.x.shape), data.edge_index, torch.randn(data.num_edges, 3)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md"])
+def test_commands_run(name, tmp_path, monkeypatch, capsys):
+    """On a smaller graph than theirs."""
+    monkeypatch.chdir(tmp_path)
+    lines = "\n".join(blocks(ROOT / name, "sh")).splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("pyg-sar")]
+    assert commands
+    for _, *arguments in commands:
+        cli.main([a.replace("Planetoid/Cora", "KarateClub") for a in arguments])
+    assert capsys.readouterr().out
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", path.read_text()):
+        assert link.startswith("http") or not link or (path.parent / link).exists(), link
+
+
+# The words that are not used.
+
+REPLACED = re.findall(
+    r"^\| ([^|]+) \| [^|]+ \|$", (ROOT / "docs" / "glossary.md").read_text().split("## Words")[1], re.M
+)[2:]
+UNWANTED = re.compile(r"\b(" + "|".join(map(re.escape, REPLACED)) + r")\b", re.I)
+
+
+def texts() -> dict[str, str]:
+    """Return all documents, all strings of the package (docstrings and errors) and its public names."""
+    found = {path.relative_to(ROOT).as_posix(): path.read_text() for path in DOCS if path.name != "glossary.md"}
+    for path in sorted((ROOT / "pyg_sar").rglob("*.py")):
+        constants = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+        found[path.relative_to(ROOT).as_posix()] = "\n".join(c for c in constants if isinstance(c, str))
+    public = [*pyg_sar.__all__, *pyg_sar.nn.__all__]
+    return found | {"public names": "\n".join(name.replace("_", " ") for name in public)}
+
+
+def test_words_are_those_of_the_glossary():
+    assert len(REPLACED) > 20
+    found = {
+        f"{name}: {match[0]!r}"
+        for name, text in texts().items()
+        for match in UNWANTED.finditer(re.sub(r"\s+", " ", text))
+    }
+    assert not found, "\n".join(sorted(found))

@@ -1,0 +1,115 @@
+"""What a layer is called with must have the rows of this worker's edges and destinations."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_geometric.nn as gnn
+from support.nasty_graph import NUM_NODES, assignment, edges, share
+
+from pyg_sar import nn, shard
+
+N, NUM_EDGES = NUM_NODES, edges().size(1)
+ATTR, WEIGHT, TYPE = torch.randn(NUM_EDGES, 3), torch.rand(NUM_EDGES), torch.randint(5, (NUM_EDGES,))
+
+
+class Shared(gnn.MessagePassing):
+    """One row of edge features for all edges."""
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+    def message(self, x_j, edge_attr):
+        return x_j + edge_attr[:, :1]
+
+
+LAYERS = {
+    "GCNConv": (lambda: nn.GCNConv(8, 4), "edge_weight", WEIGHT),
+    "GCNConv without loops": (lambda: nn.GCNConv(8, 4, add_self_loops=False), "edge_weight", WEIGHT),
+    "GATConv": (lambda: nn.GATConv(8, 4, edge_dim=3), "edge_attr", ATTR),
+    "GATv2Conv": (lambda: nn.GATv2Conv(8, 4, edge_dim=3), "edge_attr", ATTR),
+    "TransformerConv": (lambda: nn.TransformerConv(8, 4, edge_dim=3), "edge_attr", ATTR),
+    "RGCNConv": (lambda: nn.RGCNConv(8, 4, 5), "edge_type", TYPE),
+    "ChebConv": (lambda: nn.ChebConv(8, 4, 2), "edge_weight", WEIGHT),
+    "GraphConv": (lambda: nn.convert(gnn.GraphConv(8, 4)), "edge_weight", WEIGHT),
+    "GINEConv": (lambda: nn.convert(gnn.GINEConv(torch.nn.Linear(8, 4), edge_dim=3)), "edge_attr", ATTR),
+}
+
+
+def long(t):
+    return torch.cat([t, t])
+
+
+def short(t):
+    return t[:-1]
+
+
+@pytest.mark.parametrize("wrong", [long, short])
+@pytest.mark.parametrize("name", LAYERS)
+def test_edge_tensors_of_another_length(name, wrong):
+    make, argument, rows = LAYERS[name]
+    layer, x, it = make(), torch.randn(N, 8), shard(edges(), N, 2)
+    given = {argument: wrong(rows)}
+    says = rf"\[rank 0\] '{name.split()[0]}' got '{argument}' of shape {re.escape(str(list(given[argument].shape)))}"
+    with pytest.raises(
+        ValueError, match=says + rf", but expected a row for each of this worker's {NUM_EDGES} edges.*e_id"
+    ):
+        layer(x, it, **given)
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        layer(x, edges(), **given)
+    assert layer(x, it, **{argument: rows}).shape == (N, 4)  # what was wrong left nothing behind
+
+
+def test_one_row_for_all_edges_is_no_mistake():
+    layer, x, row = Shared(), torch.randn(N, 8), torch.randn(1, 3)
+    torch.testing.assert_close(nn.convert(Shared())(x, shard(edges(), N, 2), row), layer(x, edges(), row))
+
+
+@pytest.mark.parametrize("layer", [nn.SAGEConv((8, 8), 4), nn.GINConv(torch.nn.Linear(8, 4)), nn.RGCNConv((8, 8), 4, 5),
+                                   nn.GATv2Conv((8, 8), 4, add_self_loops=False)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("num_dst", "given"), [(1, 3), (3, 1)])
+def test_rows_of_other_destinations(layer, num_dst, given):
+    """One row would be taken for all."""
+    it = shard(torch.zeros(2, 4, dtype=torch.long), (N, num_dst), 2)
+    more = {"edge_type": torch.zeros(4, dtype=torch.long)} if "RGCN" in str(layer) else {}
+    with pytest.raises(ValueError, match=rf"got 'x' of shape \[{given}, 8\], .*{num_dst} destinations.*n_id"):
+        layer((torch.randn(N, 8), torch.randn(given, 8)), it, **more)
+
+
+class ByDestination(gnn.MessagePassing):
+    def forward(self, x, edge_index, scale):
+        return self.propagate(edge_index, x=x, scale=scale)
+
+    def message(self, x_j, scale_i):
+        return x_j.tanh() * scale_i
+
+
+def test_rows_read_by_destination_alone():
+    x, scale, it = torch.randn(N, 8), torch.randn(2 * N, 1), shard(edges(), N, 2)
+    layer = nn.convert(ByDestination())
+    with pytest.raises(ValueError, match=r"got 'scale' of shape \[122, 1\], but expected .*61 destinations"):
+        layer(x, it, scale)
+    torch.testing.assert_close(layer(x, it, scale[:N]), ByDestination()(x, edges(), scale[:N]))
+
+
+def test_operations_on_edges_of_another_length():
+    row = shard(edges(), N, 2)[0]
+    with pytest.raises(ValueError, match=rf"'scatter_add_' got .*\[{2 * NUM_EDGES}\].*{NUM_EDGES} edges.*e_id"):
+        torch.zeros(N).scatter_add_(0, row, long(WEIGHT))
+    for choose in (lambda mask: row[mask], lambda mask: shard(edges(), N, 2)[:, mask]):
+        with pytest.raises(ValueError, match=rf"mask of edges has shape \[{2 * NUM_EDGES}\].*{NUM_EDGES} edges"):
+            choose(long(WEIGHT) > 0.5)
+
+
+def the_whole_graphs(group):
+    """What happens if a tensor was not cut."""
+    mine = share(group, edges(), assignment("empty", group.size()))
+    for name, (make, argument, rows) in LAYERS.items():
+        says = rf"^\[rank {dist.get_rank(group)}\] '{name.split()[0]}' got '{argument}' of shape"
+        with pytest.raises(ValueError, match=says):
+            make()(torch.randn(mine.src.numel(), 8), mine.edge_index, **{argument: rows})
+
+
+def test_tensors_of_the_whole_graph_on_workers(pool):
+    pool.run(3, the_whole_graphs)

@@ -1,0 +1,75 @@
+"""Under autocast layers give the types that PyG's give, and are about as near to the truth as these."""
+
+import pytest
+import torch
+import torch_geometric.nn
+from support import conv_zoo
+from support.conv_zoo import CASES
+from support.layer_check import FULL, OPTIONS, inputs, leaf, make, run, shape
+from support.nasty_graph import NUM_NODES, edges
+
+import pyg_sar
+
+UNIT = torch.finfo(torch.bfloat16).eps / 2  # what rounding to bfloat16 changes a number by, at most
+
+
+def compare(what, found, reference, truth, slack):
+    """Say what is of another type, or further from the truth than twice as far as the reference is, and a rounding; for
+    gradients, and ``slack``, because rounding changes signs, and behind a ReLU a gradient is there or not.
+    """
+    types = found["out"].dtype, reference["out"].dtype
+    problems = [] if types[0] == types[1] else [f"{what} returns {types[0]} instead of {types[1]}"]
+    for name, value in truth.items():
+        if value is None or value.norm() < 1e-9:
+            continue  # a bias before a softmax, for example: all is rounding
+        one, other = (float((it[name].double() - value).norm() / value.norm()) for it in (found, reference))
+        if not one <= 2 * other + (UNIT if name == "out" else slack):
+            problems.append(f"{what} {name}: {one:.1e} off, and the reference {other:.1e}")
+    return problems
+
+
+@pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16])
+def test_layers(rows, device):
+    """From rows of the user's, or from those of another layer under autocast."""
+    problems = []
+    for name, args, kwargs, how in [*FULL, *OPTIONS]:
+        two, learn = how.get("bipartite", ""), how.get("edge_grad", True)
+        counts, widths = shape(args, kwargs, two)
+        edge_index = edges(*counts)
+        graph = pyg_sar.shard(edge_index, counts if two == "two" else NUM_NODES, 3)
+        torch.manual_seed(0)
+        x = [torch.randn(n, w, dtype=torch.float64) for n, w in zip(counts, widths, strict=True)]
+        extra, state, results = inputs(how.get("roles", ""), edge_index.size(1), torch.float64), None, []
+        for package, at, cast in ((torch_geometric.nn, edge_index, False), (torch_geometric.nn, edge_index, True),
+                                  (pyg_sar.nn, graph, True)):  # fmt: skip
+            layer = make(package, name, args, kwargs).double()
+            state = state or layer.state_dict()
+            layer.load_state_dict(state)
+            layer, dtype = (layer.float(), rows) if cast else (layer, torch.float64)
+            src, dst = (leaf(t.to(dtype)) for t in x)
+            given = (src, None if two == "none" else dst) if two else src
+            other = [leaf(t.to(dtype) if t.is_floating_point() else t, learn) for t in extra]
+            results.append(run(layer.to(device), given, at, other, torch.arange(counts[1]), counts[1], device, cast))
+        truth, reference, found = results
+        problems += compare(f"{name} {kwargs}", found, reference, truth, 8 * UNIT)
+    assert not problems, "\n".join(problems)
+
+
+def named(result):
+    return {"out": result.out, **{f"d{name}": g for name, g in (result.node_grads | result.param_grads).items()}}
+
+
+def test_layers_of_pyg(device):
+    problems = []
+    for name in CASES:
+        case = CASES[name] if name in conv_zoo.NOT_CONVERTED else conv_zoo.converted(name)
+        if case.says or case.dtype != torch.float64 or name == "MFConv":  # which PyG cannot run under autocast
+            continue
+        with conv_zoo.default(torch.float64):
+            truth = named(conv_zoo.whole(name))
+            reference = named(
+                conv_zoo.forward_and_backward(CASES[name], conv_zoo.in_one_process(case, 0), device, True)
+            )
+            found = named(conv_zoo.forward_and_backward(case, conv_zoo.in_one_process(case, 3), device, True))
+        problems += compare(name, found, reference, truth, 64 * UNIT)
+    assert not problems, "\n".join(problems)

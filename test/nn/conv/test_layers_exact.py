@@ -1,0 +1,141 @@
+"""Every option of every layer, on 1 to 4 workers, equals PyG on the whole graph."""
+
+import itertools
+
+import pytest
+import torch
+import torch_geometric.nn
+from support.layer_check import FULL, OPTIONS, PAIRS, WORKERS, check_layer, settings
+from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
+
+import pyg_sar.nn
+
+# A layer that sums, one with a maximum and one with a softmax, which go through every combination of settings.
+KINDS = [FULL[0], FULL[2], FULL[7]]
+LAYER = ("name", "args", "kwargs", "how")
+
+
+def check(pool, workers, grid, name, args, kwargs, how, device):
+    roles, bipartite, edge_grad = how.get("roles", ""), how.get("bipartite", ""), how.get("edge_grad", True)
+    done = pool.run(workers, check_layer, name, args, kwargs, roles, bipartite, grid, edge_grad, torch.float64, device)
+    assert done == [len(settings(grid, workers))] * workers
+
+
+def test_kinds():
+    assert [(name, kwargs) for name, _, kwargs, _ in KINDS] == [
+        ("SAGEConv", {"aggr": "mean"}), ("SAGEConv", {"aggr": "max"}), ("GATConv", {"heads": 3})
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(range(4), 2)))
+def test_pairs_hold_every_pair_of_values(a, b):
+    values = [{s[k] for s in PAIRS} for k in (a, b)]
+    assert {(s[a], s[b]) for s in PAIRS} == set(itertools.product(*values)) and all(len(v) == 3 for v in values)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(LAYER, FULL)
+def test_pairs_of_settings(pool, workers, name, args, kwargs, how, device):
+    check(pool, workers, "pairs", name, args, kwargs, how, device)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    LAYER, [*KINDS, *(pytest.param(*it, marks=pytest.mark.grid) for it in FULL if it not in KINDS)]
+)
+def test_all_settings(pool, workers, name, args, kwargs, how, device):
+    check(pool, workers, "full", name, args, kwargs, how, device)
+
+
+@pytest.mark.parametrize(("workers", "grid"), [
+    (2, "one"), (3, "one"), *(pytest.param(n, "some", marks=pytest.mark.grid) for n in (1, 2, 4))
+])  # fmt: skip
+@pytest.mark.parametrize(LAYER, OPTIONS)
+def test_options(pool, workers, grid, name, args, kwargs, how, device):
+    check(pool, workers, grid, name, args, kwargs, how, device)
+
+
+def test_median(pool):
+    check(pool, 2, "two", "SAGEConv", (8, 4), {"aggr": "median"}, {}, "cpu")
+
+
+def test_an_aggregation_that_fails_in_pyg():
+    edge_index = torch.tensor([[0, 1, 1], [2, 2, 2]])  # PyG's median cannot begin with a node without in-edges
+    layer, x = pyg_sar.nn.SAGEConv(8, 4, aggr="median"), torch.randn(3, 8)
+    with pytest.raises(IndexError):
+        layer(x, edge_index)
+    it, median = pyg_sar.shard(edge_index, 3, 2), torch.zeros(3, 8)
+    median[2] = x[[0, 1, 1]].median(0).values
+    torch.testing.assert_close(layer(x, it), layer.lin_l(median) + layer.lin_r(x))
+    layer.register_message_forward_hook(lambda module, inputs, out: None)  # somebody wants to see all messages
+    with pytest.raises(RuntimeError, match="mean, max, min work on every graph"):
+        layer(x, it)
+
+
+@pytest.mark.parametrize("aggr", ["lstm", "gru"])
+def test_an_aggregation_that_depends_on_the_largest_degree(aggr):
+    kwargs = {"in_channels": 8, "out_channels": 8} if aggr == "gru" else {}
+    layer, x = pyg_sar.nn.SAGEConv(8, 4, aggr=aggr, aggr_kwargs=kwargs), torch.randn(3, 8)
+    edge_index = torch.tensor([[0, 2, 1, 0, 1], [0, 0, 2, 2, 2]])
+    it = pyg_sar.shard(edge_index, 3, 2)
+    torch.testing.assert_close(layer(x, it), layer(x, edge_index))
+    layer.register_message_forward_hook(lambda module, inputs, out: None)
+    with pytest.raises(NotImplementedError, match=r"'pyg_sar\.nn'"):
+        layer(x, it)
+
+
+class Doubled(pyg_sar.nn.SAGEConv):
+    def message(self, x_j):
+        return 2 * x_j
+
+
+class Tripled(pyg_sar.nn.GATConv):
+    def message(self, x_j, alpha):
+        return 3 * alpha.unsqueeze(-1) * x_j
+
+
+@pytest.mark.parametrize("cls", [Doubled, Tripled])
+def test_a_message_of_ones_own_is_not_ignored(cls):
+    torch.manual_seed(0)
+    layer, x, edge_index = cls(8, 4), torch.randn(NUM_NODES, 8), edges()
+    torch.testing.assert_close(layer(x, pyg_sar.shard(edge_index, NUM_NODES, 3)), layer(x, edge_index))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rgcn_has_the_type_that_pyg_gives_it(dtype):
+    layer, types = pyg_sar.nn.RGCNConv(8, 4, 2).to(dtype), torch.tensor([0, 1])
+    x, edge_index = torch.randn(3, 8, dtype=dtype), torch.tensor([[0, 1], [2, 2]])
+    assert layer(x, pyg_sar.shard(edge_index, 3, 2), types).dtype == layer(x, edge_index, types).dtype
+
+
+def test_rgcn_refuses_features_beside_node_ids():
+    layer, sharded = pyg_sar.nn.RGCNConv((3, 8), 4, 2), pyg_sar.shard(torch.tensor([[0, 1], [2, 2]]), 3, 2)
+    with pytest.raises(ValueError, match="node ids of both"):
+        layer((None, torch.randn(3, 8)), sharded, torch.tensor([0, 1]))
+
+
+def featureless(group, kwargs):
+    """R-GCN without features: every node selects its row of the weights by its global id."""
+    torch.manual_seed(0)
+    edge_index = edges()
+    types = torch.randint(5, (edge_index.size(1),))
+    reference = torch_geometric.nn.RGCNConv(NUM_NODES, 4, 5, **kwargs).double()
+    layer = pyg_sar.nn.RGCNConv(NUM_NODES, 4, 5, **kwargs).double()
+    layer.load_state_dict(reference.state_dict())
+    expected = reference(torch.arange(NUM_NODES), edge_index, types)
+    backward(expected, torch.arange(NUM_NODES), NUM_NODES)
+    for mode in (1, 2, 3):
+        layer.zero_grad()
+        mine = share(group, edge_index, assignment("random", group.size()), mode=mode)
+        for x in (None, mine.src):
+            out = layer(x, mine.edge_index, types[mine.edge])
+            close(out, expected[mine.dst], f"{kwargs} mode {mode}")
+        backward(out, mine.dst, NUM_NODES)
+        pyg_sar.sum_gradients(layer, group)
+        for (name, p), q in zip(layer.named_parameters(), reference.parameters(), strict=True):
+            close(p.grad, q.grad, f"{kwargs} mode {mode} {name}")
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_bases": 2}, {"aggr": "max"}, {"aggr": "max", "num_bases": 2}])
+def test_rgcn_without_features(pool, kwargs):
+    pool.run(3, featureless, kwargs)

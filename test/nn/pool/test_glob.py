@@ -1,0 +1,49 @@
+"""Readouts on several workers against PyG on all rows."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_geometric.nn
+from support.nasty_graph import close
+
+import pyg_sar
+import pyg_sar.nn
+
+POOLS = ("global_add_pool", "global_mean_pool", "global_max_pool")
+SIZES = {"even": [5, 5, 5, 5], "uneven": [0, 1, 17, 2]}
+
+
+def check(group, name, method, examples):
+    theirs, ours = (getattr(library, name) for library in (torch_geometric.nn, pyg_sar.nn))
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(-2, 3, (20, 3), generator=g).double()  # with many ties
+    x = (x if examples else x + torch.rand(20, 3, generator=g)).requires_grad_()  # of which PyG then chooses one
+    y = torch.randn(max(examples, 1), 3, generator=g, dtype=torch.float64)
+    batch = torch.randint(examples, (20,), generator=g).sort().values if examples else None
+    whole = theirs(x, batch, examples or None)
+    (whole - y).square().mean().backward()
+    sizes = SIZES[method]
+    sizes = [*sizes[: group.size() - 1], sum(sizes[group.size() - 1 :])]
+    mine = slice(sum(sizes[: dist.get_rank(group)]), sum(sizes[: dist.get_rank(group) + 1]))
+    sized = [None] if not examples else [examples, *([None] if batch[-1] == examples - 1 else [])]
+    for size in sized:
+        part = x.detach()[mine].clone().requires_grad_()
+        out = ours(part, None if batch is None else batch[mine], size, group)
+        close(out, whole, f"{name}: output")
+        pyg_sar.global_mean((out - y).square(), group).backward()
+        close(part.grad, x.grad[mine], f"{name}: gradient")
+
+
+@pytest.mark.parametrize("examples", [0, 1, 4])
+@pytest.mark.parametrize("method", SIZES)
+@pytest.mark.parametrize("name", POOLS)
+def test_on_several_workers(pool, name, method, examples):
+    for workers in (1, 4):
+        pool.run(workers, check, name, method, examples)
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_examples_without_rows_are_zero(name):
+    batch = torch.tensor([0, 2, 2])
+    x = torch.randn(3, 2)
+    close(getattr(pyg_sar.nn, name)(x, batch, 4), getattr(torch_geometric.nn, name)(x, batch, 4), name, 1e-6)

@@ -1,0 +1,82 @@
+"""PyG's aggregations as readouts of the nodes of all workers, against one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_geometric.nn as gnn
+from support.nasty_graph import NUM_NODES, assignment, close, edges, share
+
+from pyg_sar.nn import convert, describe
+
+N, F = NUM_NODES, 6
+READOUTS = {
+    "sum": gnn.SumAggregation,
+    "mean": gnn.MeanAggregation,
+    "max": gnn.MaxAggregation,
+    "min": gnn.MinAggregation,
+    "std": gnn.StdAggregation,
+    "softmax": lambda: gnn.SoftmaxAggregation(learn=True),
+    "power mean": lambda: gnn.PowerMeanAggregation(learn=True),
+    "attention": lambda: gnn.AttentionalAggregation(torch.nn.Linear(F, 1), torch.nn.Linear(F, F)),
+    "Set2Set": lambda: gnn.Set2Set(F, 2),
+    "several": lambda: gnn.MultiAggregation(["mean", "max", "std"]),
+    "deep sets": lambda: gnn.DeepSetsAggregation(torch.nn.Linear(F, F), torch.nn.Linear(F, F)),
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, readout):
+        super().__init__()
+        self.conv, self.readout = gnn.SAGEConv(F, F, aggr=["mean", "max"]), readout
+
+    def forward(self, x, edge_index, batch):
+        return self.readout(self.conv(x, edge_index), batch)
+
+
+def check(group, name, batched):
+    torch.manual_seed(0)
+    reference = Net(READOUTS[name]()).double()
+    model = convert(copy.deepcopy(reference), group)
+    assert describe(model).splitlines()[-1].endswith("reads out the rows of all workers")
+    mine = share(group, edges(), assignment("empty", group.size()))
+    x = torch.randn(N, F, dtype=torch.float64)
+    x[5] = x[6]  # equal entries
+    whole, part = x.clone().requires_grad_(), x[mine.src].clone().requires_grad_()
+    batch = torch.arange(N) % 4 * 2 if batched else None  # examples 1, 3 and 5 are empty
+    expected = reference(whole, edges(), batch)
+    out = model(part, mine.edge_index, batch[mine.src] if batched else None)
+    close(out, expected, f"{name}: output")
+    weight = torch.randn(expected.shape, dtype=torch.float64)
+    (expected * weight).sum().backward()
+    ((out * weight).sum() / group.size()).backward()  # every worker has the whole loss
+    close(part.grad, whole.grad[mine.src], f"{name}: gradient of x")
+    for (key, p), q in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        dist.all_reduce(grad, group=group)
+        close(grad, q[1].grad, f"{name}: gradient of {key}")
+
+
+@pytest.mark.parametrize("name", READOUTS)
+def test_readouts(pool, name):
+    for batched in (True, False):
+        pool.run(3, check, name, batched)
+
+
+def refused(group, kind):
+    layer = convert({"median": gnn.MedianAggregation, "mul": gnn.MulAggregation}[kind](), group)
+    with pytest.raises(NotImplementedError, match=f"'{type(layer).__name__}' cannot read out the rows of all workers"):
+        layer(torch.randn(5, 2), torch.zeros(5, dtype=torch.long))
+    with pytest.raises(NotImplementedError, match="'index' instead of 'ptr'"):
+        layer(torch.randn(5, 2), ptr=torch.tensor([0, 2, 5]))
+
+
+@pytest.mark.parametrize("kind", ["median", "mul"])
+def test_what_cannot_be_merged_is_refused(pool, kind):
+    pool.run(2, refused, kind)
+
+
+def test_one_process_runs_pygs():
+    layer, x, index = gnn.MedianAggregation(), torch.randn(5, 2), torch.tensor([0, 0, 1, 1, 1])
+    assert torch.equal(convert(copy.deepcopy(layer))(x, index), layer(x, index))

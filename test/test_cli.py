@@ -1,0 +1,185 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.sample_graphs import put_together, read_part
+
+from pyg_sar.cli import main
+from pyg_sar.data import store
+from pyg_sar.data.datasets import community_graph
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make(out, *options, parts=3):
+    return main(["partition", "Community/200/2000", "--num-parts", str(parts), "--out", str(out), *options])
+
+
+def test_partition_and_info(tmp_path, capsys):
+    out = tmp_path / "graph"
+    assert make(out) == 0
+    made = capsys.readouterr()
+    assert made.err == ""
+    assert "200 nodes and 2000 edges in 3 parts by method 'metis', order 'locality', seed 0" in made.out
+    shards = [read_part(out, p) for p in range(3)]
+    assert put_together([shard.topology for shard in shards]).equal(community_graph(200, 2000).edge_index)
+
+    assert main(["info", str(out)]) == 0
+    meta, text = json.loads((out / "meta.json").read_text()), capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0][-1] == meta["identity"]
+    assert lines[1] == ["part", "nodes", "in-edges", "labelled", "rows", "in", "rows", "out", "bytes"]
+    for p in range(3):
+        read, served = sum(meta["boundary"][p]), sum(row[p] for row in meta["boundary"])
+        size = sum(file.stat().st_size for file in (out / f"part_{p}").glob("*.safetensors"))
+        row = p, meta["nodes"][p], meta["edges"][p], meta["labelled"][p], read, served, size
+        assert lines[2 + p] == [str(value) for value in row]
+    for line in (f"edges cut: {meta['cut']}", f"boundary rows: {meta['boundary_rows']}", "balance (largest part"):
+        assert line in text
+    for attribute in (["x", "['float32',", "[200,", "64]]"], ["num_classes", "16"]):
+        assert attribute in lines
+
+
+def test_method_and_seed(tmp_path):
+    options = "--method", "random", "--seed"
+    assert make(tmp_path / "a", *options, "1") == make(tmp_path / "b", *options, "2") == 0
+    a, b = (read_part(tmp_path / name, 0).topology.src_id for name in ("a", "b"))
+    assert not a.equal(b)
+
+
+def test_assignment(tmp_path):
+    np.save(tmp_path / "part.npy", np.arange(200) % 3)
+    assert make(tmp_path / "graph", "--assignment", str(tmp_path / "part.npy"), "--order", "id") == 0
+    assert read_part(tmp_path / "graph", 1).topology.src_id.equal(torch.arange(1, 200, 3))
+
+
+def test_levels(tmp_path, capsys):
+    data = community_graph(200, 2000)
+    data.train_idx, data.chosen = torch.tensor([3, 1]), torch.tensor([4, 5])
+    torch.save(data, tmp_path / "data.pt")
+    command = ["partition", str(tmp_path / "data.pt"), "--num-parts", "2", "--out", str(tmp_path / "graph")]
+    assert main(command) == 2
+    assert "--level chosen=graph" in capsys.readouterr().err
+    assert main([*command, "--level", "chosen=node_ids"]) == 0
+    assert main(["info", str(tmp_path / "graph")]) == 0
+    told = capsys.readouterr().out
+    assert told.count("lists that become rows of each part: train_idx, chosen") == 2
+    assert "train_idx            ['int64', [2], 'node ids']" in told
+
+
+def test_order(tmp_path, capsys):
+    nodes = []
+    for order in "id", "locality":
+        assert make(tmp_path / order, "--order", order, parts=1) == 0
+        assert f"order '{order}'" in capsys.readouterr().out
+        nodes.append(read_part(tmp_path / order, 0).topology.src_id)
+    assert nodes[0].equal(torch.arange(200))
+    assert nodes[1].sort().values.equal(nodes[0]) and not nodes[1].equal(nodes[0])
+
+
+def test_options_that_change_edges(tmp_path):
+    np.savez(tmp_path / "path.npz", edge_index=[[0, 1], [1, 2]])
+    for options, expected in (
+        ([], [[0, 1], [1, 2]]),
+        (["--to-undirected"], [[0, 1, 1, 2], [1, 0, 2, 1]]),
+        (["--self-loops"], [[0, 1, 0, 1, 2], [1, 2, 0, 1, 2]]),
+        (["--gcn-norm", "--to-undirected"], [[0, 1, 1, 2, 0, 1, 2], [1, 0, 2, 1, 0, 1, 2]]),
+    ):
+        out = tmp_path / "graph"
+        argv = ["partition", str(tmp_path / "path.npz"), "--num-parts", "2", "--out", str(out), "--overwrite", *options]
+        assert main(argv) == 0
+        shards = [read_part(out, p) for p in range(2)]
+        assert put_together([shard.topology for shard in shards]).tolist() == expected
+        assert ("edge_weight" in shards[0].edge_attrs) == ("--gcn-norm" in options)
+
+
+def test_features(tmp_path):
+    assert make(tmp_path / "graph", "--features", "bfloat16", "--method", "fennel") == 0
+    shard = read_part(tmp_path / "graph", 1)
+    assert shard.node_attrs["x"].equal(community_graph(200, 2000).x.bfloat16()[shard.topology.src_id])
+
+
+def test_existing_folder(tmp_path, capsys):
+    assert make(tmp_path / "graph") == 0
+    assert make(tmp_path / "graph", parts=2) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert make(tmp_path / "graph", "--overwrite", parts=2) == 0
+    assert store.read_meta(tmp_path / "graph")["num_parts"] == 2
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["partition", "Nothing", "--num-parts", "2"], "There is no data set 'Nothing'"),
+        (["partition", "nothing.npz", "--num-parts", "2"], "There is no file 'nothing.npz'"),
+        (["partition", "KarateClub", "--num-parts", "0"], "'num_parts' must be an integer of at least 1, got 0"),
+        (["partition", "KarateClub", "--num-parts", "2", "--method", "best"], "Unknown method 'best'"),
+        (["partition", "KarateClub", "--num-parts", "2", "--order", "best"], "Unknown order 'best'"),
+        (["partition", "KarateClub", "--num-parts", "2", "--assignment", "nothing.npy"], "No such file"),
+        (["partition", "KarateClub", "--num-parts", "2", "--level", "y"], "Expected --level NAME=LEVEL, got 'y'"),
+        (["info", "nowhere"], "There is no folder 'nowhere'"),
+        (["info", "."], "meta.json' is missing"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv + ["--out", "graph"] * (argv[0] == "partition")) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pyg-sar: error: ") and message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", [[], ["party"], ["partition"], ["partition", "KarateClub", "--num-parts", "two"]])
+def test_usage_errors(argv, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2
+    assert "usage: pyg-sar" in capsys.readouterr().err
+
+
+def test_from_the_shell(tmp_path):
+    def run(*options):
+        argv = [sys.executable, "-m", "pyg_sar", "partition", "KarateClub", "--num-parts", "2"]
+        argv += ["--out", str(tmp_path / "graph")]
+        return subprocess.run([*argv, *options], cwd=ROOT, capture_output=True, text=True)
+
+    done = run("--seed", "3")
+    assert done.returncode == 0, done.stderr
+    assert "34 nodes and 156 edges in 2 parts by method 'metis', order 'locality', seed 3" in done.stdout
+    again = run()
+    assert again.returncode == 2 and again.stdout == ""
+    assert "Traceback" not in again.stderr
+    assert again.stderr.splitlines()[-1].startswith("pyg-sar: error: ")
+
+
+def test_plan(capsys, tmp_path):
+    """Of a folder, and of counts alone; the budget tells how many workers."""
+    folder = tmp_path / "parts"
+    assert main(["partition", "Community/600/6000", "--num-parts", "2", "--out", str(folder)]) == 0
+    capsys.readouterr()
+    small = ["--hidden", "8", "--layers", "2"]
+    assert main(["plan", str(folder), *small, "--model", "gat", "--heads", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["2", "1"], ["2", "2"], ["2", "3"]]
+    counts = ["--nodes", "1e6", "--edges", "1e7", "--features", "100", "--classes", "10", "--workers", "1", "2"]
+    assert main(["plan", *counts, *small, "--budget", "0.2"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert ": mode " in told[-1] and told[-1].endswith("fits 0.2 GiB")
+    assert told[-2].endswith("nothing fits 0.2 GiB")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "--nodes and --edges"),
+        (["--nodes", "9", "--edges", "9"], "--features and --classes"),
+        (["nowhere"], "no folder"),
+    ],
+)
+def test_plan_needs_a_graph(capsys, words, error):
+    assert main(["plan", *words]) == 2
+    assert error in capsys.readouterr().err

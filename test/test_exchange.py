@@ -1,0 +1,128 @@
+"""Routes, wrappers of an exchange, and the exchange of a single process."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.cases import CASES
+from support.layer_check import inputs
+from support.nasty_graph import NUM_NODES, assignment, edges, share
+
+from pyg_sar import ShardedEdgeIndex, shard
+from pyg_sar.exchange import Local, Routes, Wrapped
+
+# What worker 1 of three reads and serves: it owns four rows, and reads two of worker 0 and three of worker 2.
+ROUTES = Routes(1, (torch.tensor([0, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([1])), (2, 4, 3))
+
+
+def test_what_follows_from_routes():
+    assert (ROUTES.size, ROUTES.num_halo, ROUTES.others) == (3, 5, [2, 0])
+    assert ROUTES.spans == [slice(0, 2), slice(2, 2), slice(2, 5)]
+    assert ROUTES.ids == [slice(4, 6), slice(0, 4), slice(6, 9)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_who_is_read_serves_at_the_same_step(size):
+    routes = [Routes(rank, (), (0,) * size) for rank in range(size)]
+    for reader in routes:
+        for step, q in enumerate(reader.others):
+            assert routes[q].client(routes[q].others[step]) == reader.rank
+
+
+def test_joined_routes():
+    joined, numbers = ROUTES.join([ROUTES, ROUTES])
+    assert joined.num_src == (4, 8, 6)
+    assert [rows.tolist() for rows in joined.serve] == [[0, 3, 4, 7], [], [1, 5]]
+    assert numbers[0].tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 14]
+    assert numbers[1].tolist() == [4, 5, 6, 7, 10, 11, 15, 16, 17]
+
+
+def test_restricted_routes():
+    """Local row 1 and halo rows 0 and 4 are left out."""
+    number = torch.tensor([0, -1, 1, 2, -1, 3, 4, 5, -1])
+    routes = ROUTES.restrict(number[4:] >= 0, [torch.tensor([3]), *ROUTES.serve[1:2], torch.tensor([2])], number)
+    assert routes.num_src == (1, 3, 2)
+    assert [rows.tolist() for rows in routes.serve] == [[2], [], [1]]
+
+
+class Homed(Wrapped):
+    """Rows have a home elsewhere, from which each block is loaded, and in which sums of gradients are stored."""
+
+    def __init__(self, exchange):
+        super().__init__(exchange)
+        self.rows = Counter()
+
+    def pull(self, tiles, order, meter, about=None):
+        def load(block):
+            return block[0], self.moved("loaded", block[1])
+
+        return map(load, self.exchange.pull(tiles, order, meter, about))
+
+    def sink(self, meter, receiver, about=None):
+        stored = SimpleNamespace(add_grad=lambda tile, grad: receiver.add_grad(tile, self.moved("stored", grad)))
+        return self.exchange.sink(meter, stored, about)
+
+    def moved(self, where, rows):
+        self.rows[where] += rows.size(0)
+        return rows.clone()
+
+
+def trained(case, edge_index, x, extra):
+    """Output and gradients of a layer."""
+    layer, x = case.build(), x.clone().requires_grad_()
+    out = layer(x, edge_index, *extra)
+    for e in extra:
+        e.grad = None
+    out.square().sum().backward()
+    return [out, x.grad, *(t.grad.clone() for t in [*layer.parameters(), *extra] if t.requires_grad)]
+
+
+def compare(edge_index, edge, seed, again):
+    """Layers on a graph whose rows are homed elsewhere compute the same numbers, and load and store what they must."""
+    graph = edge_index.graph
+    x = torch.randn(graph.num_src, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    for name, case in CASES.items():
+        extra = [e[edge].requires_grad_(case.learn) for e in inputs(case.roles, edges().size(1), torch.float64)]
+        homed = Homed(graph.exchange)
+        found = trained(case, ShardedEdgeIndex(graph.replace(exchange=homed)), x, extra)
+        for got, expected in zip(found, trained(case, edge_index, x, extra), strict=True):
+            assert torch.equal(got, expected), name
+        read = sum(block.num_src for block in graph.blocks)
+        assert homed.rows == {"loaded": read * (1 + (again and case.case == 2)), "stored": graph.num_src}, name
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_a_wrapper_changes_one_thing(mode):
+    edge_index = shard(edges(), NUM_NODES, 3).replace(remat=mode == 1, one_shot=mode == 3)
+    compare(edge_index, slice(None), 0, mode == 1)
+
+
+def homed_on_workers(group, mode):
+    mine = share(group, edges(), assignment("random", group.size()), mode=mode)
+    compare(mine.edge_index, mine.edge, group.rank(), mode == 1)
+    graph = mine.edge_index.graph
+    homed = Homed(graph.exchange)
+    for made in (homed.one_shot(), homed.to("cpu"), homed.join([homed, homed])[0], homed.reroute(homed.routes)):
+        assert isinstance(made, Homed) and made.log is graph.exchange.log and made.group is graph.exchange.group
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_a_wrapper_on_workers(pool, mode):
+    pool.run(3, homed_on_workers, mode)
+
+
+def test_local_rows_of_several_exchanges():
+    """Shards in one process may hold any rows."""
+    assigned = assignment("random", 2)
+    shards = [(assigned == q).nonzero().view(-1) for q in range(2)]
+    one = Local(Routes.local(shards))
+    joined, numbers = one.join([one, one])
+    assert joined.routes.num_src == (2 * NUM_NODES,) and joined.alone
+    assert torch.equal(torch.cat(numbers), torch.arange(2 * NUM_NODES))
+    for q, rows in enumerate(joined.routes.shards):
+        assert torch.equal(rows, torch.cat([shards[q], NUM_NODES + shards[q]]))
+    last = joined.routes.shards[1]
+    number = torch.full((2 * NUM_NODES,), -1).index_copy(0, last, torch.arange(last.numel()))
+    fewer = joined.restrict(number[:0], joined.exchange_used_rows(number[:0]), number).routes
+    assert fewer.shards == (slice(0, 0), slice(0, last.numel())) and fewer.num_src == (last.numel(),)
