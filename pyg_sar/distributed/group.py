@@ -8,6 +8,7 @@ workers, or None: the simulated workers to which this thread belongs, if there a
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -192,9 +193,13 @@ class Arrival(NamedTuple):
 def kept_generators() -> Iterator[None]:
     """Leave the random generators of torch (on the CPU), numpy and Python as they are."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    modules = set(sys.modules)
     try:
         yield
     finally:
+        # PyG keeps the code of each 'Sequential' under a name that it draws: the next one to draw the same would get it.
+        for name in [m for m in sys.modules if "sequential_Sequential_" in m and m not in modules]:
+            del sys.modules[name]
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])

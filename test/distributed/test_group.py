@@ -6,6 +6,7 @@ from support.nasty_graph import NUM_NODES, assignment, close, edges
 from support.simulate import Cut
 from support.simulate import simulate as run
 from torch import Tensor
+from torch_geometric.nn import Sequential
 
 import pyg_sar
 from pyg_sar.distributed.collectives import all_gather, gather_objects
@@ -103,6 +104,18 @@ def test_one_runs_at_a_time_and_draws_random_numbers_as_if_alone() -> None:
     one, other = run(2, work)
     assert one == other
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_model_made_afterwards_has_its_own_code() -> None:
+    """PyG finds the code of a ``Sequential`` under a random number, which is drawn again after simulated workers."""
+
+    def made(layers: int) -> Tensor:
+        lin = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(lin.weight, 2)
+        return Sequential("x", [(lin, "x -> x")] * layers)(torch.ones(1))
+
+    assert run(2, lambda rank: made(1).item()) == [2, 2]
+    assert made(3).item() == 8
 
 
 def test_messages_of_the_same_tag_keep_their_order() -> None:
