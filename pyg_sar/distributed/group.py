@@ -197,7 +197,7 @@ def kept_generators() -> Iterator[None]:
     try:
         yield
     finally:
-        # PyG keeps the code of each 'Sequential' under a name that it draws: the next one to draw the same would get it.
+        # PyG keeps the code of each 'Sequential' under a name that it draws: the next that draws it would get that.
         for name in [m for m in sys.modules if "sequential_Sequential_" in m and m not in modules]:
             del sys.modules[name]
         torch.set_rng_state(states[0])
