@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +154,7 @@ def plan(
     size = max(4096, 32 * workers)  # rows outweigh parameters, or the peak would be in another place
     factors = [min(1.0, size / max(share.nodes, 1)) / k for k in (1, 2)]
     needs = []
-    with silent_group(workers):
+    with silent_group(workers), few_objects():
         for mode in modes:
             runs = []
             for factor in factors:
@@ -241,6 +242,17 @@ def _run(
 def received(layers: Sequence[Traffic]) -> int:
     """Return the bytes that a worker received in a step."""
     return sum(t.forward_received + t.backward_received for t in layers)
+
+
+@contextmanager
+def few_objects() -> Iterator[None]:
+    """Have garbage collections look at what is made within alone: they would take most of the time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Live(TorchDispatchMode):
