@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.layer_check import inputs, leaf
+from support.layers import inputs, leaf
 from support.nasty_graph import NUM_NODES, assignment, edges
 from support.simulate import Cut, simulate
 from torch_geometric.nn import GINEConv

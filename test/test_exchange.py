@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.cases import CASES
-from support.layer_check import inputs
+from support.layers import TRAFFIC, inputs, leaf
 from support.nasty_graph import NUM_NODES, assignment, edges, share
 
 from pyg_sar import ShardedEdgeIndex, shard
@@ -82,8 +81,8 @@ def compare(edge_index, edge, seed, again):
     """Layers on a graph whose rows are homed elsewhere compute the same numbers, and load and store what they must."""
     graph = edge_index.graph
     x = torch.randn(graph.num_src, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    for name, case in CASES.items():
-        extra = [e[edge].requires_grad_(case.learn) for e in inputs(case.roles, edges().size(1), torch.float64)]
+    for name, case in TRAFFIC.items():
+        extra = [leaf(e[edge], case.learn) for e in inputs(case.roles, edges().size(1), torch.float64)]
         homed = Homed(graph.exchange)
         found = trained(case, ShardedEdgeIndex(graph.replace(exchange=homed)), x, extra)
         for got, expected in zip(found, trained(case, edge_index, x, extra), strict=True):

@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import CASES, Case, setup, whole
+from support.layers import TRAFFIC, Case
 from support.nasty_graph import assignment, close, edges, share
+from support.setup import setup, whole
 
 from pyg_sar import shard
 from pyg_sar.aggregate import aggregate, aggregate_async
@@ -28,7 +29,7 @@ def same(found, expected, what):
 
 
 def backward_twice(group, mode):
-    for name, case in CASES.items():
+    for name, case in TRAFFIC.items():
         it = setup(group, case, mode=mode)
         loss = it.loss()
         loss.backward(retain_graph=True)
@@ -47,7 +48,7 @@ def test_backward_twice_gives_the_same(pool, mode):
 
 def some_gradients(group, mode, columns):
     with mock.patch("pyg_sar.reduce.base.COLUMNS", columns):
-        for name, case in CASES.items():
+        for name, case in TRAFFIC.items():
             it = setup(group, case, mode=mode)
             it.loss().backward()
             expected = it.grads()
@@ -66,7 +67,7 @@ def test_gradients_of_inputs_only_and_of_parameters_only(pool, mode, columns):
 def frozen(group, mode):
     """What needs no gradient changes none of the others."""
     with mock.patch("pyg_sar.reduce.base.COLUMNS", 2):
-        for name, case in CASES.items():
+        for name, case in TRAFFIC.items():
             it = setup(group, case, mode=mode)
             it.loss().backward()
             expected, leaves = it.grads(), it.leaves()
@@ -84,7 +85,7 @@ def test_frozen_inputs_and_parameters(pool, mode):
 
 def meanwhile(group):
     """Return what happens one after the other in a layer of two parts."""
-    it, events = setup(group, CASES["sage"]), []
+    it, events = setup(group, TRAFFIC["sage"]), []
 
     def tell(name, function):
         return lambda *args, **kwargs: (events.append(name), function(*args, **kwargs))[1]
@@ -114,7 +115,7 @@ def test_rows_are_made_and_others_computed_while_messages_travel(pool):
 
 def nobody_asks(group):
     """Return how many messages began and were waited for in a backward pass that no source row is asked for."""
-    it, counts = setup(group, CASES["gat"]), Counter()
+    it, counts = setup(group, TRAFFIC["gat"]), Counter()
     swap, wait = Channel.swap, Transfer.wait
 
     def begin(*args):
@@ -139,7 +140,7 @@ def test_gradients_that_nobody_asks_for_are_waited_for(pool):
 
 def accumulate(group, mode):
     """Two graphs, two inputs and one layer: apart, in turn, nested and summed."""
-    for name, case in CASES.items():
+    for name, case in TRAFFIC.items():
         first, second = (setup(group, case, mode=mode, seed=s) for s in (0, 1))
         second.layer = first.layer
         parts = []
@@ -166,7 +167,7 @@ def test_several_graphs_and_accumulation(pool, mode):
 
 def twice_in_one_model(group, mode):
     """The same layer twice in one forward pass, as in PyG on the whole graph."""
-    for name, case in CASES.items():
+    for name, case in TRAFFIC.items():
         width, heads = (4, {"heads": 2}) if "heads" in case.kwargs else (8, {})
         square = Case(case.layer, (8, width, *case.args[2:]), {**case.kwargs, **heads}, case.roles, case.learn)
         results = []
@@ -194,7 +195,7 @@ def test_same_layer_twice(pool, mode):
 
 def in_place(group, mode):
     """Changing an output in place gives PyG's gradients or torch's own error."""
-    for name, case in CASES.items():
+    for name, case in TRAFFIC.items():
         for bias in (True, False):
             plain = Case(case.layer, case.args, {**case.kwargs, "bias": bias}, case.roles, case.learn)
             it = setup(group, plain, mode=mode)
@@ -255,7 +256,7 @@ def test_sums_do_not_keep_their_input(pool):
 
 
 def twice_differentiable(group, mode):
-    for case in CASES.values():
+    for case in TRAFFIC.values():
         it = setup(group, case, mode=mode)
         with pytest.raises(RuntimeError, match="no second derivative"):
             # The gradient of the output is a constant: torch's own check would let it pass, and be wrong.
@@ -269,7 +270,7 @@ def test_second_derivatives_are_refused(pool, mode):
 
 def infer_first(group, mode, context):
     """What inference leaves behind on the graph must serve training."""
-    for name, case in CASES.items():
+    for name, case in TRAFFIC.items():
         expected, it = setup(group, case, mode=mode), setup(group, case, mode=mode)
         with context():
             out = it()

@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import CASES, setup, whole
+from support.layers import TRAFFIC
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
+from support.setup import setup, whole
 from torch.nn.parallel import DistributedDataParallel
 
 from pyg_sar import accuracy, all_reduce, broadcast_parameters, degree_histogram, global_mean, sum_gradients
@@ -221,7 +222,7 @@ class Network(torch.nn.Module):
 def wrapped(group, mode):
     warnings.simplefilter("error")
     size = group.size()
-    for name, case in CASES.items():
+    for name, case in TRAFFIC.items():
         grads = {}
         for way in ("ddp", "sum", "whole"):
             it = whole(case) if way == "whole" else setup(group, case, mode=mode)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn
-from support.layer_check import inputs, leaf
+from support.layers import STACKS, inputs, leaf
 from support.nasty_graph import NUM_NODES, Share, assignment, close, edges, share
 
 import pyg_sar.nn
@@ -125,33 +125,12 @@ def test_only_rows_that_are_needed_travel(pool, workers, mode):
 
 # What it computes
 
-S, C, A, R = "SAGEConv", "GCNConv", "GATConv", "RGCNConv"
-V, D, F, G = "GATv2Conv", "TransformerConv", "FastRGCNConv", "GINConv"
-LAYERS = [
-    *((S, (8, 8), {"aggr": aggr}, "") for aggr in ("mean", "max")),
-    (S, (8, 8), {"project": True, "normalize": True}, ""),
-    *((C, (8, 8), options, "") for options in ({}, {"improved": True}, {"add_self_loops": False})),
-    (C, (8, 8), {"normalize": False}, "w"),
-    (G, (), {"nn": (8, 8), "train_eps": True}, ""),
-    (A, (8, 4), {"heads": 2, "residual": True}, ""),
-    (A, (8, 4), {"heads": 2, "edge_dim": 3, "fill_value": "mean"}, "a"),
-    (A, (8, 4), {"heads": 2, "add_self_loops": False}, ""),
-    (V, (8, 4), {"heads": 2}, ""),
-    (V, (8, 4), {"heads": 2, "share_weights": True, "residual": True, "edge_dim": 3}, "a"),
-    (D, (8, 4), {"heads": 2, "edge_dim": 3, "beta": True}, "a"),
-    (R, (8, 8, 5), {}, "t"),
-    (R, (8, 8, 5), {"num_bases": 2}, "t"),
-    (R, (8, 8, 5), {"aggr": "max"}, "t"),
-    (F, (8, 8, 5), {"num_blocks": 2}, "t"),
-]
-ONE_SHOT = [(S, (8, 8), {"aggr": "std"}, ""), (A, (8, 4), {"heads": 2, "aggr": "max"}, "")]
+KINDS = STACKS[:3]  # a sum, a maximum, a softmax
 
 
-def stack(nn, name, args, kwargs):
+def stack(nn, case):
     """Two layers."""
-    torch.manual_seed(0)
-    inner = [{"nn": torch.nn.Linear(*kwargs["nn"])} if "nn" in kwargs else {} for _ in range(2)]
-    return torch.nn.ModuleList([getattr(nn, name)(*args, **{**kwargs, **more}) for more in inner]).double()
+    return torch.nn.ModuleList(case.build(nn, seed=seed) for seed in range(2))
 
 
 def run(convs, x, layers, extra, rows):
@@ -170,27 +149,27 @@ def everything():
     return torch.randn(NUM_NODES, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def expect(name, args, kwargs, roles, target):
+def expect(case, target):
     """PyG on the whole graph."""
-    convs, x, (extra,) = stack(torch_geometric.nn, name, args, kwargs), leaf(everything()), [edge_inputs(roles)]
+    convs, x, (extra,) = stack(torch_geometric.nn, case), leaf(everything()), [edge_inputs(case)]
     h, weight = run(convs, x, [EDGES] * 2, extra, TARGETS[target])
     (h * weight[TARGETS[target]]).sum().backward()
     return h.detach(), x.grad, [[e.grad for e in more] for more in extra], [p.grad for p in convs.parameters()]
 
 
-def edge_inputs(roles):
+def edge_inputs(case):
     """Inputs of each of the two layers."""
-    return [[leaf(e) for e in inputs(roles, EDGES.size(1), torch.float64)] for _ in range(2)]
+    return [[leaf(e) for e in inputs(case.roles, EDGES.size(1), torch.float64)] for _ in range(2)]
 
 
-def compare(mine, name, args, kwargs, roles, target, what, total, known):
+def compare(mine, case, target, what, total, known):
     """Compare a flow over a share of the graph with PyG; ``total`` sums over the workers."""
     if target not in known:
-        known[target] = expect(name, args, kwargs, roles, target)
+        known[target] = expect(case, target)
     expected, d_x, d_extra, d_params = known[target]
     flow = message_flow_graphs(mine.edge_index, requested(target)[mine.src], 2)
-    convs, x = stack(pyg_sar.nn, name, args, kwargs), leaf(everything()[mine.src[flow.node_rows]])
-    extra = edge_inputs(roles)
+    convs, x = stack(pyg_sar.nn, case), leaf(everything()[mine.src[flow.node_rows]])
+    extra = edge_inputs(case)
     local = [[leaf(e[mine.edge[p]]) for e in more] for more, p in zip(extra, flow.edge_rows, strict=True)]
     h, weight = run(convs, x, flow.edge_indices, local, None)
     ids = mine.src[requested(target)[mine.src]]
@@ -211,7 +190,7 @@ def compare(mine, name, args, kwargs, roles, target, what, total, known):
         close(total(torch.zeros_like(p) if p.grad is None else p.grad), grad, f"{what}: {key}")
 
 
-def check(group, name, args, kwargs, roles):
+def check(group, case):
     def total(t):
         t = t.clone()
         dist.all_reduce(t, group=group)
@@ -220,28 +199,30 @@ def check(group, name, args, kwargs, roles):
     known = {}
     for mode, method, prefetch, target in GRID:
         mine = share(group, EDGES, assignment(method, group.size()), mode=mode, prefetch=prefetch)
-        what = f"{name} {kwargs} {target} mode {mode} {method} prefetch {prefetch} rank {dist.get_rank(group)}"
-        compare(mine, name, args, kwargs, roles, target, what, total, known)
+        what = f"{case} {target} mode {mode} {method} prefetch {prefetch} rank {dist.get_rank(group)}"
+        compare(mine, case, target, what, total, known)
     return len(GRID)
 
 
-@pytest.mark.parametrize(
-    ("workers", "name", "args", "kwargs", "roles"),
-    [*((n, *layer) for layer in LAYERS for n in (1, 2, 4)), *((2, *layer) for layer in ONE_SHOT)],
-)
-def test_equals_pyg_on_the_whole_graph(pool, workers, name, args, kwargs, roles):
-    assert pool.run(workers, check, name, args, kwargs, roles) == [len(GRID)] * workers
+def some(workers):
+    """Each layer on one number of workers, a sum, a maximum and a softmax on all; the others are for the grid."""
+    return [
+        pytest.param(n, case, marks=[] if case in KINDS or n == workers[1] else pytest.mark.grid, id=f"{n}-{case}")
+        for case, n in itertools.product(STACKS, workers)
+    ]
 
 
-@pytest.mark.parametrize(
-    ("num_parts", "name", "args", "kwargs", "roles"),
-    [*((n, *layer) for layer in LAYERS for n in (1, 3)), *((3, *layer) for layer in ONE_SHOT)],
-)
-def test_equals_pyg_in_pieces_of_one_process(num_parts, name, args, kwargs, roles):
+@pytest.mark.parametrize(("workers", "case"), some((1, 2, 4)))
+def test_equals_pyg_on_the_whole_graph(pool, workers, case):
+    assert pool.run(workers, check, case) == [len(GRID)] * workers
+
+
+@pytest.mark.parametrize(("num_parts", "case"), some((1, 3)))
+def test_equals_pyg_in_pieces_of_one_process(num_parts, case):
     known = {}
     for mode, method, target in itertools.product((1, 2, 3), ("contiguous", "empty"), ("few", "lonely", "none")):
-        mine, what = pieces(num_parts, method, mode), f"{name} {kwargs} {target} mode {mode} {method}"
-        compare(mine, name, args, kwargs, roles, target, what, lambda t: t, known)
+        mine, what = pieces(num_parts, method, mode), f"{case} {target} mode {mode} {method}"
+        compare(mine, case, target, what, lambda t: t, known)
 
 
 def sums(group):

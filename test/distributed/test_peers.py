@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import CASES, Case, setup
+from support.layers import TRAFFIC, Case
 from support.nasty_graph import assignment, edges, share
+from support.setup import setup
 
 from pyg_sar import record_traffic
 from pyg_sar.aggregate import aggregate, reduce_rows
@@ -37,7 +38,7 @@ def measure(group, mode, method):
     """Traffic of every layer, and what it must be."""
     rank, results = dist.get_rank(group), {}
     reads, serves = boundary(assignment(method, group.size()), rank)
-    for name, case in CASES.items():
+    for name, case in TRAFFIC.items():
         it = setup(group, case, mode=mode, method=method)
         with record_traffic(it.share.edge_index) as records:
             it.loss().backward()
@@ -67,7 +68,7 @@ def saves(group, mode):
     """Bytes saved by layers, for each own and each remote row."""
     found = {}
     for name in ("sage", "sage max", "gat"):
-        it = setup(group, CASES[name], mode=mode)
+        it = setup(group, TRAFFIC[name], mode=mode)
         with record_traffic(it.share.edge_index) as records:
             it.loss()
             with torch.no_grad():
@@ -115,7 +116,7 @@ def test_bf16_on_the_wire_rounds_what_travels_and_nothing_else(pool, mode, prefe
 def traffic_and_gradients(group, mode, comm_dtype):
     """Traffic and gradients of every layer."""
     found = {}
-    for name, case in CASES.items():
+    for name, case in TRAFFIC.items():
         it = setup(group, case, mode=mode, comm_dtype=comm_dtype)
         with record_traffic(it.share.edge_index) as records:
             it.loss().backward()
@@ -145,7 +146,7 @@ def measure_constants(group):
     """Traffic where the features, or all but the edge weights, are constants."""
     mine = share(group, edges(), assignment("random", group.size()))
     x, weight = torch.randn(len(mine.src), 8), torch.rand(len(mine.edge))
-    root = CASES["sage sum"].build(dtype=torch.float32)
+    root = TRAFFIC["sage sum"].build(dtype=torch.float32)
     found = {}
     with record_traffic(mine.edge_index) as records:
         root(x, mine.edge_index).sum().backward()
@@ -213,7 +214,7 @@ class Watch:
 
 
 def watch_blocks(group, name, mode, prefetch, columns=128):
-    it, watch = setup(group, CASES[name], mode=mode, prefetch=prefetch), Watch()
+    it, watch = setup(group, TRAFFIC[name], mode=mode, prefetch=prefetch), Watch()
     with mock.patch("pyg_sar.reduce.base.COLUMNS", columns):
         with watch():
             loss = it.loss()
@@ -233,7 +234,7 @@ def test_blocks_alive_in_mode_1(pool, name, prefetch, columns):
     """Not more than prefetch + 1 of the 3 remote blocks, and as many gradients of blocks under way; if rows are cut,
     of their parts.
     """
-    again = CASES[name].case == 2
+    again = TRAFFIC[name].case == 2
     for forward, kept, backward, left, end in pool.run(4, watch_blocks, name, 1, prefetch, columns):
         assert forward == {"rows": prefetch + 1, "grads": 0}
         assert kept == 0
@@ -245,7 +246,7 @@ def test_blocks_alive_in_mode_1(pool, name, prefetch, columns):
 @pytest.mark.parametrize("name", ["gat", "sage"])
 def test_blocks_alive_in_modes_2_and_3(pool, name, mode, blocks):
     """Case 2 keeps all of them until backward, case 1 none."""
-    needed = CASES[name].case == 2
+    needed = TRAFFIC[name].case == 2
     for _, kept, backward, left, end in pool.run(4, watch_blocks, name, mode, 1):
         assert kept == left == needed * blocks  # the graph is retained
         assert backward["rows"] == 0
@@ -291,7 +292,7 @@ def impatient(group):
 
 def fail(group, where, mode, name="gat"):
     """Rank 1 raises or exits in its forward or backward pass."""
-    it, rank = setup(group, CASES[name], mode=mode), dist.get_rank(group)
+    it, rank = setup(group, TRAFFIC[name], mode=mode), dist.get_rank(group)
     end = os._exit if where.startswith("exit") else None
 
     def boom(*args):
@@ -305,7 +306,7 @@ def fail(group, where, mode, name="gat"):
             x.register_hook(boom)
         return it.layer.forward_again(x, *args)
 
-    again = Case("GATConv", (12, 4), CASES[name].kwargs).build()
+    again = Case("GATConv", (12, 4), TRAFFIC[name].kwargs).build()
     it.layer.forward_again = again.forward
     it.layer.forward = second
     it().sum().backward()

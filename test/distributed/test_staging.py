@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.layer_check import check_layer, settings
+from support.layers import Case
 
 from pyg_sar.distributed import staging
 
@@ -29,7 +30,7 @@ def through_the_host(group):
         return tensor.clone()
 
     with mock.patch.multiple(staging, is_staged=lambda tensor, group: True, to_host=to_host, Landing=Landing):
-        done = check_layer(group, "GATConv", (8, 4), {"heads": 2})
+        done = check_layer(group, Case("GATConv", (8, 4), {"heads": 2}))
     return done, sum(sent), sum(landed), 0 not in sent + landed
 
 

@@ -1,12 +1,13 @@
 """The log of what layers send."""
 
-from support.cases import CASES, setup
+from support.layers import TRAFFIC
+from support.setup import setup
 
 from pyg_sar import record_traffic
 
 
 def record_nested(group):
-    it = setup(group, CASES["sage"])
+    it = setup(group, TRAFFIC["sage"])
     with record_traffic(it.share.edge_index) as outer:
         it()
         with record_traffic(it.share.edge_index) as inner:

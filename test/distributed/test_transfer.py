@@ -2,7 +2,8 @@
 
 from unittest import mock
 
-from support.cases import CASES, setup
+from support.layers import TRAFFIC
+from support.setup import setup
 
 from pyg_sar.distributed.transfer import Channel
 
@@ -16,7 +17,7 @@ def tags(group):
         return seen[-1][1]
 
     with mock.patch.object(Channel, "tag", tag), mock.patch("pyg_sar.reduce.base.COLUMNS", 4):
-        it = setup(group, CASES["sage sum"])
+        it = setup(group, TRAFFIC["sage sum"])
         (it() + it()).sum().backward()
     return seen
 

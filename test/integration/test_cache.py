@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch_geometric.nn
-from support.layer_check import inputs, leaf
+from support.layers import inputs, leaf
 from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
 
 import pyg_sar.nn

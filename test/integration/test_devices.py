@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from support import conv_zoo
 from support.conv_zoo import CASES
-from support.layer_check import FULL, OPTIONS, check_layer, inputs, leaf, make, shape
+from support.layer_check import check_layer
+from support.layers import FULL, OPTIONS, inputs, leaf
 from support.nasty_graph import NUM_NODES, close, edges
 from support.pool import Pool
 from support.simulated_accelerator import DEVICE, here, pretence
@@ -64,8 +65,8 @@ def test_mistakes(machines):
 
 def layers(group, which, grid):
     with pretence():
-        for name, args, kwargs, how in which:
-            check_layer(group, name, args, kwargs, **how, grid=grid, device=DEVICE)
+        for case in which:
+            check_layer(group, case, grid, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -170,20 +171,20 @@ def test_kernels_never_wait(machines, name, kwargs):
     assert machines.run(1, by_kernels, name, kwargs, 1 if "edge_dim" in kwargs else 3) == [[]]
 
 
-def step_of(name, args, kwargs, roles="", bipartite="", edge_grad=True):
+def step_of(case):
     """Return a function that runs a layer forward and backward on three shards."""
-    counts, widths = shape(args, kwargs, bipartite)
-    layer, edge_index = make(pyg_sar.nn, name, args, kwargs).to(DEVICE), edges(*counts)
-    graph = pyg_sar.shard(edge_index.to(DEVICE), counts if bipartite == "two" else NUM_NODES, 3)
+    counts, widths = case.shape()
+    layer, edge_index = case.build(dtype=torch.float32).to(DEVICE), edges(*counts)
+    graph = pyg_sar.shard(edge_index.to(DEVICE), counts if case.pair == "two" else NUM_NODES, 3)
     src, dst = (torch.randn(n, w).to(DEVICE).requires_grad_() for n, w in zip(counts, widths, strict=True))
-    x = (src, None if bipartite == "none" else dst) if bipartite else src
-    extra = [leaf(t.to(DEVICE), edge_grad) for t in inputs(roles, edge_index.size(1), torch.float32)]
+    x = (src, None if case.pair == "none" else dst) if case.pair else src
+    extra = [leaf(t.to(DEVICE), case.learn) for t in inputs(case.roles, edge_index.size(1), torch.float32)]
     return lambda: layer(x, graph, *extra).square().sum().backward()
 
 
 def of_layers(group, which):
     with pretence() as it:
-        return {f"{n} {kw}": waits(step_of(n, args, kw, **how), it) for n, args, kw, how in which}
+        return {str(case): waits(step_of(case), it) for case in which}
 
 
 def test_layers_never_wait(machines):

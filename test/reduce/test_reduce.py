@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.layer_check import inputs, leaf, run
+from support.layer_check import run
+from support.layers import inputs, leaf
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

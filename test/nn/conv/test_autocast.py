@@ -5,7 +5,8 @@ import torch
 import torch_geometric.nn
 from support import conv_zoo
 from support.conv_zoo import CASES
-from support.layer_check import FULL, OPTIONS, inputs, leaf, make, run, shape
+from support.layer_check import run
+from support.layers import FULL, OPTIONS, inputs, leaf
 from support.nasty_graph import NUM_NODES, edges
 
 import pyg_sar
@@ -32,26 +33,25 @@ def compare(what, found, reference, truth, slack):
 def test_layers(rows, device):
     """From rows of the user's, or from those of another layer under autocast."""
     problems = []
-    for name, args, kwargs, how in [*FULL, *OPTIONS]:
-        two, learn = how.get("bipartite", ""), how.get("edge_grad", True)
-        counts, widths = shape(args, kwargs, two)
+    for case in [*FULL, *OPTIONS]:
+        counts, widths = case.shape()
         edge_index = edges(*counts)
-        graph = pyg_sar.shard(edge_index, counts if two == "two" else NUM_NODES, 3)
+        graph = pyg_sar.shard(edge_index, counts if case.pair == "two" else NUM_NODES, 3)
         torch.manual_seed(0)
         x = [torch.randn(n, w, dtype=torch.float64) for n, w in zip(counts, widths, strict=True)]
-        extra, state, results = inputs(how.get("roles", ""), edge_index.size(1), torch.float64), None, []
+        extra, state, results = inputs(case.roles, edge_index.size(1), torch.float64), None, []
         for package, at, cast in ((torch_geometric.nn, edge_index, False), (torch_geometric.nn, edge_index, True),
                                   (pyg_sar.nn, graph, True)):  # fmt: skip
-            layer = make(package, name, args, kwargs).double()
+            layer = case.build(package)
             state = state or layer.state_dict()
             layer.load_state_dict(state)
             layer, dtype = (layer.float(), rows) if cast else (layer, torch.float64)
             src, dst = (leaf(t.to(dtype)) for t in x)
-            given = (src, None if two == "none" else dst) if two else src
-            other = [leaf(t.to(dtype) if t.is_floating_point() else t, learn) for t in extra]
+            given = (src, None if case.pair == "none" else dst) if case.pair else src
+            other = [leaf(t.to(dtype) if t.is_floating_point() else t, case.learn) for t in extra]
             results.append(run(layer.to(device), given, at, other, torch.arange(counts[1]), counts[1], device, cast))
         truth, reference, found = results
-        problems += compare(f"{name} {kwargs}", found, reference, truth, 8 * UNIT)
+        problems += compare(str(case), found, reference, truth, 8 * UNIT)
     assert not problems, "\n".join(problems)
 
 

@@ -5,24 +5,23 @@ import itertools
 import pytest
 import torch
 import torch_geometric.nn
-from support.layer_check import FULL, OPTIONS, PAIRS, WORKERS, check_layer, settings
+from support.layer_check import PAIRS, WORKERS, check_layer, settings
+from support.layers import FULL, OPTIONS, Case
 from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
 
 import pyg_sar.nn
 
 # A layer that sums, one with a maximum and one with a softmax, which go through every combination of settings.
 KINDS = [FULL[0], FULL[2], FULL[7]]
-LAYER = ("name", "args", "kwargs", "how")
 
 
-def check(pool, workers, grid, name, args, kwargs, how, device):
-    roles, bipartite, edge_grad = how.get("roles", ""), how.get("bipartite", ""), how.get("edge_grad", True)
-    done = pool.run(workers, check_layer, name, args, kwargs, roles, bipartite, grid, edge_grad, torch.float64, device)
+def check(pool, workers, grid, case, device):
+    done = pool.run(workers, check_layer, case, grid, torch.float64, device)
     assert done == [len(settings(grid, workers))] * workers
 
 
 def test_kinds():
-    assert [(name, kwargs) for name, _, kwargs, _ in KINDS] == [
+    assert [(case.layer, case.kwargs) for case in KINDS] == [
         ("SAGEConv", {"aggr": "mean"}), ("SAGEConv", {"aggr": "max"}), ("GATConv", {"heads": 3})
     ]  # fmt: skip
 
@@ -34,29 +33,29 @@ def test_pairs_hold_every_pair_of_values(a, b):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize(LAYER, FULL)
-def test_pairs_of_settings(pool, workers, name, args, kwargs, how, device):
-    check(pool, workers, "pairs", name, args, kwargs, how, device)
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_pairs_of_settings(pool, workers, case, device):
+    check(pool, workers, "pairs", case, device)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(
-    LAYER, [*KINDS, *(pytest.param(*it, marks=pytest.mark.grid) for it in FULL if it not in KINDS)]
+    "case", [*KINDS, *(pytest.param(it, marks=pytest.mark.grid) for it in FULL if it not in KINDS)], ids=str
 )
-def test_all_settings(pool, workers, name, args, kwargs, how, device):
-    check(pool, workers, "full", name, args, kwargs, how, device)
+def test_all_settings(pool, workers, case, device):
+    check(pool, workers, "full", case, device)
 
 
 @pytest.mark.parametrize(("workers", "grid"), [
     (2, "one"), (3, "one"), *(pytest.param(n, "some", marks=pytest.mark.grid) for n in (1, 2, 4))
 ])  # fmt: skip
-@pytest.mark.parametrize(LAYER, OPTIONS)
-def test_options(pool, workers, grid, name, args, kwargs, how, device):
-    check(pool, workers, grid, name, args, kwargs, how, device)
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+def test_options(pool, workers, grid, case, device):
+    check(pool, workers, grid, case, device)
 
 
 def test_median(pool):
-    check(pool, 2, "two", "SAGEConv", (8, 4), {"aggr": "median"}, {}, "cpu")
+    check(pool, 2, "two", Case("SAGEConv", (8, 4), {"aggr": "median"}), "cpu")
 
 
 def test_an_aggregation_that_fails_in_pyg():

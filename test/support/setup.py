@@ -1,57 +1,13 @@
-"""One configuration of each layer and way of streaming, for tests that go through all of them."""
+"""Layers on one worker's share of the graph, and on the whole graph, with their inputs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch_geometric.nn
-from support.layer_check import inputs, leaf
+from support.layers import Case, inputs, leaf
 from support.nasty_graph import NUM_NODES, Share, assignment, edges, share
 from torch import Tensor
-
-import pyg_sar.nn
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layer with 8 inputs and the facts about its traffic.
-
-    Args:
-        layer: Name of the layer.
-        args: Its arguments.
-        kwargs: Its options.
-        roles: Inputs besides ``x``, as :func:`layer_check.inputs` has them.
-        learn: Whether these require a gradient.
-        case: 1 if backward does without the source rows, else 2 (SAR paper).
-        width: Numbers in a row that travels.
-    """
-
-    layer: str
-    args: tuple[int, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    roles: str = ""
-    learn: bool = False
-    case: int = 1
-    width: int = 8
-
-    def build(self, library: Any = pyg_sar.nn, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-        """Return the layer with the same weights at every call."""
-        torch.manual_seed(4)
-        return getattr(library, self.layer)(*self.args, **self.kwargs).to(dtype)
-
-
-CASES = {
-    "sage": Case("SAGEConv", (8, 4), width=4),
-    "sage sum": Case("SAGEConv", (8, 10), {"aggr": "sum"}),
-    "sage max": Case("SAGEConv", (8, 4), {"aggr": "max"}, case=2),
-    "gcn": Case("GCNConv", (8, 4), width=4),
-    "gcn weighted": Case("GCNConv", (8, 4), roles="w", width=4),
-    "gcn learnt": Case("GCNConv", (8, 4), roles="w", learn=True, case=2, width=4),
-    "gat": Case("GATConv", (8, 4), {"heads": 3}, case=2, width=15),
-    "gat edges": Case("GATConv", (8, 4), {"heads": 2, "edge_dim": 3}, roles="a", learn=True, case=2, width=10),
-    "rgcn": Case("RGCNConv", (8, 4, 5), roles="t"),
-    "rgcn max": Case("RGCNConv", (8, 4, 5), {"aggr": "max"}, roles="t", case=2),
-}
 
 
 @dataclass
