@@ -4,8 +4,10 @@
 PYTHON ?= python3
 # Installed before everything else, so that nothing below chooses another build of torch.
 TORCH ?= torch==2.13.0
-# Another PyG release to test with, and arguments of pytest: make test PYG=2.6.0 ARGS='test/nn -k gat'
+# Another PyG release to test with, processes that share the tests, and arguments of pytest:
+# make test PYG=2.6.0 JOBS=0 ARGS='test/nn -k gat'
 PYG ?=
+JOBS ?= logical
 ARGS ?=
 
 # Epochs of `make train`, of GraphSAGE and of GAT
@@ -27,7 +29,7 @@ train: $(DATA)
 
 # A release asked for by name stands before the one in .venv on the path.
 test: $(VENV) $(if $(PYG),.pyg/$(PYG)/stamp)
-	$(if $(PYG),PYTHONPATH=$(CURDIR)/.pyg/$(PYG)) $(BIN)/python -m pytest $(ARGS)
+	$(if $(PYG),PYTHONPATH=$(CURDIR)/.pyg/$(PYG)) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # All settings of all layers, and the tests that take long: benchmarks, examples, simulated hosts, kernels for GPUs.
 test-grid:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from torch_geometric.utils import scatter, softmax
 
 from pyg_sar import shard
 from pyg_sar.nn import convert, describe
+
+# PyG's Sequential imports who makes it by the name of the file alone, or has the code of another Sequential.
+sys.modules["conv_zoo"] = sys.modules[__name__]
 
 F, D, T = 6, 3, 3  # node features, edge features, edge types
 NUM_DST = 47  # of the graph with two sets of nodes
