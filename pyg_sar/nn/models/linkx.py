@@ -75,17 +75,9 @@ class LINKX(torch_geometric.nn.LINKX):
     """
 
     def __init__(
-        self,
-        nodes: Any,
-        in_channels: int,
-        hidden_channels: int,
-        out_channels: int,
-        num_layers: int,
-        num_edge_layers: int = 1,
-        num_node_layers: int = 1,
-        dropout: float = 0.0,
-        group: Any = None,
-    ) -> None:
+        self, nodes: Any, in_channels: int, hidden_channels: int, out_channels: int, num_layers: int,
+        num_edge_layers: int = 1, num_node_layers: int = 1, dropout: float = 0.0, group: Any = None,
+    ) -> None:  # fmt: skip
         torch.nn.Module.__init__(
             self
         )  # PyG's constructor makes a table of all nodes; random numbers are drawn as there

@@ -15,6 +15,7 @@ from pyg_sar.distributed.group import is_local
 from pyg_sar.edge_index import EDGES, ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.trace import NotStreamable
+from pyg_sar.reduce.base import flat
 from pyg_sar.refusals import wrong_rows
 
 PROPAGATE = torch_geometric.nn.MessagePassing.propagate
@@ -97,7 +98,13 @@ class Call:
             if name in lifted:
                 inputs.spec[name] = self._bind_nodes(inputs, name, value, graph)
             elif name in asked:
-                inputs.spec[name] = _bind_other(inputs, name, value, name in edge)
+                inputs.spec[name] = value
+                if isinstance(value, (list, tuple, dict)):
+                    raise NotStreamable(f"'{name}' is a {type(value).__name__}")
+                if isinstance(value, Tensor):
+                    if value.layout != torch.strided:
+                        raise NotStreamable(f"'{name}' is sparse")
+                    inputs.spec[name] = inputs.add("edge" if name in edge else "const", value)
         types = {t.dtype for t in inputs.src}
         if len(types) > 1:
             raise NotStreamable(f"sources have rows of several types ({', '.join(sorted(map(str, types)))})")
@@ -126,16 +133,6 @@ class Call:
             else:
                 ends.append(inputs.add("dst", t if pair or t.size(0) == graph.num_dst else graph.dst_rows(t)))
         return tuple(ends)
-
-
-def _bind_other(inputs: Inputs, name: str, value: Any, is_edge: bool) -> Any:
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            raise NotStreamable(f"'{name}' is sparse")
-        return inputs.add("edge" if is_edge else "const", value)
-    if isinstance(value, (list, tuple, dict)):
-        raise NotStreamable(f"'{name}' is a {type(value).__name__}")
-    return value
 
 
 class Ref(NamedTuple):
@@ -222,8 +219,3 @@ def check_destinations(layer: Any, name: str, value: Any, it: ShardedEdgeIndex) 
 def nodes_at(t: Tensor, node_dim: int) -> Tensor:
     """Return rows of nodes with these in the dimension where the layer has them."""
     return t.movedim(0, node_dim) if node_dim % t.dim() else t
-
-
-def flat(t: Tensor) -> Tensor:
-    """Return rows as vectors."""
-    return t.reshape(t.size(0), math.prod(t.shape[1:]))

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.chunks import FEWEST, Chunks
-from pyg_sar.nn.replay.isolate import isolated
+from pyg_sar.nn.replay.isolate import isolated, side_effects
 from pyg_sar.nn.replay.probe import BLOCKS, EDGES, KERNELS, Probe, Problem, close
 from pyg_sar.nn.replay.runner import Program, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
@@ -138,7 +138,7 @@ def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> list[St
 def by_blocks(problem: Problem) -> Iterator[Strategy]:
     """Yield what seems possible block by block, the best one first."""
     probe, updates = Probe(problem), problem.call.updates
-    with problem.without_side_effects():
+    with side_effects(problem.layer, problem.device, lasting=updates) as problem.side_effects:
         probe.explore()
     weighted = None if updates else probe.kernel()
     if weighted is not None:
@@ -154,7 +154,7 @@ def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
     if CHUNKS_CANNOT & set(problem.call.asked):
         raise NotStreamable(why)
     probe, begin = Probe(problem), sequence_number()
-    with problem.without_side_effects():
+    with side_effects(problem.layer, problem.device, lasting=problem.call.updates) as problem.side_effects:
         out = Chunks(probe.runner, FEW, FEWEST).step(None, probe.block, probe.x, probe.rows)
     program = Program(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
     ids = torch.arange(EDGES, device=problem.device)

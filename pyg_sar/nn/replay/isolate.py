@@ -42,12 +42,14 @@ def isolated(layer: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def side_effects(layer: torch.nn.Module, device: torch.device, lasting: bool) -> Iterator[list[str]]:
-    """Yield a list that names at the end what a layer's code did besides computing, which no run of a block may do.
+    """Yield a list that names at the end what a layer's code did besides computing, which no run of a block may do;
+    then raise for it.
 
     Args:
         layer: The layer, whose buffers get their values back.
         device: Where it draws random numbers.
-        lasting: Whether an attribute that the code sets counts, because somebody may read it.
+        lasting: Whether an attribute that the code sets counts, because somebody may read it; of messages it is known
+            what a layer keeps.
     """
     drawn, before, attributes = _random_states(device), _footprint(layer), dict(layer.__dict__)
     buffers = {name: b.clone() for name, b in layer.named_buffers()}
@@ -62,6 +64,8 @@ def side_effects(layer: torch.nn.Module, device: torch.device, lasting: bool) ->
             b.data.copy_(buffers.get(name, b))
         if not torch.equal(drawn, _random_states(device)):
             found.append("it draws random numbers")
+    if found:
+        raise NotStreamable(found[0])
 
 
 def _random_states(device: torch.device) -> Tensor:

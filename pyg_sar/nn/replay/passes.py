@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pyg_sar.aggregate import aggregate
 from pyg_sar.block import Block
-from pyg_sar.nn.replay.call import flat
-from pyg_sar.nn.replay.runner import Runner, gradients, sequence_number
+from pyg_sar.nn.replay.runner import Pair, Runner
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce import Grads, Needs, Reduce, Rows
+from pyg_sar.reduce.base import flat
 
 
 class Pass(Reduce):
@@ -115,36 +115,34 @@ class Pass(Reduce):
         """Run once more under autograd."""
         best = dict(zip(self.extrema, saved, strict=False))
         grads = dict(zip(self.keys, saved[len(best) :], strict=True))
-
-        def cut(k: int, found: Reduction) -> tuple[Tensor, Tensor] | None:
-            if k not in grads or not found.src.requires_grad:
-                return None
-            grad = found.read(grads[k]).to(found.src.dtype)
-            return found.src, grad if k not in best else grad.masked_fill(found.src != found.read(best[k]), 0)
-
-        return self.rebuild(block, x, rows, needs, cut)
+        return self.rebuild(block, x, rows, needs, grads, best)
 
     def rebuild(
-        self, block: Block, x: Tensor | None, rows: Rows, needs: Needs, cut: Any,
-        results: dict[int, Tensor] | None = None, expose: tuple[int, ...] = (), updated: Tensor | None = None,
+        self, block: Block, x: Tensor | None, rows: Rows, needs: Needs, grads: dict[int, Tensor],
+        best: dict[int, Tensor] | None = None, known: dict[int, Tensor] | None = None, expose: tuple[int, ...] = (),
+        updated: Tensor | None = None,
     ) -> Grads:  # fmt: skip
-        """Run under autograd and return gradients, given what is reduced and its gradient, or that of updated edges."""
+        """Return gradients, given those of reductions, of which some are extrema, or of updated edges."""
         assert x is not None
-        pairs: list[tuple[Tensor, Tensor]] = []
 
-        def collect(k: int, found: Reduction) -> None:
-            pair = cut(k, found)
-            pairs.extend([] if pair is None else [pair])
+        def run(leaf: Tensor, leaves: Rows) -> list[Pair]:
+            pairs: list[Pair] = []
 
-        with self.runner.leaves(x, rows, needs) as (leaf, leaves):
-            begin = sequence_number()
-            known = self.known(leaves) if results is None else results
-            result = self.runner.run_block(block, leaf, leaves, collect, known=known, expose=expose)
-        if updated is not None and result.requires_grad:
-            pairs.append((result, updated))
-        messages = [message for message, _ in pairs]
-        self.runner.check_sources(messages, begin, leaf, leaves)
-        source, others = gradients(messages, [grad for _, grad in pairs], leaf, leaves)
+            def cut(k: int, found: Reduction) -> None:
+                self.check(k, found)
+                if k in grads and found.src.requires_grad:
+                    grad = found.read(grads[k]).to(found.src.dtype)
+                    if best and k in best:
+                        grad = grad.masked_fill(found.src != found.read(best[k]), 0)
+                    pairs.append((found.src, grad))
+
+            results = self.known(leaves) if known is None else known
+            result = self.runner.run_block(block, leaf, leaves, cut, known=results, expose=expose)
+            if updated is not None and result.requires_grad:
+                pairs.append((result, updated))
+            return pairs
+
+        source, others = self.runner.rebuild(x, rows, needs, run)
         return torch.zeros_like(x) if source is None and needs.source else source, others
 
 
@@ -215,15 +213,8 @@ class SoftmaxPass(Pass):
         """Run once more under autograd."""
         row_max, normaliser, *rest = saved
         grads = dict(zip((self.normaliser, *self.keys), rest, strict=True))
-
-        def cut(k: int, found: Reduction) -> tuple[Tensor, Tensor] | None:
-            if k not in grads or not found.src.requires_grad:
-                return None
-            return found.src, found.read(grads[k]).to(found.src.dtype)
-
-        like = {k: self.found[k].like.dtype for k in (self.row_max, self.normaliser)}
-        known = {self.row_max: row_max.to(like[self.row_max]), self.normaliser: normaliser.to(like[self.normaliser])}
-        return self.rebuild(block, x, rows, needs, cut, known, (self.normaliser,))
+        known = {k: t.to(self.found[k].like.dtype) for k, t in ((self.row_max, row_max), (self.normaliser, normaliser))}
+        return self.rebuild(block, x, rows, needs, grads, known=known, expose=(self.normaliser,))
 
 
 class Update(Pass):
@@ -249,7 +240,7 @@ class Update(Pass):
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
     ) -> Grads:
         """Run once more under autograd."""
-        return self.rebuild(block, x, rows, needs, self.check, updated=out[block.edges])
+        return self.rebuild(block, x, rows, needs, {}, updated=out[block.edges])
 
 
 def heads(weight: Tensor, like: Tensor) -> Tensor:

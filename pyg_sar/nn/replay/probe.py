@@ -3,8 +3,6 @@ r"""A random problem on a small *probe graph*, on which strategies for a layer a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor
 from pyg_sar.distributed.shard import shard
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import Call
-from pyg_sar.nn.replay.isolate import side_effects
 from pyg_sar.nn.replay.passes import heads
 from pyg_sar.nn.replay.runner import Program, Runner, hidden_parameters, sequence_number
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
@@ -121,15 +118,6 @@ class Problem:
             kwargs = {name: t[order] if name in self.edge else t for name, t in call.kwargs.items()}
             out = call.run(edges[:, order], size, kwargs)
             return out[order.argsort()] if call.updates else out
-
-    @contextmanager
-    def without_side_effects(self) -> Iterator[None]:
-        """Raise for code that leaves something behind, or draws random numbers."""
-        # Of messages it is known what a layer keeps. Somebody may read what it keeps of edges.
-        with side_effects(self.layer, self.device, lasting=self.call.updates) as self.side_effects:
-            yield
-        if self.side_effects:
-            raise NotStreamable(self.side_effects[0])
 
 
 class Probe:

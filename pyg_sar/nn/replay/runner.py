@@ -7,8 +7,7 @@ layer makes of the aggregate comes of a last run, on padding edges.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,8 @@ from pyg_sar.nn.replay.isolate import State, substituted, unchanged
 from pyg_sar.nn.replay.trace import Dropout, NoMixing, NotStreamable, Reduction, Stop, Trace
 from pyg_sar.ops.dropout import dropout_factors
 from pyg_sar.reduce import Grads, Needs, Rows
+
+Pair = tuple[Tensor, Tensor]  # and its gradient
 
 
 @dataclass
@@ -204,9 +205,10 @@ class Runner:
                 kwargs[name] = value(spec)
         return [t for ref, t in made.items() if ended or ref.kind in ("src", "table")], kwargs
 
-    @contextmanager
-    def leaves(self, x: Tensor, rows: Rows, needs: Needs) -> Iterator[tuple[Tensor, Rows]]:
-        """Yield rows to run on under autograd, without the history of what they are made of, and parameters alike."""
+    def rebuild(self, x: Tensor, rows: Rows, needs: Needs, run: Callable[[Tensor, Rows], list[Pair]]) -> Grads:
+        """Return the gradients of rows, None for what is not read; ``run`` runs on rows without their history, under
+        autograd, and returns what it made that has a gradient, and that.
+        """
         if any(t._version != version for t, version in self.versions):
             raise RuntimeError(
                 f"A frozen parameter, or an integer argument, of '{type(self.layer).__name__}' was modified by an "
@@ -219,12 +221,16 @@ class Runner:
             for kind, ts, ns in zip(rows._fields, rows, needs.rows, strict=True)
         )
         own = len(const) - len(self.parameters)
-        with (
-            torch.enable_grad(),
-            self.state.restored(),
-            substituted(self.layer, self.parameters, const[own:]) as used,
-        ):
-            yield leaf, Rows(dst, edge, [*const[:own], *used])
+        copies = substituted(self.layer, self.parameters, const[own:])
+        with torch.enable_grad(), self.state.restored(), copies as used:
+            begin, leaves = sequence_number(), Rows(dst, edge, [*const[:own], *used])
+            pairs = run(leaf, leaves)
+        messages, grads = ([pair[k] for pair in pairs] for k in (0, 1))
+        self.check_sources(messages, begin, leaf, leaves)
+        wanted = [t for t in (leaf, *leaves.dst, *leaves.edge, *leaves.const) if t.requires_grad]
+        made = torch.autograd.grad(messages, wanted, grads, allow_unused=True) if pairs and wanted else ()
+        found = dict(zip(map(id, wanted), made, strict=False))
+        return found.get(id(leaf)), Rows(*([found.get(id(t)) for t in ts] for ts in leaves))
 
     def check_sources(self, messages: Sequence[Tensor], begin: int, x: Tensor, rows: Rows) -> None:
         """Raise if messages are made of something with a gradient that was not there when the layer was probed."""
@@ -240,15 +246,6 @@ class Runner:
                 f"when it was first called. Pass it to 'propagate', make a new layer where its code changes, or use "
                 f"one that is not converted."
             )
-
-
-def gradients(outs: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, rows: Rows) -> Grads:
-    """Return the gradients of leaves, None for what does not read them."""
-    wanted = [t for t in (x, *rows.dst, *rows.edge, *rows.const) if t.requires_grad]
-    found: dict[int, Tensor | None] = {}
-    if outs and wanted:
-        found = dict(zip(map(id, wanted), torch.autograd.grad(outs, wanted, grads, allow_unused=True), strict=True))
-    return found.get(id(x)), Rows(*([found.get(id(t)) for t in ts] for ts in rows))
 
 
 def sequence_number() -> int:
