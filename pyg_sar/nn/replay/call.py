@@ -43,12 +43,6 @@ class Call:
         return self.layer._edge_user_args if self.updates else self.layer._user_args
 
     @property
-    def asked_by_messages(self) -> set[str]:
-        """What its code for edges asks for."""
-        functions = ("edge_update",) if self.updates else ("message", "aggregate")
-        return {name for f in functions for name in self.layer.inspector.get_param_names(f)}
-
-    @property
     def lifted(self) -> set[str]:
         """The names of arguments that have rows of nodes."""
         return {name[:-2] for name in self.asked if name.endswith(("_i", "_j"))}

@@ -43,7 +43,9 @@ class Problem:
     """
 
     def __init__(self, call: Call, graph: ShardedGraph, edge: frozenset[str], signed: bool = False) -> None:
-        for name in call.asked_by_messages & (WHOLE | call.lifted):
+        functions = ("edge_update",) if call.updates else ("message", "aggregate")
+        asked = {name for function in functions for name in call.layer.inspector.get_param_names(function)}
+        for name in asked & (WHOLE | call.lifted):
             raise NotStreamable(f"its messages ask for '{name}' as a whole")
         call.bind(graph, edge)
         self.layer, self.edge, self.device, self.signed = call.layer, edge, graph.device, signed

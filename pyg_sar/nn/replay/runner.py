@@ -71,6 +71,7 @@ class Runner:
         unused, first = {id(p) for p in program.unused}, len(inputs.const)
         self.optional = frozenset(first + k for k, p in enumerate(self.parameters) if id(p) in unused)
         self.unread = inputs.only(program.unread)
+        self.source_unread = 0 < len(inputs.src) == sum(ref.kind == "src" for ref in self.unread)
         self.drops = drops
         self.dropped = False  # whether a run asked for dropout
         self.tables = [fetch_halo(t, graph) for t in inputs.table]
@@ -90,11 +91,6 @@ class Runner:
         )
         x = self.inputs.packed(self.graph.num_src)
         return x.detach() if self.source_unread else x, dst, edge, [*const, *self.parameters]
-
-    @property
-    def source_unread(self) -> bool:
-        """Whether nothing of the rows of sources is read."""
-        return 0 < len(self.inputs.src) == sum(ref.kind == "src" for ref in self.unread)
 
     def run_block(self, block: Block, x: Tensor, rows: Rows, cut: Any, **how: Any) -> Any:
         """Run on the edges of a block, to the end of the aggregation at most; return what becomes of edges."""
