@@ -25,13 +25,7 @@ FLOW, PAIR = "source_to_target", (tuple, list)
 
 @dataclass
 class Call:
-    """A call of a layer's ``propagate`` or ``edge_updater``.
-
-    Args:
-        layer: The layer.
-        kwargs: The arguments.
-        updates: Whether it updates edges, instead of aggregating messages.
-    """
+    """A call of a layer's ``propagate``, or of its ``edge_updater`` if it ``updates`` edges, with its arguments."""
 
     layer: Any
     kwargs: dict[str, Any]

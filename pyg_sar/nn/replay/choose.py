@@ -37,11 +37,11 @@ STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of every layer, by th
 CHUNKS_CANNOT = {"edge_index", "edge_index_i", "edge_index_j"}  # tell messages which nodes they are about
 
 
-def choose(call: Call, graph: ShardedGraph, size: Any = None) -> Strategy:
+def choose(call: Call, graph: ShardedGraph, size: Any) -> Strategy:
     """Return the strategy of a call; all workers infer it together, once for arguments of a kind."""
     inferred = STRATEGIES.setdefault(call.layer, {})
     counts = graph.bipartite and size is not None  # perhaps as many destinations as have edges here
-    kind = (call.updates, graph.bipartite, graph.origin is None, counts, *_layer(call.layer, graph), *_arguments(call))
+    kind = (counts, *kind_of(call, graph))
     if counts:
         inferred.setdefault(kind, Strategy("one-shot", "it counts the nodes of two sets"))
     strategy = inferred.get(kind)
@@ -70,17 +70,14 @@ def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
         return False
 
 
-def _layer(layer: torch.nn.Module, graph: ShardedGraph) -> Iterator[Any]:
-    """Yield what the code of a layer depends on besides its arguments."""
+def kind_of(call: Call, graph: ShardedGraph) -> Iterator[Any]:
+    """Yield what a strategy depends on that all workers know alike: not how many rows arguments have."""
     device = graph.device.type
+    yield from (call.updates, graph.bipartite, graph.origin is None)
     yield torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    yield tuple((type(module), module.training) for module in layer.modules())
-    yield tuple(p.dtype for p in layer.parameters())
+    yield tuple((type(module), module.training) for module in call.layer.modules())
+    yield tuple(p.dtype for p in call.layer.parameters())
     yield parametrize._cache_enabled > 0  # weights are then made of others before they are read
-
-
-def _arguments(call: Call) -> Iterator[Any]:
-    """Yield what all workers know alike of arguments: not how many rows they have."""
     for name, value in call.kwargs.items():
         for v in value if isinstance(value, PAIR) else (value,):
             if isinstance(v, Tensor) and v.dim() > 0:

@@ -48,10 +48,7 @@ class Chunk(NamedTuple):
 class Chunks(Reduce):
     """A layer's ``propagate`` up to its aggregate, or its ``edge_updater``, a chunk at a time.
 
-    Args:
-        runner: The layer and its arguments.
-        cells: The number of messages of a chunk, about: a destination's are never split.
-        padding: The number of edges of the padding destination.
+    A chunk has about ``cells`` messages (a destination's are never split), its padding destination ``padding`` edges.
     """
 
     skips_empty = False
@@ -180,7 +177,7 @@ def largest_degree(graph: ShardedGraph) -> int:
     return whole.derived("largest degree", largest)
 
 
-def in_chunks(runner: Runner, padding: int = FEWEST, cells: int | None = None) -> Tensor:
+def in_chunks(runner: Runner, padding: int, cells: int | None) -> Tensor:
     """Run a call on chunk after chunk, each of about so many ``cells``."""
     graph = runner.graph
     chunks = Chunks(runner, cells or CELLS * (1 if graph.device.type == "cpu" else 16), padding)

@@ -30,16 +30,10 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 class Problem:
-    """A call of a layer on the probe graph, with random arguments of the same kind as those of a call.
+    """A call of a layer on the probe graph, with random arguments of the same kind as those of a call on a graph.
 
-    Args:
-        call: The call.
-        graph: Its graph.
-        edge: The arguments that have a row for each edge.
-        signed: Whether rows of edges are of both signs; if not they are positive, because they may be weights.
-
-    Raises:
-        NotStreamable: If the layer, called with such arguments, cannot run on some edges at a time.
+    Arguments named ``edge`` have a row for each edge: of both signs if ``signed``, else positive, because they may be
+    weights. Where a layer cannot run on some edges at a time with such arguments, it raises ``NotStreamable``.
     """
 
     def __init__(self, call: Call, graph: ShardedGraph, edge: frozenset[str], signed: bool = False) -> None:

@@ -50,21 +50,14 @@ class Program:
 
 
 class Runner:
-    """A call of a layer, on some edges.
+    """A call of a layer with its arguments on this worker, on some edges of a graph, and what is known of it.
 
-    Args:
-        call: The call.
-        inputs: Its arguments on this worker.
-        graph: The edges.
-        program: What is known of it.
-        seed: Seed of dropout; by default one is drawn when it is needed.
-        drops: Whether dropout drops.
+    Dropout drops, if it ``drops``, by ``seed``; without one it is drawn when it is needed.
     """
 
     def __init__(
-        self, call: Call, inputs: Inputs, graph: ShardedGraph, program: Program, seed: int | None = None,
-        drops: bool = True,
-    ) -> None:  # fmt: skip
+        self, call: Call, inputs: Inputs, graph: ShardedGraph, program: Program, seed: int | None, drops: bool = True
+    ) -> None:
         self.call, self.inputs, self.graph, self.program, self.seed = call, inputs, graph, program, seed
         self.layer = layer = call.layer
         self.parameters = [p for p in (*layer.parameters(), *program.hidden) if p.requires_grad]
@@ -157,7 +150,7 @@ class Runner:
         return out if graph.num_dst > 0 else out.narrow(node_dim % out.dim(), 0, 0)
 
     def run(
-        self, mode: Any, edges: Tensor, kwargs: dict[str, Any], size: tuple[int, int], lost: bool = False,
+        self, mode: Any, edges: Tensor, kwargs: dict[str, Any], size: tuple[int, int], lost: bool,
         **stubs: Callable,
     ) -> Any:  # fmt: skip
         """Run in a mode, with some methods replaced, and perhaps lose what messages leave on the layer."""
