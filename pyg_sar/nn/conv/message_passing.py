@@ -73,14 +73,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         if (sharded and not edge_index.streams) or (not sharded and not has_kernels(edge_index, x)):
             return None
         cls: Any = type(self)
-        patched = any(name in self.__dict__ for name in OWN)
-        if (
-            has_message_hooks(self)
-            or self.flow != FLOW
-            or patched
-            or overridden(cls)
-            or self.aggr not in self.streamable
-        ):
+        own = overridden(cls) or any(name in self.__dict__ for name in OWN)
+        if own or has_message_hooks(self) or self.flow != FLOW or self.aggr not in self.streamable:
             return None
         if sharded:
             refuse_table(edge_index._graph, *(x if isinstance(x, PAIR) else (x,)))
