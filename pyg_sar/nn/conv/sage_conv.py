@@ -47,7 +47,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
             return super().forward(x, edge_index, size)
         (x_src, x_dst), (weight, bias) = (x, x) if isinstance(x, Tensor) else x, lin
         x_src = self.lin(x_src).relu() if self.project else x_src
-        # Gradients of wider rows would be communicated in any case.
+        # Whether more is communicated if rows are multiplied first: of products the gradients are, in any case.
         widens = weight.size(0) * (1 if x_src.requires_grad else 2) > weight.size(1)
         before = self.aggr in SUMS and not graph.is_constant(x_src) and not widens
         assert isinstance(self.aggr, str)
