@@ -43,13 +43,9 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
     streamable = SUMS
 
     def forward(
-        self,
-        x: Any,
-        edge_index: Any,
-        edge_attr: Tensor | None = None,
-        size: Any = None,
+        self, x: Any, edge_index: Any, edge_attr: Tensor | None = None, size: Any = None,
         return_attention_weights: bool | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Run the forward pass."""
         x = self.pair(x, edge_index)
         graph = self.streamed(edge_index, x) if return_attention_weights is None else None

@@ -40,11 +40,7 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
     streamable = SUMS
 
     def forward(
-        self,
-        x: Any,
-        edge_index: Any,
-        edge_attr: Tensor | None = None,
-        return_attention_weights: bool | None = None,
+        self, x: Any, edge_index: Any, edge_attr: Tensor | None = None, return_attention_weights: bool | None = None
     ) -> Any:
         """Run the forward pass."""
         x = self.pair(x, edge_index)

@@ -29,11 +29,9 @@ class HANConv(MessagePassing, torch_geometric.nn.HANConv):
     group: Any = None
 
     def forward(
-        self,
-        x_dict: dict[str, Tensor],
-        edge_index_dict: dict[Any, Any],
+        self, x_dict: dict[str, Tensor], edge_index_dict: dict[Any, Any],
         return_semantic_attention_weights: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Run the forward pass."""
         if not grouped(self.group) or next(sharded(edge_index_dict), None) is None:
             return super().forward(x_dict, edge_index_dict, return_semantic_attention_weights)

@@ -39,7 +39,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     """
 
     streamable: tuple[str, ...] = ()  # the aggregations that have a streaming form
-    edge_arguments: ClassVar[dict[str, int]] = {}  # of forward, by their positions
+    # Where 'forward' takes 'edge_index' and tensors with a row for each edge.
+    edge_arguments: ClassVar[dict[str, int]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,7 +49,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         for name in ("propagate", "edge_updater"):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(MessagePassing, name))
-        cls.edge_arguments = edge_arguments(cls)
+        names = list(inspect.signature(cls.forward).parameters)[1:]
+        cls.edge_arguments = {name: k for k, name in enumerate(names) if name in ("edge_index", *EDGE_TENSORS)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on edge tensors that have a row for each edge, and as it is on a sharded graph, which
@@ -71,8 +73,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         if (sharded and not edge_index.streams) or (not sharded and not has_kernels(edge_index, x)):
             return None
         cls: Any = type(self)
-        patched = any(name in self.__dict__ for name in OWN)
-        if has_message_hooks(self) or self.flow != FLOW or patched or overridden(cls) or not self.can_stream():
+        own = overridden(cls) or any(name in self.__dict__ for name in OWN)
+        if own or has_message_hooks(self) or self.flow != FLOW or self.aggr not in self.streamable:
             return None
         if sharded:
             refuse_table(edge_index._graph, *(x if isinstance(x, PAIR) else (x,)))
@@ -87,10 +89,6 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         elif isinstance(x, Tensor) and edge_index.of_flow:
             return x, edge_index._graph.dst_rows(x, self.node_dim)
         return x
-
-    def can_stream(self) -> bool:
-        """Whether the options of this layer have a streaming form."""
-        return self.aggr in self.streamable
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         r"""Aggregate the arguments of :meth:`propagate` over ``graph``: what a subclass with a streaming form defines.
@@ -134,12 +132,6 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         call = Call(self, kwargs, updates=True)
         out = replay(call, edge_index, size) if isinstance(edge_index, ShardedEdgeIndex) else None
         return call.run(edge_index, size, kwargs) if out is None else out
-
-
-def edge_arguments(cls: type) -> dict[str, int]:
-    """Return where the forward method of a layer takes ``edge_index`` and tensors with a row for each edge."""
-    names = list(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
-    return {name: k for k, name in enumerate(names) if name in ("edge_index", *EDGE_TENSORS)}
 
 
 def check_edges(layer: Any, args: Any, kwargs: Any) -> None:

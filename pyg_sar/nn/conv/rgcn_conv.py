@@ -63,7 +63,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
                 f"{x_dst.dtype})"
             )
         typed = by_type(graph, edge_type, self.num_relations)
-        if x_src.is_floating_point() and self.few_bases():
+        few_bases = self.num_bases is not None and self.num_bases < self.num_relations
+        if x_src.is_floating_point() and few_bases and self.aggr in SUMS:
             out = self.compose(graph, typed, edge_type, x_src)
             return self.finish(out, x_dst)
 
@@ -77,10 +78,6 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         if self.root is not None:
             out = out + (x_dst @ self.root if x_dst.is_floating_point() else self.root[x_dst])
         return out if self.bias is None else out + self.bias
-
-    def few_bases(self) -> bool:
-        """Whether sums for each basis are fewer than those for each relation."""
-        return self.num_bases is not None and self.num_bases < self.num_relations and self.aggr in SUMS
 
     def compose(self, graph: ShardedGraph, typed: TypedGraph, edge_type: Tensor, x: Tensor) -> Tensor:
         """Aggregate rows for each basis, weighted by the coefficient of the edge's relation."""
@@ -122,10 +119,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             relation = torch.arange(self.num_relations, device=ids.device)
             comp = self.comp[relation.repeat_interleave(torch.tensor(typed.ptr, device=ids.device).diff())]
             return (h * comp.unsqueeze(-1)).sum(1)
-        return self.embed_each(typed, ids)
-
-    def embed_each(self, typed: TypedGraph, ids: Tensor) -> Tensor:
-        """Stream one relation after the other, as each has rows of its own."""
+        # One relation after the other, as each has rows of its own.
         pairs = zip(typed.relations, self.relation_weights(), strict=True)
         return torch.cat([reduce_rows(graph, weight[ids], self.aggr) for graph, weight in pairs])
 

@@ -47,7 +47,9 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
             return super().forward(x, edge_index, size)
         (x_src, x_dst), (weight, bias) = (x, x) if isinstance(x, Tensor) else x, lin
         x_src = self.lin(x_src).relu() if self.project else x_src
-        before = self.aggr in SUMS and not graph.is_constant(x_src) and not self.widens(weight, x_src)
+        # Whether more is communicated if rows are multiplied first: of products the gradients are, in any case.
+        widens = weight.size(0) * (1 if x_src.requires_grad else 2) > weight.size(1)
+        before = self.aggr in SUMS and not graph.is_constant(x_src) and not widens
         assert isinstance(self.aggr, str)
         rows = ProjectedRows(x_src, weight) if before else x_src
         pending = reduce_rows_async(graph, rows, self.aggr, node_dim=self.node_dim)
@@ -72,7 +74,3 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         """Aggregate ``x``."""
         assert isinstance(self.aggr, str)
         return reduce_rows(graph, kwargs["x"][0], self.aggr, node_dim=self.node_dim)
-
-    def widens(self, weight: Tensor, x: Tensor) -> bool:
-        """Whether more travels if rows are multiplied by ``weight`` first; their gradients then travel in any case."""
-        return weight.size(0) * (1 if x.requires_grad else 2) > weight.size(1)

@@ -74,12 +74,7 @@ class DeepGraphInfomax(torch_geometric.nn.DeepGraphInfomax):
 
 
 class MeanOfAll(TorchFunctionMode):
-    """Makes the mean of rows of one tensor that of the rows of all workers.
-
-    Args:
-        rows: Local rows.
-        group: The workers.
-    """
+    """Makes the mean of one tensor of local rows that of the rows of all workers."""
 
     def __init__(self, rows: Tensor, group: Any) -> None:
         super().__init__()

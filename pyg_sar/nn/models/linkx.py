@@ -75,20 +75,11 @@ class LINKX(torch_geometric.nn.LINKX):
     """
 
     def __init__(
-        self,
-        nodes: Any,
-        in_channels: int,
-        hidden_channels: int,
-        out_channels: int,
-        num_layers: int,
-        num_edge_layers: int = 1,
-        num_node_layers: int = 1,
-        dropout: float = 0.0,
-        group: Any = None,
-    ) -> None:
-        torch.nn.Module.__init__(
-            self
-        )  # PyG's constructor makes a table of all nodes; random numbers are drawn as there
+        self, nodes: Any, in_channels: int, hidden_channels: int, out_channels: int, num_layers: int,
+        num_edge_layers: int = 1, num_node_layers: int = 1, dropout: float = 0.0, group: Any = None,
+    ) -> None:  # fmt: skip
+        # PyG's constructor makes a table of all nodes; random numbers are drawn as there.
+        torch.nn.Module.__init__(self)
         self.in_channels, self.out_channels, self.num_edge_layers = in_channels, out_channels, num_edge_layers
         self.edge_lin = SparseLinear(nodes, hidden_channels, group=group)
         self.num_nodes = self.edge_lin.num_nodes

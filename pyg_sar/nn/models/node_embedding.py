@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -67,14 +68,9 @@ class NodeEmbedding(torch.nn.Module):
     n_id: Tensor
 
     def __init__(
-        self,
-        nodes: Any,
-        embedding_dim: int,
-        sparse: bool = False,
-        group: Any = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, nodes: Any, embedding_dim: int, sparse: bool = False, group: Any = None,
+        device: torch.device | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         n_id = ids_of(nodes)
         self.embedding_dim, self.sparse, self.group = embedding_dim, sparse, group
@@ -122,11 +118,12 @@ class NodeEmbedding(torch.nn.Module):
                     f"'sparse=False'."
                 )
             return self.weight[rows]
+        every = partial(torch.arange, self.weight.size(0), device=self.weight.device)
         if rows is None:
-            rows = torch.arange(self.weight.size(0), device=self.weight.device)
+            rows = every()
         elif rows.dtype == torch.bool:
             rows = rows.nonzero().view(-1)
-        elif rows.shape == self.n_id.shape and torch.equal(rows, self.n_id) and not ascending(rows):
+        elif rows.shape == self.n_id.shape and torch.equal(rows, self.n_id) and not torch.equal(rows, every()):
             raise ValueError(
                 f"[rank {rank_of(self.group)}] Expected rows of this worker's nodes, 0 to {self.n_id.numel() - 1}, but "
                 f"got their global ids, 'n_id'. Call the embedding without them for the rows of all local nodes."
@@ -246,8 +243,3 @@ def count_nodes(n_id: Tensor, group: Any) -> int:
             f"to {total - 1} (got {counts}). Pass the loaded data, or its 'n_id'."
         )
     return total
-
-
-def ascending(rows: Tensor) -> bool:
-    """Whether rows are 0, 1, 2, ..."""
-    return torch.equal(rows, torch.arange(rows.numel(), device=rows.device))

@@ -49,10 +49,9 @@ class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
     @torch.no_grad()
     def track(self, seen: Tensor, mean: Tensor, var: Tensor) -> None:
         """Move the running statistics of the types that there are towards the present ones."""
-        if self.momentum is None:
+        momentum = self.momentum
+        if momentum is None:
             self.num_batches_tracked.add_(1)
             momentum = 1.0 / float(self.num_batches_tracked)
-        else:
-            momentum = self.momentum
         for running, now in ((self.running_mean, mean), (self.running_var, var)):
             running[seen] = torch.lerp(running[seen], now[seen].to(running.dtype), momentum)

@@ -12,13 +12,10 @@ from pyg_sar.nn.together import together
 
 
 class PerGraph:
-    r"""Which graph of a batch each of the local rows belongs to, and how many rows all workers have of every graph.
+    """Which graph of a batch each of the local rows belongs to, and how many rows all workers have of every graph.
 
-    Args:
-        x (torch.Tensor): The local rows.
-        batch (torch.Tensor, optional): The graph of each row, numbered alike on all workers; without it there is one.
-        batch_size (int, optional): The number of graphs; without it the largest on any worker.
-        group (ProcessGroup, optional): The workers.
+    Workers number graphs alike. Without ``batch`` there is one graph; without ``batch_size`` there are as many as the
+    largest number on any worker says.
     """
 
     def __init__(self, x: Tensor, batch: Tensor | None, batch_size: int | None, group: Any) -> None:

@@ -15,6 +15,7 @@ from pyg_sar.distributed.group import is_local
 from pyg_sar.edge_index import EDGES, ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.trace import NotStreamable
+from pyg_sar.reduce.base import flat
 from pyg_sar.refusals import wrong_rows
 
 PROPAGATE = torch_geometric.nn.MessagePassing.propagate
@@ -24,13 +25,7 @@ FLOW, PAIR = "source_to_target", (tuple, list)
 
 @dataclass
 class Call:
-    """A call of a layer's ``propagate`` or ``edge_updater``.
-
-    Args:
-        layer: The layer.
-        kwargs: The arguments.
-        updates: Whether it updates edges, instead of aggregating messages.
-    """
+    """A call of a layer's ``propagate``, or of its ``edge_updater`` if it ``updates`` edges, with its arguments."""
 
     layer: Any
     kwargs: dict[str, Any]
@@ -40,12 +35,6 @@ class Call:
     def asked(self) -> list[str]:
         """What the layer's code asks for."""
         return self.layer._edge_user_args if self.updates else self.layer._user_args
-
-    @property
-    def asked_by_messages(self) -> set[str]:
-        """What its code for edges asks for."""
-        functions = ("edge_update",) if self.updates else ("message", "aggregate")
-        return {name for f in functions for name in self.layer.inspector.get_param_names(f)}
 
     @property
     def lifted(self) -> set[str]:
@@ -97,7 +86,13 @@ class Call:
             if name in lifted:
                 inputs.spec[name] = self._bind_nodes(inputs, name, value, graph)
             elif name in asked:
-                inputs.spec[name] = _bind_other(inputs, name, value, name in edge)
+                inputs.spec[name] = value
+                if isinstance(value, (list, tuple, dict)):
+                    raise NotStreamable(f"'{name}' is a {type(value).__name__}")
+                if isinstance(value, Tensor):
+                    if value.layout != torch.strided:
+                        raise NotStreamable(f"'{name}' is sparse")
+                    inputs.spec[name] = inputs.add("edge" if name in edge else "const", value)
         types = {t.dtype for t in inputs.src}
         if len(types) > 1:
             raise NotStreamable(f"sources have rows of several types ({', '.join(sorted(map(str, types)))})")
@@ -126,16 +121,6 @@ class Call:
             else:
                 ends.append(inputs.add("dst", t if pair or t.size(0) == graph.num_dst else graph.dst_rows(t)))
         return tuple(ends)
-
-
-def _bind_other(inputs: Inputs, name: str, value: Any, is_edge: bool) -> Any:
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            raise NotStreamable(f"'{name}' is sparse")
-        return inputs.add("edge" if is_edge else "const", value)
-    if isinstance(value, (list, tuple, dict)):
-        raise NotStreamable(f"'{name}' is a {type(value).__name__}")
-    return value
 
 
 class Ref(NamedTuple):
@@ -222,8 +207,3 @@ def check_destinations(layer: Any, name: str, value: Any, it: ShardedEdgeIndex) 
 def nodes_at(t: Tensor, node_dim: int) -> Tensor:
     """Return rows of nodes with these in the dimension where the layer has them."""
     return t.movedim(0, node_dim) if node_dim % t.dim() else t
-
-
-def flat(t: Tensor) -> Tensor:
-    """Return rows as vectors."""
-    return t.reshape(t.size(0), math.prod(t.shape[1:]))

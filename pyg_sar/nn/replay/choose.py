@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.chunks import FEWEST, Chunks
-from pyg_sar.nn.replay.isolate import isolated
+from pyg_sar.nn.replay.isolate import isolated, side_effects
 from pyg_sar.nn.replay.probe import BLOCKS, EDGES, KERNELS, Probe, Problem, close
 from pyg_sar.nn.replay.runner import Program, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
@@ -37,11 +37,11 @@ STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of every layer, by th
 CHUNKS_CANNOT = {"edge_index", "edge_index_i", "edge_index_j"}  # tell messages which nodes they are about
 
 
-def choose(call: Call, graph: ShardedGraph, size: Any = None) -> Strategy:
+def choose(call: Call, graph: ShardedGraph, size: Any) -> Strategy:
     """Return the strategy of a call; all workers infer it together, once for arguments of a kind."""
     inferred = STRATEGIES.setdefault(call.layer, {})
     counts = graph.bipartite and size is not None  # perhaps as many destinations as have edges here
-    kind = (call.updates, graph.bipartite, graph.origin is None, counts, *_layer(call.layer, graph), *_arguments(call))
+    kind = (counts, *kind_of(call, graph))
     if counts:
         inferred.setdefault(kind, Strategy("one-shot", "it counts the nodes of two sets"))
     strategy = inferred.get(kind)
@@ -70,17 +70,14 @@ def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
         return False
 
 
-def _layer(layer: torch.nn.Module, graph: ShardedGraph) -> Iterator[Any]:
-    """Yield what the code of a layer depends on besides its arguments."""
+def kind_of(call: Call, graph: ShardedGraph) -> Iterator[Any]:
+    """Yield what a strategy depends on that all workers know alike: not how many rows arguments have."""
     device = graph.device.type
+    yield from (call.updates, graph.bipartite, graph.origin is None)
     yield torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    yield tuple((type(module), module.training) for module in layer.modules())
-    yield tuple(p.dtype for p in layer.parameters())
+    yield tuple((type(module), module.training) for module in call.layer.modules())
+    yield tuple(p.dtype for p in call.layer.parameters())
     yield parametrize._cache_enabled > 0  # weights are then made of others before they are read
-
-
-def _arguments(call: Call) -> Iterator[Any]:
-    """Yield what all workers know alike of arguments: not how many rows they have."""
     for name, value in call.kwargs.items():
         for v in value if isinstance(value, PAIR) else (value,):
             if isinstance(v, Tensor) and v.dim() > 0:
@@ -138,7 +135,7 @@ def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> list[St
 def by_blocks(problem: Problem) -> Iterator[Strategy]:
     """Yield what seems possible block by block, the best one first."""
     probe, updates = Probe(problem), problem.call.updates
-    with problem.without_side_effects():
+    with side_effects(problem.layer, problem.device, lasting=updates) as problem.side_effects:
         probe.explore()
     weighted = None if updates else probe.kernel()
     if weighted is not None:
@@ -154,7 +151,7 @@ def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
     if CHUNKS_CANNOT & set(problem.call.asked):
         raise NotStreamable(why)
     probe, begin = Probe(problem), sequence_number()
-    with problem.without_side_effects():
+    with side_effects(problem.layer, problem.device, lasting=problem.call.updates) as problem.side_effects:
         out = Chunks(probe.runner, FEW, FEWEST).step(None, probe.block, probe.x, probe.rows)
     program = Program(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
     ids = torch.arange(EDGES, device=problem.device)

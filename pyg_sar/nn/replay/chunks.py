@@ -21,7 +21,7 @@ from torch import Tensor
 from pyg_sar.aggregate import aggregate
 from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph, positions
-from pyg_sar.nn.replay.runner import Runner, gradients, sequence_number
+from pyg_sar.nn.replay.runner import Pair, Runner
 from pyg_sar.nn.replay.trace import NotStreamable
 from pyg_sar.reduce import Grads, Needs, Reduce, Rows
 
@@ -48,10 +48,7 @@ class Chunk(NamedTuple):
 class Chunks(Reduce):
     """A layer's ``propagate`` up to its aggregate, or its ``edge_updater``, a chunk at a time.
 
-    Args:
-        runner: The layer and its arguments.
-        cells: The number of messages of a chunk, about: a destination's are never split.
-        padding: The number of edges of the padding destination.
+    A chunk has about ``cells`` messages (a destination's are never split), its padding destination ``padding`` edges.
     """
 
     skips_empty = False
@@ -89,20 +86,24 @@ class Chunks(Reduce):
                      for ts, ns in zip(rows[:2], needs.rows[:2], strict=True))  # fmt: skip
         const: list[Tensor | None] = [None] * len(rows.const)
         for chunk in self.chunks(block, ids):
-            with self.runner.leaves(*rows_of(chunk, x, rows), needs) as (leaf, leaves):
-                begin = sequence_number()
-                result = self.run(chunk, ids, leaf, leaves)
-            self.runner.check_sources([result], begin, leaf, leaves)
-            grads = gradients([result], [out[self.place(chunk, block)]], leaf, leaves) if result.requires_grad else None
-            if grads is not None:
-                add(source, chunk.src, grads[0])
-                for totals, found, index in ((dst, grads[1].dst, chunk.dst), (edge, grads[1].edge, chunk.edges)):
-                    for t, g in zip(totals, found, strict=True):
-                        add(t, index, g)
-                const = [
-                    g if t is None else t if g is None else t + g for t, g in zip(const, grads[1].const, strict=True)
-                ]
+            d_x, d_rows = self.rebuild(chunk, block, ids, x, rows, out, needs)
+            add(source, chunk.src, d_x)
+            for totals, found, index in ((dst, d_rows.dst, chunk.dst), (edge, d_rows.edge, chunk.edges)):
+                for t, g in zip(totals, found, strict=True):
+                    add(t, index, g)
+            const = [g if t is None else t if g is None else t + g for t, g in zip(const, d_rows.const, strict=True)]
         return source, Rows(dst, edge, const)
+
+    def rebuild(
+        self, chunk: Chunk, block: Block, ids: Tensor, x: Tensor, rows: Rows, out: Tensor, needs: Needs
+    ) -> Grads:
+        """Return the gradients of the rows of a chunk."""
+
+        def run(leaf: Tensor, leaves: Rows) -> list[Pair]:
+            result = self.run(chunk, ids, leaf, leaves)
+            return [(result, out[self.place(chunk, block)])] if result.requires_grad else []
+
+        return self.runner.rebuild(*rows_of(chunk, x, rows), needs, run)
 
     def chunks(self, block: Block, ids: Tensor) -> Iterator[Chunk]:
         """Yield destinations in the order of their degrees, and their edges, of which ``ids`` holds the global ids."""
@@ -176,7 +177,7 @@ def largest_degree(graph: ShardedGraph) -> int:
     return whole.derived("largest degree", largest)
 
 
-def in_chunks(runner: Runner, padding: int = FEWEST, cells: int | None = None) -> Tensor:
+def in_chunks(runner: Runner, padding: int, cells: int | None) -> Tensor:
     """Run a call on chunk after chunk, each of about so many ``cells``."""
     graph = runner.graph
     chunks = Chunks(runner, cells or CELLS * (1 if graph.device.type == "cpu" else 16), padding)

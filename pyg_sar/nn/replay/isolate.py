@@ -3,8 +3,8 @@ r"""Runs the code of a layer that is in use without a trace: keeps what it was l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,12 +42,14 @@ def isolated(layer: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def side_effects(layer: torch.nn.Module, device: torch.device, lasting: bool) -> Iterator[list[str]]:
-    """Yield a list that names at the end what a layer's code did besides computing, which no run of a block may do.
+    """Yield a list that names at the end what a layer's code did besides computing, which no run of a block may do;
+    then raise for it.
 
     Args:
         layer: The layer, whose buffers get their values back.
         device: Where it draws random numbers.
-        lasting: Whether an attribute that the code sets counts, because somebody may read it.
+        lasting: Whether an attribute that the code sets counts, because somebody may read it; of messages it is known
+            what a layer keeps.
     """
     drawn, before, attributes = _random_states(device), _footprint(layer), dict(layer.__dict__)
     buffers = {name: b.clone() for name, b in layer.named_buffers()}
@@ -62,6 +64,8 @@ def side_effects(layer: torch.nn.Module, device: torch.device, lasting: bool) ->
             b.data.copy_(buffers.get(name, b))
         if not torch.equal(drawn, _random_states(device)):
             found.append("it draws random numbers")
+    if found:
+        raise NotStreamable(found[0])
 
 
 def _random_states(device: torch.device) -> Tensor:
@@ -94,15 +98,11 @@ class State:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Have them be like that again."""
-        now = [dict(module.__dict__) for module, _ in self.modules]
-        try:
+        with ExitStack() as stack:
             for module, then in self.modules:
+                stack.enter_context(unchanged(module))
                 module.__dict__.update({name: _copied(value) for name, value in then.items()})
             yield
-        finally:
-            for (module, _), values in zip(self.modules, now, strict=True):
-                module.__dict__.clear()
-                module.__dict__.update(values)
 
 
 def _plain(value: Any) -> bool:
@@ -146,25 +146,22 @@ class Lost:
         """Refuse to be read."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise self.error()
-
-    def error(self) -> NotImplementedError:
-        """Say why."""
-        return NotImplementedError(
-            f"'{self.__dict__['name']}' was made of messages, which do not stay on a sharded graph. Compute it from "
-            f"the layer's inputs and outputs, or on the whole graph."
-        )
+        self.refuse()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse to be computed with."""
-        raise next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Lost)).error()
+        next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Lost)).refuse()
 
-    def __add__(self, other: Any = None) -> Any:
-        """Refuse to be computed with."""
-        raise self.error()
+    def refuse(self, other: Any = None) -> NoReturn:
+        """Say why."""
+        raise NotImplementedError(
+            f"'{self.__dict__['name']}' was made of messages, which do not stay on a sharded graph. Compute it from "
+            f"the layer's inputs and outputs, or on the whole graph."
+        )
 
-    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __getitem__ = __add__
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
+    __neg__ = __getitem__ = refuse
 
 
 @contextmanager

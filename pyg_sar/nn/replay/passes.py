@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pyg_sar.aggregate import aggregate
 from pyg_sar.block import Block
-from pyg_sar.nn.replay.call import flat
-from pyg_sar.nn.replay.runner import Runner, gradients, sequence_number
+from pyg_sar.nn.replay.runner import Pair, Runner
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce import Grads, Needs, Reduce, Rows
+from pyg_sar.reduce.base import flat
 
 
 class Pass(Reduce):
@@ -29,6 +29,8 @@ class Pass(Reduce):
 
     ``rows.dst`` ends with the results of the reductions ``given``, ``rows.const`` with the parameters of the layer.
     """
+
+    expose: tuple[int, ...] = ()  # known reductions whose gradient is asked for
 
     def __init__(self, runner: Runner, keys: Sequence[int], given: Sequence[int]) -> None:
         self.runner, self.keys, self.given = runner, list(keys), list(given)
@@ -50,7 +52,7 @@ class Pass(Reduce):
                 f"new layer where its code changes, or use one that is not converted."
             )
 
-    def known(self, rows: Rows) -> dict[int, Tensor]:
+    def known(self, rows: Rows, saved: tuple[Tensor, ...] = ()) -> dict[int, Tensor]:
         """Return the results of other reductions."""
         return dict(zip(self.given, rows.dst[len(rows.dst) - len(self.given) :], strict=True))
 
@@ -112,40 +114,32 @@ class Pass(Reduce):
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
     ) -> Grads:
-        """Run once more under autograd."""
-        best = dict(zip(self.extrema, saved, strict=False))
-        grads = dict(zip(self.keys, saved[len(best) :], strict=True))
-
-        def cut(k: int, found: Reduction) -> tuple[Tensor, Tensor] | None:
-            if k not in grads or not found.src.requires_grad:
-                return None
-            grad = found.read(grads[k]).to(found.src.dtype)
-            return found.src, grad if k not in best else grad.masked_fill(found.src != found.read(best[k]), 0)
-
-        return self.rebuild(block, x, rows, needs, cut)
-
-    def rebuild(
-        self, block: Block, x: Tensor | None, rows: Rows, needs: Needs, cut: Any,
-        results: dict[int, Tensor] | None = None, expose: tuple[int, ...] = (), updated: Tensor | None = None,
-    ) -> Grads:  # fmt: skip
-        """Run under autograd and return gradients, given what is reduced and its gradient, or that of updated edges."""
+        """Run once more under autograd: what is reduced, or updated, has the gradient of its result."""
         assert x is not None
-        pairs: list[tuple[Tensor, Tensor]] = []
+        best, grads = dict(zip(self.extrema, saved, strict=False)), self.grads(saved)
 
-        def collect(k: int, found: Reduction) -> None:
-            pair = cut(k, found)
-            pairs.extend([] if pair is None else [pair])
+        def run(leaf: Tensor, leaves: Rows) -> list[Pair]:
+            pairs: list[Pair] = []
 
-        with self.runner.leaves(x, rows, needs) as (leaf, leaves):
-            begin = sequence_number()
-            known = self.known(leaves) if results is None else results
-            result = self.runner.run_block(block, leaf, leaves, collect, known=known, expose=expose)
-        if updated is not None and result.requires_grad:
-            pairs.append((result, updated))
-        messages = [message for message, _ in pairs]
-        self.runner.check_sources(messages, begin, leaf, leaves)
-        source, others = gradients(messages, [grad for _, grad in pairs], leaf, leaves)
+            def cut(k: int, found: Reduction) -> None:
+                self.check(k, found)
+                if k in grads and found.src.requires_grad:
+                    grad = found.read(grads[k]).to(found.src.dtype)
+                    grad = grad.masked_fill(found.src != found.read(best[k]), 0) if k in best else grad
+                    pairs.append((found.src, grad))
+
+            known = self.known(leaves, saved)
+            result = self.runner.run_block(block, leaf, leaves, cut, known=known, expose=self.expose)
+            if not self.keys and result.requires_grad:  # updated edges
+                pairs.append((result, out[block.edges]))
+            return pairs
+
+        source, others = self.runner.rebuild(x, rows, needs, run)
         return torch.zeros_like(x) if source is None and needs.source else source, others
+
+    def grads(self, saved: tuple[Tensor, ...]) -> dict[int, Tensor]:
+        """Return the gradients of results."""
+        return dict(zip(self.keys, saved[len(self.extrema) :], strict=True))
 
 
 class SoftmaxPass(Pass):
@@ -157,7 +151,7 @@ class SoftmaxPass(Pass):
     def __init__(self, runner: Runner) -> None:
         (self.row_max,), (self.normaliser,), keys = runner.program.groups
         super().__init__(runner, keys, ())
-        self.saves_output = True
+        self.saves_output, self.expose = True, (self.normaliser,)
 
     def init(self, x: Tensor, num_dst: int) -> dict[int, Any]:
         """Return the state of destinations that have seen nothing, and what their sums, 0, are divided by."""
@@ -184,7 +178,7 @@ class SoftmaxPass(Pass):
             own = own.masked_fill(own == 0, 1) if k == self.normaliser else own
             return own.to(found.like.dtype)
 
-        self.runner.run_block(block, x, rows, cut, known={})
+        self.runner.run_block(block, x, rows, cut, known=self.known(rows))
         row_max = torch.maximum(state[self.row_max], new[self.row_max])
         finite = row_max.masked_fill(row_max == -torch.inf, 0)
         old = (state[self.row_max] - finite).exp_().masked_fill_(count == 0, 1)
@@ -209,21 +203,14 @@ class SoftmaxPass(Pass):
         delta = sum((fold(grads[k] * results[k], normaliser) for k in self.keys), torch.zeros_like(normaliser))
         return (row_max, normaliser, -delta / normaliser, *grads.values())
 
-    def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
-    ) -> Grads:
-        """Run once more under autograd."""
-        row_max, normaliser, *rest = saved
-        grads = dict(zip((self.normaliser, *self.keys), rest, strict=True))
+    def grads(self, saved: tuple[Tensor, ...]) -> dict[int, Tensor]:
+        """Return the gradients of the normaliser and of the sums."""
+        return dict(zip((self.normaliser, *self.keys), saved[2:], strict=True))
 
-        def cut(k: int, found: Reduction) -> tuple[Tensor, Tensor] | None:
-            if k not in grads or not found.src.requires_grad:
-                return None
-            return found.src, found.read(grads[k]).to(found.src.dtype)
-
-        like = {k: self.found[k].like.dtype for k in (self.row_max, self.normaliser)}
-        known = {self.row_max: row_max.to(like[self.row_max]), self.normaliser: normaliser.to(like[self.normaliser])}
-        return self.rebuild(block, x, rows, needs, cut, known, (self.normaliser,))
+    def known(self, rows: Rows, saved: tuple[Tensor, ...] = ()) -> dict[int, Tensor]:
+        """Return maximum and normaliser, in backward."""
+        pairs = zip((self.row_max, self.normaliser), saved, strict=False)
+        return {k: t.to(self.found[k].like.dtype) for k, t in pairs}
 
 
 class Update(Pass):
@@ -244,12 +231,6 @@ class Update(Pass):
     def finish(self, state: Any, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the updated edges."""
         return state, ()
-
-    def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
-    ) -> Grads:
-        """Run once more under autograd."""
-        return self.rebuild(block, x, rows, needs, self.check, updated=out[block.edges])
 
 
 def heads(weight: Tensor, like: Tensor) -> Tensor:

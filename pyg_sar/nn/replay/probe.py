@@ -3,8 +3,6 @@ r"""A random problem on a small *probe graph*, on which strategies for a layer a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor
 from pyg_sar.distributed.shard import shard
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import Call
-from pyg_sar.nn.replay.isolate import side_effects
 from pyg_sar.nn.replay.passes import heads
 from pyg_sar.nn.replay.runner import Program, Runner, hidden_parameters, sequence_number
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
@@ -33,20 +30,16 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 class Problem:
-    """A call of a layer on the probe graph, with random arguments of the same kind as those of a call.
+    """A call of a layer on the probe graph, with random arguments of the same kind as those of a call on a graph.
 
-    Args:
-        call: The call.
-        graph: Its graph.
-        edge: The arguments that have a row for each edge.
-        signed: Whether rows of edges are of both signs; if not they are positive, because they may be weights.
-
-    Raises:
-        NotStreamable: If the layer, called with such arguments, cannot run on some edges at a time.
+    Arguments named ``edge`` have a row for each edge: of both signs if ``signed``, else positive, because they may be
+    weights. Where a layer cannot run on some edges at a time with such arguments, it raises ``NotStreamable``.
     """
 
     def __init__(self, call: Call, graph: ShardedGraph, edge: frozenset[str], signed: bool = False) -> None:
-        for name in call.asked_by_messages & (WHOLE | call.lifted):
+        functions = ("edge_update",) if call.updates else ("message", "aggregate")
+        asked = {name for function in functions for name in call.layer.inspector.get_param_names(function)}
+        for name in asked & (WHOLE | call.lifted):
             raise NotStreamable(f"its messages ask for '{name}' as a whole")
         call.bind(graph, edge)
         self.layer, self.edge, self.device, self.signed = call.layer, edge, graph.device, signed
@@ -121,15 +114,6 @@ class Problem:
             kwargs = {name: t[order] if name in self.edge else t for name, t in call.kwargs.items()}
             out = call.run(edges[:, order], size, kwargs)
             return out[order.argsort()] if call.updates else out
-
-    @contextmanager
-    def without_side_effects(self) -> Iterator[None]:
-        """Raise for code that leaves something behind, or draws random numbers."""
-        # Of messages it is known what a layer keeps. Somebody may read what it keeps of edges.
-        with side_effects(self.layer, self.device, lasting=self.call.updates) as self.side_effects:
-            yield
-        if self.side_effects:
-            raise NotStreamable(self.side_effects[0])
 
 
 class Probe:

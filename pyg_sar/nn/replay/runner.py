@@ -7,8 +7,7 @@ layer makes of the aggregate comes of a last run, on padding edges.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,8 @@ from pyg_sar.nn.replay.isolate import State, substituted, unchanged
 from pyg_sar.nn.replay.trace import Dropout, NoMixing, NotStreamable, Reduction, Stop, Trace
 from pyg_sar.ops.dropout import dropout_factors
 from pyg_sar.reduce import Grads, Needs, Rows
+
+Pair = tuple[Tensor, Tensor]  # and its gradient
 
 
 @dataclass
@@ -49,27 +50,21 @@ class Program:
 
 
 class Runner:
-    """A call of a layer, on some edges.
+    """A call of a layer with its arguments on this worker, on some edges of a graph, and what is known of it.
 
-    Args:
-        call: The call.
-        inputs: Its arguments on this worker.
-        graph: The edges.
-        program: What is known of it.
-        seed: Seed of dropout; by default one is drawn when it is needed.
-        drops: Whether dropout drops.
+    Dropout drops, if it ``drops``, by ``seed``; without one it is drawn when it is needed.
     """
 
     def __init__(
-        self, call: Call, inputs: Inputs, graph: ShardedGraph, program: Program, seed: int | None = None,
-        drops: bool = True,
-    ) -> None:  # fmt: skip
+        self, call: Call, inputs: Inputs, graph: ShardedGraph, program: Program, seed: int | None, drops: bool = True
+    ) -> None:
         self.call, self.inputs, self.graph, self.program, self.seed = call, inputs, graph, program, seed
         self.layer = layer = call.layer
         self.parameters = [p for p in (*layer.parameters(), *program.hidden) if p.requires_grad]
         unused, first = {id(p) for p in program.unused}, len(inputs.const)
         self.optional = frozenset(first + k for k, p in enumerate(self.parameters) if id(p) in unused)
         self.unread = inputs.only(program.unread)
+        self.source_unread = 0 < len(inputs.src) == sum(ref.kind == "src" for ref in self.unread)
         self.drops = drops
         self.dropped = False  # whether a run asked for dropout
         self.tables = [fetch_halo(t, graph) for t in inputs.table]
@@ -89,11 +84,6 @@ class Runner:
         )
         x = self.inputs.packed(self.graph.num_src)
         return x.detach() if self.source_unread else x, dst, edge, [*const, *self.parameters]
-
-    @property
-    def source_unread(self) -> bool:
-        """Whether nothing of the rows of sources is read."""
-        return 0 < len(self.inputs.src) == sum(ref.kind == "src" for ref in self.unread)
 
     def run_block(self, block: Block, x: Tensor, rows: Rows, cut: Any, **how: Any) -> Any:
         """Run on the edges of a block, to the end of the aggregation at most; return what becomes of edges."""
@@ -160,7 +150,7 @@ class Runner:
         return out if graph.num_dst > 0 else out.narrow(node_dim % out.dim(), 0, 0)
 
     def run(
-        self, mode: Any, edges: Tensor, kwargs: dict[str, Any], size: tuple[int, int], lost: bool = False,
+        self, mode: Any, edges: Tensor, kwargs: dict[str, Any], size: tuple[int, int], lost: bool,
         **stubs: Callable,
     ) -> Any:  # fmt: skip
         """Run in a mode, with some methods replaced, and perhaps lose what messages leave on the layer."""
@@ -204,9 +194,10 @@ class Runner:
                 kwargs[name] = value(spec)
         return [t for ref, t in made.items() if ended or ref.kind in ("src", "table")], kwargs
 
-    @contextmanager
-    def leaves(self, x: Tensor, rows: Rows, needs: Needs) -> Iterator[tuple[Tensor, Rows]]:
-        """Yield rows to run on under autograd, without the history of what they are made of, and parameters alike."""
+    def rebuild(self, x: Tensor, rows: Rows, needs: Needs, run: Callable[[Tensor, Rows], list[Pair]]) -> Grads:
+        """Return the gradients of rows, None for what is not read; ``run`` runs on rows without their history, under
+        autograd, and returns what it made that has a gradient, and that.
+        """
         if any(t._version != version for t, version in self.versions):
             raise RuntimeError(
                 f"A frozen parameter, or an integer argument, of '{type(self.layer).__name__}' was modified by an "
@@ -219,12 +210,16 @@ class Runner:
             for kind, ts, ns in zip(rows._fields, rows, needs.rows, strict=True)
         )
         own = len(const) - len(self.parameters)
-        with (
-            torch.enable_grad(),
-            self.state.restored(),
-            substituted(self.layer, self.parameters, const[own:]) as used,
-        ):
-            yield leaf, Rows(dst, edge, [*const[:own], *used])
+        copies = substituted(self.layer, self.parameters, const[own:])
+        with torch.enable_grad(), self.state.restored(), copies as used:
+            begin, leaves = sequence_number(), Rows(dst, edge, [*const[:own], *used])
+            pairs = run(leaf, leaves)
+        messages, grads = ([pair[k] for pair in pairs] for k in (0, 1))
+        self.check_sources(messages, begin, leaf, leaves)
+        wanted = [t for t in (leaf, *leaves.dst, *leaves.edge, *leaves.const) if t.requires_grad]
+        made = torch.autograd.grad(messages, wanted, grads, allow_unused=True) if pairs and wanted else ()
+        found = dict(zip(map(id, wanted), made, strict=False))
+        return found.get(id(leaf)), Rows(*([found.get(id(t)) for t in ts] for ts in leaves))
 
     def check_sources(self, messages: Sequence[Tensor], begin: int, x: Tensor, rows: Rows) -> None:
         """Raise if messages are made of something with a gradient that was not there when the layer was probed."""
@@ -240,15 +235,6 @@ class Runner:
                 f"when it was first called. Pass it to 'propagate', make a new layer where its code changes, or use "
                 f"one that is not converted."
             )
-
-
-def gradients(outs: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, rows: Rows) -> Grads:
-    """Return the gradients of leaves, None for what does not read them."""
-    wanted = [t for t in (x, *rows.dst, *rows.edge, *rows.const) if t.requires_grad]
-    found: dict[int, Tensor | None] = {}
-    if outs and wanted:
-        found = dict(zip(map(id, wanted), torch.autograd.grad(outs, wanted, grads, allow_unused=True), strict=True))
-    return found.get(id(x)), Rows(*([found.get(id(t)) for t in ts] for ts in rows))
 
 
 def sequence_number() -> int:

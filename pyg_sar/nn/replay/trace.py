@@ -211,19 +211,10 @@ class Trace(Dropout):
     """
 
     def __init__(
-        self,
-        row: Tensor,
-        col: Tensor,
-        num_dst: int,
-        known: dict[int, Tensor],
-        cut: Cut,
-        *,
-        expose: tuple[int, ...] = (),
-        mask: Mask | None = None,
-        ended: bool = False,
-        backwards: bool = False,
+        self, row: Tensor, col: Tensor, num_dst: int, known: dict[int, Tensor], cut: Cut, *,
+        expose: tuple[int, ...] = (), mask: Mask | None = None, ended: bool = False, backwards: bool = False,
         tables: Sequence[Tensor] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(row.numel(), mask)
         self.row, self.col, self.num_dst, self.known, self.cut = row, col, num_dst, known, cut
         self.expose, self.ended, self.tables = expose, ended, tables
