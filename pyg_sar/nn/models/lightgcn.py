@@ -50,9 +50,14 @@ class LightGCN(torch_geometric.nn.LightGCN):
     """
 
     def __init__(
-        self, nodes: Any, embedding_dim: int, num_layers: int, alpha: float | Tensor | None = None, group: Any = None,
+        self,
+        nodes: Any,
+        embedding_dim: int,
+        num_layers: int,
+        alpha: float | Tensor | None = None,
+        group: Any = None,
         **kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(0, embedding_dim, num_layers, alpha, **kwargs)
         self.embedding = NodeEmbedding(nodes, embedding_dim, group=group)
         self.num_nodes, self.group = self.embedding.num_nodes, group
@@ -85,9 +90,14 @@ class LightGCN(torch_geometric.nn.LightGCN):
 
     @torch.no_grad()
     def recommend(
-        self, edge_index: Any, edge_weight: Tensor | None = None, src_index: Tensor | None = None,
-        dst_index: Tensor | None = None, k: int = 1, sorted: bool = True,
-    ) -> Tensor:  # fmt: skip
+        self,
+        edge_index: Any,
+        edge_weight: Tensor | None = None,
+        src_index: Tensor | None = None,
+        dst_index: Tensor | None = None,
+        k: int = 1,
+        sorted: bool = True,
+    ) -> Tensor:
         r"""Return the top-:math:`k` nodes for each of some nodes, as global ids.
 
         All workers call it together, and each gets the answers that it asks for: users may be divided among them. Each
@@ -118,9 +128,13 @@ class LightGCN(torch_geometric.nn.LightGCN):
         return global_mean(loss(pred, edge_label.to(pred.dtype)), self.group)
 
     def recommendation_loss(
-        self, pos_edge_rank: Tensor, neg_edge_rank: Tensor, node_id: Tensor | None = None, lambda_reg: float = 1e-4,
+        self,
+        pos_edge_rank: Tensor,
+        neg_edge_rank: Tensor,
+        node_id: Tensor | None = None,
+        lambda_reg: float = 1e-4,
         **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         r"""Return the mean Bayesian Personalized Ranking (BPR) loss of the pairs of all workers.
 
         Args:

@@ -69,15 +69,30 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
 class BatchNorm(torch_geometric.nn.BatchNorm):
     r"""PyG's :class:`~torch_geometric.nn.norm.BatchNorm` over the rows of all workers, see :class:`BatchNorm1d`.
 
-    Arguments are those of :class:`torch_geometric.nn.BatchNorm`, then ``device``, on which parameters and buffers are
-    made, and ``group``, the workers (default: :obj:`None`, all of them).
+    Args:
+        in_channels (int): Size of each row.
+        eps (float, optional): Added to the variance. (default: :obj:`1e-5`)
+        momentum (float, optional): Weight of new statistics in the running ones; :obj:`None` averages all of them.
+            (default: :obj:`0.1`)
+        affine (bool, optional): Whether to learn a scale and a shift. (default: :obj:`True`)
+        track_running_stats (bool, optional): Whether to keep running statistics. (default: :obj:`True`)
+        allow_single_element (bool, optional): Whether a single row, for which there is no variance, uses the running
+            statistics. (default: :obj:`False`)
+        device (torch.device, optional): Where parameters and buffers are made. (default: :obj:`None`)
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
     """
 
     def __init__(
-        self, in_channels: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
-        track_running_stats: bool = True, allow_single_element: bool = False, device: torch.device | None = None,
+        self,
+        in_channels: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        allow_single_element: bool = False,
+        device: torch.device | None = None,
         group: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(in_channels, eps, momentum, affine, track_running_stats, allow_single_element)
         self.module = BatchNorm1d(in_channels, eps, momentum, affine, track_running_stats, device=device, group=group)
 

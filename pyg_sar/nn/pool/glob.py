@@ -37,12 +37,16 @@ def global_add_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
 
 
 def global_mean_pool(x: Tensor, batch: Tensor | None, size: int | None = None, group: Any = None) -> Tensor:
-    r"""Average the rows of each graph of a batch over all workers.
+    r"""Average the rows of each graph of a batch over all workers, see :func:`global_add_pool`.
 
     .. math::
         \mathbf{r}_i = \frac{1}{N_i} \sum_{n=1}^{N_i} \mathbf{x}_n
 
-    Arguments are those of :func:`global_add_pool`.
+    Args:
+        x (torch.Tensor): This worker's rows, :math:`(n, F)`.
+        batch (torch.Tensor, optional): The graph of each row, numbered alike on all workers.
+        size (int, optional): The number of graphs. (default: :obj:`None`, one more than the largest on any worker)
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
 
     Returns:
         A row for each graph of the batch, :math:`(B, F)`, the same on all workers.
@@ -60,7 +64,11 @@ def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
     .. math::
         \mathbf{r}_i = \mathrm{max}_{n=1}^{N_i} \, \mathbf{x}_n
 
-    Arguments are those of :func:`global_add_pool`.
+    Args:
+        x (torch.Tensor): This worker's rows, :math:`(n, F)`.
+        batch (torch.Tensor, optional): The graph of each row, numbered alike on all workers.
+        size (int, optional): The number of graphs. (default: :obj:`None`, one more than the largest on any worker)
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
 
     Returns:
         A row for each graph of the batch, :math:`(B, F)`, the same on all workers.
