@@ -3,8 +3,6 @@ r"""Watches a training step: which numbers it makes where, and what it does to g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +14,7 @@ from pyg_sar.ops.dropout import NoDropout
 from pyg_sar.structure import tensors
 from pyg_sar.whole_graph import packages
 
-TABLES: dict[str, Callable] = {
-    "rand": torch.rand, "rand_like": torch.rand, "randn": torch.randn, "randn_like": torch.randn
-}  # fmt: skip
+TABLES = ("rand", "rand_like", "randn", "randn_like")  # what is drawn for the whole graph
 # What may draw random numbers, by a part of the name.
 DRAWS = re.compile(
     "rand|bernoulli|multinomial|normal|uniform|poisson|exponential|gumbel|geometric_|cauchy|rrelu|scaled_dot"
@@ -135,7 +131,8 @@ class Recorder(NoDropout):
 
     def read(self, name: str) -> None:
         """Note who reads a gradient."""
-        frame = frame_of("sum_gradients")
+        running = (f for f in callers() if f.f_code.co_name == "sum_gradients" and within(f, "pyg_sar"))
+        frame = next(running, None)
         if frame is not None and frame is not self.sum:
             self.sum = frame
             self.events.append("sum")
@@ -150,7 +147,8 @@ class Recorder(NoDropout):
                 if ids.numel() == out.size(0):
                     self.drawn += 1
                     generator = torch.Generator().manual_seed(self.drawn)
-                    table = TABLES[name](total, *out.shape[1:], generator=generator, dtype=torch.float64)
+                    draw = getattr(torch, name.removesuffix("_like"))
+                    table = draw(total, *out.shape[1:], generator=generator, dtype=torch.float64)
                     out.detach().copy_(table[ids])
                     torch.set_rng_state(state)
                     return
@@ -170,8 +168,3 @@ def caller() -> Place | None:
     """Return the line of the user's code that is running, unless it called code of this library."""
     _, frame = beyond(__name__, *LIBRARIES)
     return None if frame is None or within(frame, "pyg_sar") else Place(frame.f_code.co_filename, frame.f_lineno)
-
-
-def frame_of(name: str) -> FrameType | None:
-    """Return the frame of a function of this library that is running, if it is."""
-    return next((f for f in callers() if f.f_code.co_name == name and within(f, "pyg_sar")), None)

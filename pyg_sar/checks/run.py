@@ -115,10 +115,12 @@ class Problem:
             run.error = error
         if before != states():
             recorder.random = recorder.random or "a generator of torch, numpy or Python"
-        grads = {name: (p, dense(p.grad)) for name, p in model.named_parameters() if p.requires_grad}
-        run.grads = {name: grad for name, (p, grad) in grads.items() if not is_local(p)}
-        rows = {name: torch.zeros_like(p) if grad is None else grad for name, (p, grad) in grads.items() if is_local(p)}
-        run.values |= {f"gradient of '{name}'": grad for name, grad in rows.items() if run.values}
+        for name, p in model.named_parameters():
+            grad = None if p.grad is None else p.grad.detach().to_dense()
+            if p.requires_grad and not is_local(p):
+                run.grads[name] = grad
+            elif p.requires_grad and run.values:
+                run.values[f"gradient of '{name}'"] = torch.zeros_like(p) if grad is None else grad
         run.buffers = {name: b.detach() for name, b in model.named_buffers() if not is_local(b)}
         recorder.sum = None  # a frame, with all that it holds
         return run
@@ -127,10 +129,8 @@ class Problem:
         """Give tables of nodes the rows of the small graph, of that type of nodes of which they have had as many."""
         for module in model.modules():
             if isinstance(module, NodeEmbedding):
-                types = [
-                    store._key for store in self.sample.given.node_stores if count_nodes(store) == module.num_nodes
-                ]
-                kind = types[0] or "nodes"
+                stores = self.sample.given.node_stores
+                kind = next(store._key for store in stores if count_nodes(store) == module.num_nodes) or "nodes"
                 generator = torch.Generator().manual_seed(11)
                 size = totals[kind].numel(), *module.weight.shape[1:]
                 module.become(ids[kind], torch.randn(size, generator=generator, dtype=torch.float64))
@@ -205,11 +205,6 @@ def largest(tensors: Sequence[Tensor | None]) -> float:
 def states() -> Any:
     """Return the states of the generators."""
     return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
-
-
-def dense(grad: Tensor | None) -> Tensor | None:
-    """Return a gradient as an ordinary tensor."""
-    return grad if grad is None else grad.detach().to_dense() if grad.is_sparse else grad.detach()
 
 
 def named(returned: Any) -> dict[str, Tensor]:
