@@ -47,16 +47,13 @@ class Recorder(NoDropout):
 
     Random numbers of ``torch.rand`` and its kin that have a row for each node or edge are those of a table of the whole
     graph.
-
-    Args:
-        model: The model, with hooks of its own.
-        ids: Global ids of the rows of every type of nodes and edges, and how many there are of all workers.
-        foreign: Parameters that the step must not read, by their identity.
     """
 
     def __init__(self, model: torch.nn.Module, ids: dict[Any, tuple[Tensor, int]], foreign: dict[int, str]) -> None:
         super().__init__()
-        self.parameters, self.ids, self.foreign = list(model.parameters()), ids, foreign
+        self.parameters = list(model.parameters())
+        self.ids = ids  # global ids of rows, by type of nodes or edges, and how many there are of all workers
+        self.foreign = foreign  # parameters that the step must not read, by their identity
         self.records: list[Record] = []
         self.dtypes: set[torch.dtype] = set()  # of what has a gradient
         self.running: list[str] = []  # modules that are taken as a whole

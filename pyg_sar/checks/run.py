@@ -49,14 +49,7 @@ class Team:
 
 
 class Problem:
-    """A step, a model, and the small graph on which they run.
-
-    Args:
-        step: The step.
-        sample: The graph.
-        model: The model.
-        dtype: The type of all floating-point parameters; None: their own.
-    """
+    """A step, a model, whose parameters take a floating-point type if one is given, and the small graph for both."""
 
     def __init__(self, step: Step, sample: Sample, model: torch.nn.Module, dtype: torch.dtype | None) -> None:
         self.step, self.sample, self.model, self.dtype = step, sample, model, dtype

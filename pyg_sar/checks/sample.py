@@ -24,12 +24,8 @@ LISTS = ("node_ids", "edge_ids", "pairs")
 
 
 class Sample:
-    """A small random graph.
-
-    Args:
-        data: The graph whose attributes it gets, as loaded or as a whole.
-        tables: Numbers of rows that a model has one for each node of: then there are as many nodes as in ``data``.
-        dtype: The type of floating-point attributes; None: their own.
+    """A small random graph with the attributes of ``data``, in a floating-point type if one is given; if a model has a
+    table with a row for each node, of one of the lengths ``tables``, then there are as many nodes as in ``data``.
     """
 
     def __init__(self, data: Any, tables: set[int], dtype: torch.dtype | None) -> None:

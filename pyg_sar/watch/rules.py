@@ -102,7 +102,8 @@ def of_rows(call: Call, out: Tensor) -> Kind | None:
     name = call.name
     if SHARE in call.whats and name in MIXES:
         raise Local(f"'{name}' makes use {SUMMED}", SUM_UP)
-    if name in REDUCTIONS and call.rows(call.arg(0, "input")) is not None and not call.binary:
+    of_two = name in ("max", "min") and isinstance(call.arg(1, "other"), Tensor)
+    if name in REDUCTIONS and call.rows(call.arg(0, "input")) is not None and not of_two:
         return reduced(call, out)
     if name in RULE:
         return RULE[name](call, out)
