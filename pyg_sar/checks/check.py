@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from pyg_sar.checks.diagnose import diagnose, failure
 from pyg_sar.checks.record import CheckError
 from pyg_sar.checks.run import Problem, Run, Step
-from pyg_sar.checks.sample import Sample, count_nodes
+from pyg_sar.checks.sample import Sample, total_nodes
 from pyg_sar.distributed.group import is_local, kept_generators
 
 TABLE = 20_000  # nodes of the graph up to which a table with a row for each is taken as it is
@@ -78,7 +78,7 @@ def check(step: Step, data: Any, model: torch.nn.Module) -> Report:
     begin = time.perf_counter()
     model = getattr(model, "_orig_mod", model)  # of a compiled model
     refuse(data, model)
-    total = {count_nodes(store) for store in data.node_stores}
+    total = {total_nodes(store) for store in data.node_stores}
     tables = {n for p in model.parameters() if not is_local(p) for n in p.shape if n in total and n <= TABLE}
     with kept_generators(), without_gradients(model):
         problem, whole = in_one_process(step, data, model, tables)

@@ -159,7 +159,7 @@ def values(problem: Problem, runs: list[Run]) -> None:
     if start is not None:
         means = f"That begins at {quoted(start)}, which sees the rows of one worker alone.\n{advice(start)}"
     else:
-        means = MEANS["shares" if wrong and shared(problem, [run.values[wrong[0]] for run in runs]) else "values"]
+        means = MEANS["shares" if wrong and problem.sums_up([run.values[wrong[0]] for run in runs]) else "values"]
     if all("sum" not in run.recorder.events for run in workers):
         means += " Gradients are not summed either: call `pyg_sar.sum_gradients(model)` after backward."
     raise CheckError(f"{what}\n{means}")
@@ -188,12 +188,6 @@ def differs(problem: Problem, runs: list[Run], name: str) -> str:
     off = (rows.double() - expected.double()).abs().view(len(rows), -1).amax(1)
     bad = int((off > problem.tolerance * largest([expected])).sum())
     return f"{bad} of {len(rows)} rows of '{name}' differ from those in one process, by up to {off.max().item():.3g}."
-
-
-def shared(problem: Problem, found: list[Tensor]) -> bool:
-    """Whether the numbers of workers sum up to that of one process."""
-    expected, *parts = found
-    return all(t.shape == expected.shape for t in parts) and problem.sums_up(parts, expected)
 
 
 def culprit(problem: Problem, runs: list[Run]) -> Record | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.checks.record import CheckError, Recorder
-from pyg_sar.checks.sample import Sample, count_nodes, ids_of
+from pyg_sar.checks.sample import Sample, ids_of, total_nodes
 from pyg_sar.data.load import load
 from pyg_sar.distributed.group import Workers, is_local
 from pyg_sar.nn.models.node_embedding import NodeEmbedding
@@ -123,7 +123,7 @@ class Problem:
         for module in model.modules():
             if isinstance(module, NodeEmbedding):
                 stores = self.sample.given.node_stores
-                kind = next(store._key for store in stores if count_nodes(store) == module.num_nodes) or "nodes"
+                kind = next(store._key for store in stores if total_nodes(store) == module.num_nodes) or "nodes"
                 generator = torch.Generator().manual_seed(11)
                 size = totals[kind].numel(), *module.weight.shape[1:]
                 module.become(ids[kind], torch.randn(size, generator=generator, dtype=torch.float64))
@@ -137,10 +137,12 @@ class Problem:
             scale = largest([expected])
         return torch.allclose(found, expected, rtol=0, atol=self.tolerance * scale + 1e-30, equal_nan=True)
 
-    def sums_up(self, parts: list[Tensor], expected: Tensor) -> bool:
-        """Whether the numbers of workers sum up to those of one process."""
-        total = torch.stack([t.double() for t in parts]).sum(0)
-        return self.same(total, expected, largest([expected, *parts]))
+    def sums_up(self, found: list[Tensor]) -> bool:
+        """Whether the numbers of workers sum up to those of one process, the first ones."""
+        expected, *parts = found
+        if any(t.shape != expected.shape for t in parts):
+            return False
+        return self.same(torch.stack([t.double() for t in parts]).sum(0), expected, largest(found))
 
     def agrees(self, runs: list[Run], found: list[Tensor], inner: bool = False) -> bool:
         """Whether workers found what one process, the first of the runs, found: their rows of it, or all of it.
@@ -156,7 +158,7 @@ class Problem:
         if rows is not None:
             return self.same(rows, expected)
         if all(t.shape == expected.shape for t in parts):
-            return all(self.same(t, expected) for t in parts) or (inner and self.sums_up(parts, expected))
+            return all(self.same(t, expected) for t in parts) or (inner and self.sums_up([expected, *parts]))
         if not alike:
             return False
         if sum(t.size(0) for t in parts) != expected.size(0):

@@ -48,7 +48,7 @@ class Sample:
 
     def nodes(self, store: Any, k: int, tables: set[int]) -> Tensor:
         """Return which of the nodes of a type are on the first worker."""
-        total = count_nodes(store)
+        total = total_nodes(store)
         count = total if total in tables else min(NODES + 3 * k, total)
         first = torch.rand(count, generator=self.random) < 0.7
         first[:1], first[1:3] = True, False
@@ -179,7 +179,7 @@ def attributes(store: Any) -> list[tuple[str, Any]]:
     return [(k, v) for k, v in store.items() if k not in OWN and not isinstance(v, ShardedEdgeIndex)]
 
 
-def count_nodes(store: Any) -> int:
+def total_nodes(store: Any) -> int:
     """Return how many nodes of a type there are on all workers."""
     return int(store.get("total_nodes") or store.num_nodes or 0)
 
