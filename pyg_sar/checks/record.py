@@ -120,10 +120,8 @@ class Recorder(NoDropout):
                     f"({caller()}).\nThe check runs it on copies of the model, one for each worker.\n"
                     f"Use the model that the step is called with; put several into one, such as a ModuleDict."
                 )
-        if self.running:
-            return
         grads = {id(p.grad) for p in self.parameters if p.grad is not None}
-        if any(id(t) in grads for t in given):
+        if not self.running and any(id(t) in grads for t in given):
             self.read(name)
 
     def read(self, name: str) -> None:

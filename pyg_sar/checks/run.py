@@ -204,14 +204,12 @@ def states() -> Any:
 
 def named(returned: Any) -> dict[str, Tensor]:
     """Return what a step returned, by name."""
-    if isinstance(returned, dict):
-        pairs = list(returned.items())
-    elif isinstance(returned, (tuple, list)) and returned:
-        pairs = [("loss", returned[0]), *((f"output {k}", v) for k, v in enumerate(returned[1:], 1))]
-    else:
-        pairs = [("loss", returned)]
+    if isinstance(returned, (tuple, list)) and returned:
+        returned = {f"output {k}" if k else "loss": value for k, value in enumerate(returned)}
+    elif not isinstance(returned, dict):
+        returned = {"loss": returned}
     out: dict[str, Tensor] = {}
-    for name, value in pairs:
+    for name, value in returned.items():
         if isinstance(value, (bool, int, float, np.number)):
             value = torch.tensor(float(value), dtype=torch.float64)
         found = list(tensors(value))
