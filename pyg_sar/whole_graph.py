@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch_geometric.backend
@@ -51,52 +51,28 @@ REASONS = {
 WHOLE_GRAPH = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
 
-class Case(NamedTuple):
-    """A module that is audited.
-
-    Args:
-        layer: The module.
-        call: The local variables of its running method; none if it is not running.
-        graph: This worker's share of the graph, or None if there is none yet.
-    """
-
-    layer: Any
-    call: dict[str, Any]
-    graph: ShardedGraph | None
-
-
-def numbers_all_nodes(it: Case) -> bool:
+def numbers_all_nodes(_layer: Any, _call: dict[str, Any], graph: ShardedGraph | None) -> bool:
     """Return whether rows are those of all nodes in their order, as they are in one process."""
-    return size_of() == 1 if it.graph is None else it.graph.exchange.alone and it.graph.n_id is None
+    return size_of() == 1 if graph is None else graph.exchange.alone and graph.n_id is None
 
 
-def first_node_has_edges(it: Case) -> bool:
-    """Return whether PyG's quantiles can be computed of the edges of this worker."""
-    return it.graph is None or it.graph.num_dst == 0 or bool(it.graph.degree[0] > 0)
-
-
-def has_edges(it: Case) -> bool:
-    """Return whether this worker has an edge when the layer has added self-loops."""
-    return it.graph is None or it.graph.num_edges > 0 or (it.layer.add_self_loops and it.graph.num_dst > 0)
-
-
-def multiplies_alike(it: Case) -> bool:
+def multiplies_alike(*_: Any) -> bool:
     """Return whether all workers choose the same way to multiply by the weights of relations."""
     return not torch_geometric.typing.WITH_SEGMM or torch_geometric.backend.use_segment_matmul is not None
 
 
-# When they do not.
-UNLESS: dict[str, Callable[[Case], bool]] = {
-    "_BatchNorm": lambda it: not it.layer.training and it.layer.running_mean is not None,
-    "HeteroBatchNorm": lambda it: not it.layer.training and it.layer.track_running_stats,
-    "LayerNorm": lambda it: getattr(it.layer, "mode", "node") == "node",
-    "QuantileAggregation": first_node_has_edges,
-    "ChebConv": lambda it: "lambda_max" not in it.call or it.call["lambda_max"] is not None,
-    "FeaStConv": has_edges,
+# When they do not, of a module, the local variables of its method (none if it is not running) and perhaps the graph.
+UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph | None], bool]] = {
+    "_BatchNorm": lambda layer, *_: not layer.training and layer.running_mean is not None,
+    "HeteroBatchNorm": lambda layer, *_: not layer.training and layer.track_running_stats,
+    "LayerNorm": lambda layer, *_: getattr(layer, "mode", "node") == "node",
+    "QuantileAggregation": lambda _, __, g: g is None or g.num_dst == 0 or bool(g.degree[0] > 0),
+    "ChebConv": lambda _, call, __: "lambda_max" not in call or call["lambda_max"] is not None,
+    "FeaStConv": lambda layer, _, g: g is None or g.num_edges > 0 or (layer.add_self_loops and g.num_dst > 0),
     "RGCNConv": multiplies_alike,
-    "SuperGATConv": lambda it: not it.layer.training,
-    "CorrectAndSmooth": lambda it: not it.layer.autoscale,
-    "MetaLayer": lambda it: it.layer.global_model is None,
+    "SuperGATConv": lambda layer, *_: not layer.training,
+    "CorrectAndSmooth": lambda layer, *_: not layer.autoscale,
+    "MetaLayer": lambda layer, *_: layer.global_model is None,
     **dict.fromkeys(("LightGCN", "LINKX", "MetaPath2Vec", "Node2Vec"), numbers_all_nodes),
 }
 
@@ -154,9 +130,9 @@ def inner_modules(layer: torch.nn.Module, seen: set[torch.nn.Module]) -> Iterabl
 
 
 def reason(layer: torch.nn.Module, call: dict[str, Any] | None = None, graph: ShardedGraph | None = None) -> str:
-    """Return what a module does with all nodes or edges at once, or nothing; for arguments see :class:`Case`."""
-    it, cls = Case(layer, call or {}, graph), cast(Any, type(layer))
-    return next((WHOLE_GRAPH[n] for n in entries(cls) if not (n in UNLESS and UNLESS[n](it))), "")
+    """Return what a module does with all nodes or edges at once, or nothing; for arguments see :data:`UNLESS`."""
+    names = entries(cast(Any, type(layer)))
+    return next((WHOLE_GRAPH[n] for n in names if not (n in UNLESS and UNLESS[n](layer, call or {}, graph))), "")
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from pyg_sar.checks.diagnose import diagnose, failure
 from pyg_sar.checks.record import CheckError
-from pyg_sar.checks.run import Problem, Step, Team
-from pyg_sar.checks.sample import Sample
+from pyg_sar.checks.run import Problem, Run, Step
+from pyg_sar.checks.sample import Sample, total_nodes
 from pyg_sar.distributed.group import is_local, kept_generators
 
 TABLE = 20_000  # nodes of the graph up to which a table with a row for each is taken as it is
@@ -78,15 +78,12 @@ def check(step: Step, data: Any, model: torch.nn.Module) -> Report:
     begin = time.perf_counter()
     model = getattr(model, "_orig_mod", model)  # of a compiled model
     refuse(data, model)
-    total = {int(store.get("total_nodes") or store.num_nodes or 0) for store in data.node_stores}
+    total = {total_nodes(store) for store in data.node_stores}
     tables = {n for p in model.parameters() if not is_local(p) for n in p.shape if n in total and n <= TABLE}
     with kept_generators(), without_gradients(model):
         problem, whole = in_one_process(step, data, model, tables)
-        found = diagnose(problem, whole)
-    if found is not None:
-        raise CheckError(str(found)) from found.cause
-    (run,) = whole.runs
-    compared = [*run.values, *(name for name, grad in run.grads.items() if grad is not None)]
+        diagnose(problem, whole)
+    compared = [*whole.values, *(name for name, grad in whole.grads.items() if grad is not None)]
     return Report(time.perf_counter() - begin, compared, problem.dtype)
 
 
@@ -109,19 +106,19 @@ def refuse(data: Any, model: torch.nn.Module) -> None:
         )
 
 
-def in_one_process(step: Step, data: Any, model: torch.nn.Module, tables: set[int]) -> tuple[Problem, Team]:
+def in_one_process(step: Step, data: Any, model: torch.nn.Module, tables: set[int]) -> tuple[Problem, Run]:
     """Return the step in one process: in double precision if it can do with that, on an ordinary graph if it can."""
     for dtype in (torch.float64, None):
         problem = Problem(step, Sample(data, tables, dtype), model, dtype)
         errors: list[Any] = []
         for parts in (False, True):
-            whole = problem.whole(parts)
-            if whole.runs[0].error is None:
+            (whole,) = problem.whole(parts).runs
+            if whole.error is None:
                 return problem, whole
-            errors.append(whole.runs[0].error)
+            errors.append(whole.error)
     # What an ordinary 'edge_index' does not have is not what is wrong.
     error = errors[isinstance(errors[0], AttributeError)]
-    raise CheckError(str(failure(error))) from error
+    raise CheckError(failure(error)) from error
 
 
 @contextmanager

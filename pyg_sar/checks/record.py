@@ -3,8 +3,6 @@ r"""Watches a training step: which numbers it makes where, and what it does to g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +14,7 @@ from pyg_sar.ops.dropout import NoDropout
 from pyg_sar.structure import tensors
 from pyg_sar.whole_graph import packages
 
-TABLES: dict[str, Callable] = {
-    "rand": torch.rand, "rand_like": torch.rand, "randn": torch.randn, "randn_like": torch.randn
-}  # fmt: skip
+TABLES = ("rand", "rand_like", "randn", "randn_like")  # what is drawn for the whole graph
 # What may draw random numbers, by a part of the name.
 DRAWS = re.compile(
     "rand|bernoulli|multinomial|normal|uniform|poisson|exponential|gumbel|geometric_|cauchy|rrelu|scaled_dot"
@@ -51,16 +47,13 @@ class Recorder(NoDropout):
 
     Random numbers of ``torch.rand`` and its kin that have a row for each node or edge are those of a table of the whole
     graph.
-
-    Args:
-        model: The model, with hooks of its own.
-        ids: Global ids of the rows of every type of nodes and edges, and how many there are of all workers.
-        foreign: Parameters that the step must not read, by their identity.
     """
 
     def __init__(self, model: torch.nn.Module, ids: dict[Any, tuple[Tensor, int]], foreign: dict[int, str]) -> None:
         super().__init__()
-        self.parameters, self.ids, self.foreign = list(model.parameters()), ids, foreign
+        self.parameters = list(model.parameters())
+        self.ids = ids  # global ids of rows, by type of nodes or edges, and how many there are of all workers
+        self.foreign = foreign  # parameters that the step must not read, by their identity
         self.records: list[Record] = []
         self.dtypes: set[torch.dtype] = set()  # of what has a gradient
         self.running: list[str] = []  # modules that are taken as a whole
@@ -127,15 +120,14 @@ class Recorder(NoDropout):
                     f"({caller()}).\nThe check runs it on copies of the model, one for each worker.\n"
                     f"Use the model that the step is called with; put several into one, such as a ModuleDict."
                 )
-        if self.running:
-            return
         grads = {id(p.grad) for p in self.parameters if p.grad is not None}
-        if any(id(t) in grads for t in given):
+        if not self.running and any(id(t) in grads for t in given):
             self.read(name)
 
     def read(self, name: str) -> None:
         """Note who reads a gradient."""
-        frame = frame_of("sum_gradients")
+        running = (f for f in callers() if f.f_code.co_name == "sum_gradients" and within(f, "pyg_sar"))
+        frame = next(running, None)
         if frame is not None and frame is not self.sum:
             self.sum = frame
             self.events.append("sum")
@@ -150,7 +142,8 @@ class Recorder(NoDropout):
                 if ids.numel() == out.size(0):
                     self.drawn += 1
                     generator = torch.Generator().manual_seed(self.drawn)
-                    table = TABLES[name](total, *out.shape[1:], generator=generator, dtype=torch.float64)
+                    draw = getattr(torch, name.removesuffix("_like"))
+                    table = draw(total, *out.shape[1:], generator=generator, dtype=torch.float64)
                     out.detach().copy_(table[ids])
                     torch.set_rng_state(state)
                     return
@@ -170,8 +163,3 @@ def caller() -> Place | None:
     """Return the line of the user's code that is running, unless it called code of this library."""
     _, frame = beyond(__name__, *LIBRARIES)
     return None if frame is None or within(frame, "pyg_sar") else Place(frame.f_code.co_filename, frame.f_lineno)
-
-
-def frame_of(name: str) -> FrameType | None:
-    """Return the frame of a function of this library that is running, if it is."""
-    return next((f for f in callers() if f.f_code.co_name == name and within(f, "pyg_sar")), None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.checks.record import CheckError, Recorder
-from pyg_sar.checks.sample import Sample, ids_of
+from pyg_sar.checks.sample import Sample, ids_of, total_nodes
 from pyg_sar.data.load import load
 from pyg_sar.distributed.group import Workers, is_local
 from pyg_sar.nn.models.node_embedding import NodeEmbedding
@@ -49,14 +49,7 @@ class Team:
 
 
 class Problem:
-    """A step, a model, and the small graph on which they run.
-
-    Args:
-        step: The step.
-        sample: The graph.
-        model: The model.
-        dtype: The type of all floating-point parameters; None: their own.
-    """
+    """A step, a model, whose parameters take a floating-point type if one is given, and the small graph for both."""
 
     def __init__(self, step: Step, sample: Sample, model: torch.nn.Module, dtype: torch.dtype | None) -> None:
         self.step, self.sample, self.model, self.dtype = step, sample, model, dtype
@@ -76,7 +69,7 @@ class Problem:
 
     def whole(self, parts: bool) -> Team:
         """Run in one process: on an ordinary graph, or on one of a single part, for a step that asks for that."""
-        return self.team(1) if parts else self.gather(Workers(1), lambda: self.sample.one())
+        return self.team(1) if parts else self.gather(Workers(1), self.sample.one)
 
     def team(self, size: int) -> Team:
         """Run on some workers."""
@@ -115,19 +108,22 @@ class Problem:
             run.error = error
         if before != states():
             recorder.random = recorder.random or "a generator of torch, numpy or Python"
-        grads = {name: (p, dense(p.grad)) for name, p in model.named_parameters() if p.requires_grad}
-        run.grads = {name: grad for name, (p, grad) in grads.items() if not is_local(p)}
-        rows = {name: torch.zeros_like(p) if grad is None else grad for name, (p, grad) in grads.items() if is_local(p)}
-        run.values |= {f"gradient of '{name}'": grad for name, grad in rows.items() if run.values}
+        for name, p in model.named_parameters():
+            grad = None if p.grad is None else p.grad.detach().to_dense()
+            if p.requires_grad and not is_local(p):
+                run.grads[name] = grad
+            elif p.requires_grad and run.values:
+                run.values[f"gradient of '{name}'"] = torch.zeros_like(p) if grad is None else grad
         run.buffers = {name: b.detach() for name, b in model.named_buffers() if not is_local(b)}
-        recorder.sum = None
+        recorder.sum = None  # a frame, with all that it holds
         return run
 
     def fill_tables(self, model: torch.nn.Module, ids: dict[Any, Tensor], totals: dict[Any, Tensor]) -> None:
         """Give tables of nodes the rows of the small graph, of that type of nodes of which they have had as many."""
         for module in model.modules():
             if isinstance(module, NodeEmbedding):
-                kind = next(k for k, count in self.sample.counts.items() if count == module.num_nodes)
+                stores = self.sample.given.node_stores
+                kind = next(store._key for store in stores if total_nodes(store) == module.num_nodes) or "nodes"
                 generator = torch.Generator().manual_seed(11)
                 size = totals[kind].numel(), *module.weight.shape[1:]
                 module.become(ids[kind], torch.randn(size, generator=generator, dtype=torch.float64))
@@ -141,42 +137,50 @@ class Problem:
             scale = largest([expected])
         return torch.allclose(found, expected, rtol=0, atol=self.tolerance * scale + 1e-30, equal_nan=True)
 
-    def rows(self, whole: Run, team: Team, expected: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
-        """Return the rows of all workers in the order of the whole graph, if there is one for each node or edge."""
-        if expected.dim() == 0 or any(t.shape[1:] != expected.shape[1:] for t in parts):
-            return None
-        for kind, ids in whole.ids.items():
-            each = [run.ids[kind] for run in team.runs]
-            if [i.numel() for i in (ids, *each)] == [t.size(0) for t in (expected, *parts)]:
-                out = torch.zeros_like(expected)
-                for i, part in zip(each, parts, strict=True):
-                    out[i] = part.to(out.dtype)
-                return out
-        return None
+    def sums_up(self, found: list[Tensor]) -> bool:
+        """Whether the numbers of workers sum up to those of one process, the first ones."""
+        expected, *parts = found
+        if any(t.shape != expected.shape for t in parts):
+            return False
+        return self.same(torch.stack([t.double() for t in parts]).sum(0), expected, largest(found))
 
-    def agrees(self, whole: Run, team: Team, expected: Tensor, parts: Sequence[Tensor], inner: bool = False) -> bool:
-        """Whether workers found what one process found: their rows of it, or all of it.
+    def agrees(self, runs: list[Run], found: list[Tensor], inner: bool = False) -> bool:
+        """Whether workers found what one process, the first of the runs, found: their rows of it, or all of it.
 
         Of ``inner`` numbers, which the step did not return, they may also have found shares that sum up to it, and
         integers may mean something on one worker alone.
         """
-        expected, *parts = rows_first([expected, *parts])
+        expected, *parts = rows_first(found)
+        alike = expected.dim() > 0 and all(t.shape[1:] == expected.shape[1:] for t in parts)
         if inner and expected.dim() > 0 and not expected.is_floating_point():
-            return all(t.shape[1:] == expected.shape[1:] for t in parts)
-        rows = self.rows(whole, team, expected, parts)
+            return alike
+        rows = rows_of_all(runs, [expected, *parts])
         if rows is not None:
             return self.same(rows, expected)
-        size = largest([expected, *parts])
         if all(t.shape == expected.shape for t in parts):
-            total = torch.stack([t.double() for t in parts]).sum(0)
-            return all(self.same(t, expected) for t in parts) or (inner and self.same(total, expected, size))
-        if expected.dim() == 0 or any(t.shape[1:] != expected.shape[1:] for t in parts):
+            return all(self.same(t, expected) for t in parts) or (inner and self.sums_up([expected, *parts]))
+        if not alike:
             return False
         if sum(t.size(0) for t in parts) != expected.size(0):
             return not inner
         # Rows of some of the nodes, and nobody knows of which.
         total = torch.stack([t.double().sum(0) for t in parts]).sum(0)
-        return self.same(total, expected.double().sum(0), size * expected.size(0))
+        return self.same(total, expected.double().sum(0), largest([expected, *parts]) * expected.size(0))
+
+
+def rows_of_all(runs: list[Run], found: list[Tensor]) -> Tensor | None:
+    """Return the rows of all workers in the order of the whole graph, if there is one for each node or edge."""
+    expected, *parts = found
+    if expected.dim() == 0 or any(t.shape[1:] != expected.shape[1:] for t in parts):
+        return None
+    for kind in runs[0].ids:
+        ids = [run.ids[kind] for run in runs]
+        if [i.numel() for i in ids] == [t.size(0) for t in found]:
+            out = torch.zeros_like(expected)
+            for i, part in zip(ids[1:], parts, strict=True):
+                out[i] = part.to(out.dtype)
+            return out
+    return None
 
 
 def rows_first(tensors: list[Tensor]) -> list[Tensor]:
@@ -198,21 +202,14 @@ def states() -> Any:
     return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
 
 
-def dense(grad: Tensor | None) -> Tensor | None:
-    """Return a gradient as an ordinary tensor."""
-    return grad if grad is None else grad.detach().to_dense() if grad.is_sparse else grad.detach()
-
-
 def named(returned: Any) -> dict[str, Tensor]:
     """Return what a step returned, by name."""
-    if isinstance(returned, dict):
-        pairs = list(returned.items())
-    elif isinstance(returned, (tuple, list)) and returned:
-        pairs = [("loss", returned[0]), *((f"output {k}", v) for k, v in enumerate(returned[1:], 1))]
-    else:
-        pairs = [("loss", returned)]
+    if isinstance(returned, (tuple, list)) and returned:
+        returned = {f"output {k}" if k else "loss": value for k, value in enumerate(returned)}
+    elif not isinstance(returned, dict):
+        returned = {"loss": returned}
     out: dict[str, Tensor] = {}
-    for name, value in pairs:
+    for name, value in returned.items():
         if isinstance(value, (bool, int, float, np.number)):
             value = torch.tensor(float(value), dtype=torch.float64)
         found = list(tensors(value))

@@ -24,44 +24,31 @@ LISTS = ("node_ids", "edge_ids", "pairs")
 
 
 class Sample:
-    """A small random graph.
-
-    Args:
-        data: The graph whose attributes it gets, as loaded or as a whole.
-        tables: Numbers of rows that a model has one for each node of: then there are as many nodes as in ``data``.
-        dtype: The type of floating-point attributes; None: their own.
+    """A small random graph with the attributes of ``data``, in a floating-point type if one is given; if a model has a
+    table with a row for each node, of one of the lengths ``tables``, then there are as many nodes as in ``data``.
     """
 
     def __init__(self, data: Any, tables: set[int], dtype: torch.dtype | None) -> None:
         self.random, self.dtype, self.given = torch.Generator().manual_seed(7), dtype, data
         self.hetero = hasattr(data, "node_types")
         self.whole = copy.copy(data)
-        types = data.node_types if self.hetero else [None]
-        stores = {t or "nodes": self.node_store(data, t) for t in types}
-        # Of the given graph, by the names of 'ids_of'.
-        self.counts = {t: int(store.get("total_nodes") or store.num_nodes or 0) for t, store in stores.items()}
-        self.first = {t: self.nodes(self.node_store(data, t), k, tables) for k, t in enumerate(types)}
+        # By type, which is None if there is but one.
+        self.first = {store._key: self.nodes(store, k, tables) for k, store in enumerate(data.node_stores)}
         self.listed = self.lists(data)
         for store, given in zip(self.whole.stores, data.stores, strict=True):
-            for key in [key for key in OWN if key in store]:
-                del store[key]
-            for key in [key for key, value in store.items() if isinstance(value, ShardedEdgeIndex)]:
+            for key in set(store.keys()) - dict(attributes(store)).keys():
                 del store[key]
             if self.hetero and store._key is None:
-                self.fill(store, given, None, None)
+                self.fill(store, given, {})
         self.edges()
-        for t, first in self.first.items():
-            self.node_store(self.whole, t).num_nodes = first.numel()
-            self.fill(self.node_store(self.whole, t), self.node_store(data, t), first, None)
-
-    @staticmethod
-    def node_store(data: Any, node_type: str | None) -> Any:
-        """Return the attributes of nodes."""
-        return data._store if node_type is None else data[node_type]
+        for store, given in zip(self.whole.node_stores, data.node_stores, strict=True):
+            first = self.first[store._key]
+            store.num_nodes = first.numel()
+            self.fill(store, given, {"node": first} | ({} if self.hetero else {"edge": first[store.edge_index[1]]}))
 
     def nodes(self, store: Any, k: int, tables: set[int]) -> Tensor:
         """Return which of the nodes of a type are on the first worker."""
-        total = int(store.get("total_nodes") or store.num_nodes or 0)
+        total = total_nodes(store)
         count = total if total in tables else min(NODES + 3 * k, total)
         first = torch.rand(count, generator=self.random) < 0.7
         first[:1], first[1:3] = True, False
@@ -79,16 +66,12 @@ class Sample:
 
     def edges(self) -> None:
         """Draw the edges of every type."""
-        types = self.given.edge_types if self.hetero else [None]
-        for k, it in enumerate(types):
-            store = self.whole._store if it is None else self.whole[it]
-            given = self.given._store if it is None else self.given[it]
-            source, target = (self.first[None if it is None else it[end]] for end in (0, 2))
+        for k, (store, given) in enumerate(zip(self.whole.edge_stores, self.given.edge_stores, strict=True)):
+            source, target = (self.first[store._key[end] if self.hetero else None] for end in (0, -1))
             count = EDGES + 7 * k if given.num_edges else 0
             store.edge_index = self.random_edges(source.numel(), target.numel(), count, source is target)
             if self.hetero:
-                on_first = target[store.edge_index[1]]
-                self.fill(store, given, None, on_first)
+                self.fill(store, given, {"edge": target[store.edge_index[1]]})
 
     def random_edges(self, num_src: int, num_dst: int, count: int, loops: bool) -> Tensor:
         """Draw edges of a type."""
@@ -109,40 +92,32 @@ class Sample:
         """Return the lengths of lists of node ids, and of what belongs to their entries, and those that they get."""
         lengths = set()
         for store in data.stores:
-            given = [(k, v) for k, v in store.items() if k not in OWN and not isinstance(v, ShardedEdgeIndex)]
-            values = [leaf for key, value in given for leaf in leaves((key,), value)]
+            values = [leaf for key, value in attributes(store) for leaf in leaves((key,), value)]
             lengths |= {value.size(-1) for path, value in values if meaning(store, path, value)[0] in LISTS}
         return {n: min(n, LISTED) for n in lengths}
 
-    def fill(self, store: Any, given: Any, nodes: Tensor | None, edges: Tensor | None) -> None:
-        """Set the attributes of a type, given which nodes or edges are on the first worker."""
-        for key, value in list(given.items()):
-            if key not in OWN and not isinstance(value, ShardedEdgeIndex):
-                store[key] = self.typed(self.like(given, (key,), value, nodes, edges))
+    def fill(self, store: Any, given: Any, first: dict[str, Tensor]) -> None:
+        """Set the attributes of a type, given which nodes and edges of it are on the first worker."""
+        for key, value in attributes(given):
+            made = self.like(given, (key,), value, first)
+            if self.dtype and isinstance(made, Tensor) and made.is_floating_point():
+                made = made.to(self.dtype)
+            store[key] = made
 
-    def typed(self, value: Any) -> Any:
-        """Return floating-point numbers in the type that is asked for."""
-        return value.to(self.dtype) if self.dtype and isinstance(value, Tensor) and value.is_floating_point() else value
-
-    def like(self, given: Any, path: tuple[str, ...], value: Any, nodes: Tensor | None, edges: Tensor | None) -> Any:
+    def like(self, given: Any, path: tuple[str, ...], value: Any, first: dict[str, Tensor]) -> Any:
         """Return random values of an attribute."""
         if isinstance(value, dict):
-            return {k: self.like(given, (*path, str(k)), v, nodes, edges) for k, v in value.items()}
+            return {k: self.like(given, (*path, str(k)), v, first) for k, v in value.items()}
         if not isinstance(value, Tensor):
             return copy.copy(value)
         value = value.detach().cpu()
         level, dim = meaning(given, path, value)
-        if level == "node" and nodes is not None:
-            return self.rows(value, (dim or 0) % value.dim(), nodes)
-        if level == "edge":
-            edges = self.first[None][self.whole.edge_index[1]] if edges is None else edges
-            return self.rows(value, (dim or 0) % value.dim(), edges)
+        if level in first:
+            return self.rows(value, (dim or 0) % value.dim(), first[level])
         if level in LISTS:
-            least = min((first.numel() for first in self.first.values()), default=0)
+            least = min((nodes.numel() for nodes in self.first.values()), default=0)
             return torch.randint(max(least, 1), (*value.shape[:-1], self.listed[value.size(-1)]), generator=self.random)
-        if value.dim() > 0 and value.size(0) in self.listed:
-            return value[: self.listed[value.size(0)]].clone()
-        return value.clone()
+        return value[: self.listed.get(value.size(0))].clone() if value.dim() > 0 else value.clone()
 
     def rows(self, value: Tensor, dim: int, first: Tensor) -> Tensor:
         """Draw rows for nodes or edges, given which of them are on the first worker."""
@@ -175,8 +150,7 @@ class Sample:
     def one(self) -> Any:
         """Return the whole graph, with what :func:`pyg_sar.load` adds."""
         data = copy.deepcopy(self.whole)
-        for t in self.first:
-            store = self.node_store(data, t)
+        for store in data.node_stores:
             store.n_id, store.total_nodes = torch.arange(store.num_nodes), store.num_nodes
         for store in data.edge_stores:
             store.e_id = torch.arange(store.edge_index.size(1))
@@ -200,9 +174,17 @@ class Sample:
         return data
 
 
+def attributes(store: Any) -> list[tuple[str, Any]]:
+    """Return what was given of nodes or edges, besides their edges and ids."""
+    return [(k, v) for k, v in store.items() if k not in OWN and not isinstance(v, ShardedEdgeIndex)]
+
+
+def total_nodes(store: Any) -> int:
+    """Return how many nodes of a type there are on all workers."""
+    return int(store.get("total_nodes") or store.num_nodes or 0)
+
+
 def ids_of(data: Any) -> dict[Any, Tensor]:
     """Return the global ids of the rows of every type of nodes and edges."""
-    if not hasattr(data, "node_types"):
-        return {"nodes": data.n_id, "edges": data.e_id}
-    nodes: dict[Any, Tensor] = {t: data[t].n_id for t in data.node_types}
-    return nodes | {it: data[it].e_id for it in data.edge_types}
+    nodes = {store._key or "nodes": store.n_id for store in data.node_stores}
+    return nodes | {store._key or "edges": store.e_id for store in data.edge_stores}

@@ -69,7 +69,7 @@ def loaded(data: Any, whole: Iterable[str]) -> Any:
     """Report that the tensors of loaded data but those named ``whole`` have a row for each node or edge of this worker,
     and return the data.
     """
-    for store in {id(store): store for store in (*data.node_stores, *data.edge_stores)}.values():
+    for store in (*data.node_stores, *data.edge_stores):
         for key, value in store.items():
             if isinstance(value, Tensor) and key not in whole:
                 rows(value)

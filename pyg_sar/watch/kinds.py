@@ -26,17 +26,11 @@ ENDS, SHARE = "destinations", "share"
 
 
 class Kind(NamedTuple):
-    """What the numbers of a tensor are.
-
-    Args:
-        what: One of the above.
-        dim: Of rows, the dimension that counts them.
-        size: Of a share, the number of rows that it is the sum of, if that is known.
-    """
+    """What the numbers of a tensor are: one of the above."""
 
     what: str
-    dim: int = 0
-    size: int = 0
+    dim: int = 0  # of rows, the dimension that counts them
+    size: int = 0  # of a share, the number of rows that it is the sum of, if that is known
 
 
 class Local(Exception):
@@ -87,8 +81,3 @@ class Call:
         """Return the argument of most dimensions that has rows."""
         found = [(t, k) for t, k in self.kinds if k is not None and k.what in (ROWS, ENDS)]
         return max(found, key=lambda pair: pair[0].dim())
-
-    @property
-    def binary(self) -> bool:
-        """Whether this is the maximum or minimum of two tensors, not of one."""
-        return self.name in ("max", "min") and isinstance(self.arg(1, "other"), Tensor)

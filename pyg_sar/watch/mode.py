@@ -87,13 +87,13 @@ class Watch(TorchFunctionMode):
     def look(self, call: Call, out: Any) -> None:
         """Remember what the results of a call are, or refuse it."""
         results = call.args[:1] if call.name == "setitem" else tuple(tensors(out))
+        found: list[Kind | None] = [None] * len(results)
         try:
             found = [assigned(call) if call.name == "setitem" else kind_of(call, t) for t in results]
         except Local as local:
             self.refuse(local)
-            found = [None] * len(results)
         except Exception:  # of a call that is put in another way than expected nothing is known
-            found = [None] * len(results)
+            pass
         self.check(call, found)
         for tensor, kind in zip(results, found, strict=True):
             self.mark(tensor, kind)
@@ -130,7 +130,7 @@ class Watch(TorchFunctionMode):
             advice = POOL
         elif at.through("torch_geometric.nn.models") and advice != WIDTH:
             advice = CONVERT
-        text = f"[rank {rank_of()}] {at.user}: {at.entry} {local.why}. {advice}. {MEANT}."
+        text = f"[rank {rank_of()}] {at.file}, line {at.line}: {at.entry} {local.why}. {advice}. {MEANT}."
         if local.sure:
             raise NotImplementedError(text) from None
         warnings.warn_explicit(text, UserWarning, at.file, at.line)
@@ -153,14 +153,10 @@ class Watch(TorchFunctionMode):
         try:
             out = function(*args, **kwargs)
             given = {kind.what for t in tensors(args, kwargs) if (kind := self.kind(t)) is not None}
-            if what != ROWS:
-                kind = Kind(what)
-            elif ROWS in given or any(sharded(args, kwargs)):
-                kind = Kind(ROWS, getattr(args[0], "node_dim", 0))
-            else:
-                kind = None
+            known = what != ROWS or ROWS in given or any(sharded(args, kwargs))
+            dim = getattr(args[0], "node_dim", 0) if what == ROWS else 0
             for t in tensors(out):
-                self.mark(t, kind and kind._replace(dim=kind.dim % max(t.dim(), 1)))
+                self.mark(t, Kind(what, dim % max(t.dim(), 1)) if known else None)
         finally:
             self.aside -= 1
         return out
@@ -198,7 +194,6 @@ class Path:
         self.inner = [f for f in inner if not within(f, "pyg_sar.watch")]
         self.known = frame is None or within(frame, *KNOWING) or any(map(passes_messages, (*self.inner, frame)))
         self.file, self.line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        self.user = f"{self.file}, line {self.line}"
 
     def through(self, *names: str) -> bool:
         """Whether modules of these names take part."""

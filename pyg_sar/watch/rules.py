@@ -49,9 +49,8 @@ DIMENSIONS: dict[tuple[int, int | None], str] = {
 REDUCTIONS = {name: place for place, text in DIMENSIONS.items() for name in text.split()}
 SUMS, ASKS, ORDERS = names("sum nansum count_nonzero"), names("any all"), names("sort argsort")
 WIDTHS = names("max amax unique one_hot bincount")
-NORMS = {"batch_norm": 1, "instance_norm": 2, "group_norm": 1}  # the first dimension that is not kept apart
+NORMS = {"batch_norm": (1,), "instance_norm": (0, 1), "group_norm": (0,)}  # dimensions that are kept apart
 LAYER_NORMS = names("layer_norm rms_norm")
-MATRICES = names("svd qr pinverse matrix_exp cov corrcoef pdist")  # and all of 'torch.linalg'
 ADDS = names("add sub cat stack hstack vstack where lerp addcmul addcdiv")
 DIVIDES = {"div": 1, "rdiv": 0, "reciprocal": 0}  # where the divisor stands
 ARITHMETIC = {*ADDS, *DIVIDES, *names("mul pow rpow maximum minimum")}
@@ -103,13 +102,14 @@ def of_rows(call: Call, out: Tensor) -> Kind | None:
     name = call.name
     if SHARE in call.whats and name in MIXES:
         raise Local(f"'{name}' makes use {SUMMED}", SUM_UP)
-    if name in REDUCTIONS and call.rows(call.arg(0, "input")) is not None and not call.binary:
+    of_two = name in ("max", "min") and isinstance(call.arg(1, "other"), Tensor)
+    if name in REDUCTIONS and call.rows(call.arg(0, "input")) is not None and not of_two:
         return reduced(call, out)
     if name in RULE:
         return RULE[name](call, out)
-    if takes_reduction(call.func):
+    if default_reduction(call.func) is not None:
         return loss(call, out)
-    if name.startswith("linalg_") or name in MATRICES:
+    if name.startswith("linalg_"):
         return matrix(call, out)
     if name.startswith("new_"):
         return Kind(SAME)
@@ -128,40 +128,35 @@ def aligned(call: Call, out: Tensor) -> Kind | None:
 
 def reduced(call: Call, out: Tensor) -> Kind | None:
     """Reductions over other dimensions leave rows; those over rows see a share of the graph."""
-    t, (place, default) = call.arg(0, "input"), REDUCTIONS[call.name]
-    row, dims = call.kind(t).dim, call.arg(place, "dim", call.kwargs.get("axis"))  # type: ignore[union-attr]
+    name, t, (place, default) = call.name, call.arg(0, "input"), REDUCTIONS[call.name]
+    (what, row, _), dims = call.kind(t), call.arg(place, "dim", call.kwargs.get("axis"))  # type: ignore[misc]
     dims = default if dims is None or isinstance(dims, (bool, float, torch.dtype)) else dims
     dims = [dims] if isinstance(dims, int) else dims or range(t.dim())
     over = {d % t.dim() for d in dims}
     if row not in over:
         return Kind(ROWS, row - sum(d < row for d in over) * (out.dim() < t.dim()))
-    if call.name in SUMS:
+    if name in SUMS:
         return Kind(SHARE, size=t.size(row))
-    if call.name in ASKS or harmless(call, t):
-        return Kind(ROWS, row) if call.name in ORDERS else None
-    advice = MEAN if "mean" in call.name else WIDTH if call.name in WIDTHS and not t.is_floating_point() else BEFORE
-    raise Local(f"takes '{call.name}' {OVER}", advice)
-
-
-def harmless(call: Call, t: Tensor) -> bool:
-    """Whether numbers are ordered to group rows by them, or the largest destination tells how many sums to make."""
-    kind = call.kind(t)
-    ends = kind is not None and kind.what == ENDS and call.name in ("max", "amax")
-    return ends or (call.name in ORDERS and not t.is_floating_point())
+    if name in ORDERS and not t.is_floating_point():  # to group rows by them
+        return Kind(ROWS, row)
+    if name in ASKS or (what == ENDS and name in ("max", "amax")):  # which tells how many sums to make
+        return None
+    advice = MEAN if "mean" in name else WIDTH if name in WIDTHS and not t.is_floating_point() else BEFORE
+    raise Local(f"takes '{name}' {OVER}", advice)
 
 
 @functools.cache
-def takes_reduction(func: Callable) -> bool:
-    """Whether a function reduces as its argument ``reduction`` says, as losses do."""
+def default_reduction(func: Callable) -> Any:
+    """Return how a function reduces unless its argument ``reduction`` says, as losses do; None if it has none."""
     try:
-        return "reduction" in inspect.signature(func).parameters
-    except (TypeError, ValueError):
-        return False
+        return inspect.signature(func).parameters["reduction"].default
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def loss(call: Call, out: Tensor) -> Kind | None:
     """Losses of rows are rows, or a sum; their mean is that of a worker."""
-    reduction = call.kwargs.get("reduction", inspect.signature(call.func).parameters["reduction"].default)
+    reduction = call.kwargs.get("reduction", default_reduction(call.func))
     if reduction == "none" or call.kwargs.get("reduce") is False:
         return aligned(call, out)
     t, kind = call.first()
@@ -172,16 +167,15 @@ def loss(call: Call, out: Tensor) -> Kind | None:
 
 def normalised(call: Call, out: Tensor) -> Kind | None:
     """Normalisations by the statistics of a batch."""
-    t = call.args[0]
-    row, batch = call.rows(t), call.arg(5, "training", call.kwargs.get("use_input_stats", True))
-    if call.name in LAYER_NORMS:
-        shape = call.arg(1, "normalized_shape")
-        mixes = row is not None and row >= t.dim() - len(shape)
-    else:
-        apart = {1} if call.name == "batch_norm" else set(range(NORMS[call.name]))
-        mixes = row is not None and row not in apart and (bool(batch) or call.name == "group_norm")
-    if mixes:
-        raise Local(f"takes the statistics of '{call.name}' {OVER}", NORM)
+    name, t = call.name, call.args[0]
+    if name in LAYER_NORMS:
+        apart: Iterable[int] = range(t.dim() - len(call.arg(1, "normalized_shape")))
+    elif name == "group_norm" or call.arg(5, "training", call.kwargs.get("use_input_stats", True)):
+        apart = NORMS[name]
+    else:  # by statistics that are known
+        apart = range(t.dim())
+    if call.rows(t) not in (None, *apart):
+        raise Local(f"takes the statistics of '{name}' {OVER}", NORM)
     return aligned(call, out)
 
 
@@ -196,7 +190,7 @@ def matrix(call: Call, out: Tensor) -> Kind | None:
 def permuted(call: Call, out: Tensor) -> Kind | None:
     """Dimensions in another order: a tiny tensor shows where those of size 2 end up."""
     t, kind = call.first()
-    tiny = torch.empty([2 if d == kind.dim else min(n, 3) if n < 2 else 3 for d, n in enumerate(t.shape)])
+    tiny = torch.empty([2 if d == kind.dim else n if n < 2 else 3 for d, n in enumerate(t.shape)])
     shape = list(call.func(tiny, *call.args[1:], **{k: v for k, v in call.kwargs.items() if k != "input"}).shape)
     return kind._replace(dim=shape.index(2)) if 2 in shape and len(shape) == out.dim() else None
 
@@ -261,9 +255,9 @@ def chosen(call: Call, out: Tensor) -> Kind | None:
                 return Kind(what, first + (found or 0) * numbers) if dims else None
             end = max(end, first + dims)
         elif hit:
-            return None if is_number(key) else Kind(what, end)
+            return None if isinstance(key, int) else Kind(what, end)
         else:
-            end += not is_number(key)
+            end += isinstance(key, bool) or not isinstance(key, int)
         begin += uses(key)
     return None
 
@@ -281,11 +275,6 @@ def uses(key: Any) -> int:
     if key is None or key is Ellipsis or isinstance(key, bool):
         return 0
     return key.dim() if isinstance(key, Tensor) and key.dtype == torch.bool else 1
-
-
-def is_number(key: Any) -> bool:
-    """Whether a key takes one entry of a dimension."""
-    return isinstance(key, int) and not isinstance(key, bool)
 
 
 def assigned(call: Call) -> Kind | None:
@@ -319,8 +308,8 @@ def scattered(call: Call, out: Tensor) -> Kind | None:
 
 def counted(call: Call, out: Tensor) -> Kind | None:
     """How many rows have each number, and rows that tell which one."""
-    t, place = call.arg(0, "input"), {"one_hot": 1, "bincount": 2}[call.name]
-    if call.arg(place, {"one_hot": "num_classes", "bincount": "minlength"}[call.name], -1) in (-1, 0):
+    t, width = call.arg(0, "input"), (1, "num_classes") if call.name == "one_hot" else (2, "minlength")
+    if call.arg(*width, -1) in (-1, 0):
         raise Local(f"takes the width of '{call.name}' from the largest number {OVER}", WIDTH)
     if call.name == "one_hot":
         return call.kind(t)
@@ -340,11 +329,10 @@ def multiplied(call: Call, out: Tensor) -> Kind | None:
         raise Local(f"'{call.name}' makes use {SUMMED}", SUM_UP)
     if i is not None and j is not None and (i - a.dim() != j - b.dim() or i >= a.dim() - 2):
         raise Local(f"multiplies every row with every other one ('{call.name}') {OVER}", BEFORE)
-    if i is not None:
-        return Kind(ROWS, max(out.dim() - (a.dim() - i) + (b.dim() == 1 and call.name != "outer"), 0))
-    if j is None:  # of what is added to the product
-        return aligned(call, out)
-    return Kind(ROWS, max(out.dim() - (b.dim() - j) + (a.dim() == 1 and call.name != "outer"), 0))
+    for row, t, other in ((i, a, b), (j, b, a)):
+        if row is not None:
+            return Kind(ROWS, max(out.dim() - (t.dim() - row) + (other.dim() == 1 and call.name != "outer"), 0))
+    return aligned(call, out)  # of what is added to the product
 
 
 def summed(call: Call, out: Tensor) -> Kind | None:
@@ -379,22 +367,21 @@ RULES: dict[Callable[[Call, Tensor], Kind | None], Iterable[str]] = {
     scattered: names("scatter_add index_add scatter scatter_reduce index_reduce index_copy index_fill"),
     counted: names("one_hot bincount"), multiplied: PRODUCTS, summed: names("einsum"),
     attended: names("scaled_dot_product_attention multi_head_attention_forward cdist"),
-    normalised: {*NORMS, *LAYER_NORMS},
+    normalised: {*NORMS, *LAYER_NORMS}, matrix: names("svd qr pinverse matrix_exp cov corrcoef pdist"),
 }  # fmt: skip
 RULE = {name: rule for rule, found in RULES.items() for name in found}
 
 
 def of_share(call: Call) -> Kind | None:
     """What comes of sums over this worker's rows."""
-    name, shares = call.name, [(t, k) for t, k in call.kinds if k is not None and k.what == SHARE]
+    name, shares = call.name, [k for _, k in call.kinds if k is not None and k.what == SHARE]
     if name in COMPARES:  # to ask whether there are any rows is no use of their number
         return None
     divisor = call.arg(DIVIDES[name], "other") if name in DIVIDES else None
-    kind = call.kind(divisor)
     twice = name in {"mul", *PRODUCTS} and len(shares) > 1
-    if name in CURVED or twice or (kind is not None and kind.what == SHARE):
+    if name in CURVED or twice or call.kind(divisor) in shares:
         raise Local(f"takes '{name}' {SUMMED}", SUM_UP)
-    count = shares[0][1].size
+    count = shares[0].size
     if type(divisor) in (int, float) and divisor == count > 1:
         why = f"divides a sum over this worker's {count} rows by their number, which is a mean {OVER}"
         raise Local(why, MEAN, sure=False)  # it may be that of all workers, of whom only this one has some
@@ -411,12 +398,9 @@ def of_loss(call: Call) -> Kind | None:
 
 def added(call: Call, kind: Kind) -> Kind:
     """What is made of parameters alone must not join what has the gradient of this worker's share."""
-    # The bias of a linear layer, and a weight that is a factor of sums, have their places.
-    factors = PRODUCTS.get(call.name, ())
-    same = {id(t) for t in tensors([t for k, t in enumerate((*call.args, *call.kwargs.values())) if k not in factors])}
-    weighs = [t for t, k in call.kinds if k is not None and k.what == SAME and t.requires_grad and id(t) in same]
-    if weighs and torch.is_grad_enabled():
-        raise Local(
-            f"joins ('{call.name}') to a loss or a sum, of which each has its share, what {COUNTED}", REPLICATED
-        )
+    factors = PRODUCTS.get(call.name, ())  # such as a weight, in other places than the bias
+    joined = tensors([t for k, t in enumerate((*call.args, *call.kwargs.values())) if k not in factors])
+    if torch.is_grad_enabled() and any(t.requires_grad and (call.kind(t) or kind).what == SAME for t in joined):
+        why = f"joins ('{call.name}') to a loss or a sum, of which each has its share, what {COUNTED}"
+        raise Local(why, REPLICATED)
     return kind
