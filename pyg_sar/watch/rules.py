@@ -170,7 +170,7 @@ def normalised(call: Call, out: Tensor) -> Kind | None:
     name, t = call.name, call.args[0]
     if name in LAYER_NORMS:
         apart: Iterable[int] = range(t.dim() - len(call.arg(1, "normalized_shape")))
-    elif name == "group_norm" or call.arg(5, "training", call.kwargs.get("use_input_stats", True)):
+    elif name == "group_norm" or call.arg(5, "training", call.kwargs.get("use_input_stats", name != "batch_norm")):
         apart = NORMS[name]
     else:  # by statistics that are known
         apart = range(t.dim())
