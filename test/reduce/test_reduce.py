@@ -20,7 +20,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.attention import pack
 from pyg_sar.ops.dropout import dropout_factors
 from pyg_sar.ops.reference import ADDITIVE, DOT, GATV2
-from pyg_sar.reduce import Extremum, Message, ProjectedSoftmax, Rows, Softmax, Sum, head_groups
+from pyg_sar.reduce import Extremum, Message, Needs, ProjectedSoftmax, Rows, Softmax, Sum, head_groups
 
 MODES = (1, 2, 3)
 H, C = 2, 3
@@ -619,3 +619,43 @@ def test_rows_of_one_number_are_not_cut(monkeypatch, aggr):
         0, dst, x[src], f"a{aggr}" if aggr == "max" else aggr, include_self=False
     )
     equal([reduce_rows(shard(edges(), NUM_NODES, 3).graph, x, aggr)], [expected], aggr)
+
+
+def test_sums_that_are_written_once_leave_nothing_of_the_memory():
+    """Also where few destinations have edges, and the operator writes only these."""
+    graph = shard(torch.tensor([[1, 2, 2], [0, 0, 5]]), NUM_NODES, 1).graph
+    (block,), x = graph.blocks, torch.rand(NUM_NODES, 3)
+    assert block.dst is not None
+    found = Sum(overwrite=True).step(x.new_full((NUM_NODES, 3), torch.nan), block, x, Rows())
+    assert torch.equal(found, Sum().step(torch.zeros(NUM_NODES, 3), block, x, Rows()))
+
+
+def test_messages_are_summed_in_single_precision_at_least():
+    """In bfloat16 a sum of ones would end at 256."""
+    edge_index = torch.stack([torch.arange(900) % NUM_NODES, torch.zeros(900, dtype=torch.int64)])
+    x = torch.ones(NUM_NODES, 1, dtype=torch.bfloat16)
+    for blocks in (1, 3):
+        graph = shard(edge_index, NUM_NODES, blocks).graph
+        out = aggregate(graph, Message(lambda block, x, rows: x[block.col], (1,)), x)
+        assert out.dtype == x.dtype and out[0].item() == x.new_tensor(900).item()
+
+
+def test_which_sums_are_cut():
+    """Not those of heads, whose weights belong to columns; several sums over the same rows are."""
+    like, one, many = torch.empty(0, 300), [torch.empty(5)], [torch.empty(5, 2)]
+    for reduce, edge, count in ((Sum(), [], 3), (Sum(), one, 3), (Sum(), many, 1), (Sum(sums=2), many, 3)):
+        assert len(reduce.tiles(like, Rows(edge=edge), 2)) == count
+        assert len(reduce.tiles(like, Rows(edge=edge), 1)) == 1
+
+
+def test_gradients_of_rows_are_of_their_type():
+    """Though they are summed in a wider one: as such they travel."""
+    graph = shard(edges(), NUM_NODES, 3).graph
+    block, x = graph.blocks[0], torch.randn(graph.blocks[0].num_src, H * C + H, dtype=torch.bfloat16)
+    attention = Softmax(H, C, ADDITIVE, PARAMETER, graph.degree)
+    for reduce in (Sum(), Sum(count=graph.degree), Extremum(1), attention):
+        (tile,) = reduce.tiles(x[:0], Rows(), 1)
+        out, saved = tile.finish(tile.step(tile.init(graph.num_dst), block, x, Rows()))
+        saved = reduce.prepare(saved, out, torch.ones_like(out))
+        d_x, _ = tile.grad(block, x, Rows(), saved, torch.ones_like(out), Needs(True, Rows()))
+        assert out.dtype == d_x.dtype == x.dtype, reduce
