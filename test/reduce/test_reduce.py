@@ -1,6 +1,7 @@
 """Reductions against the generic one, against PyG where values are equal, and at low precision."""
 
 import copy
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -659,3 +660,41 @@ def test_gradients_of_rows_are_of_their_type():
         saved = reduce.prepare(saved, out, torch.ones_like(out))
         d_x, _ = tile.grad(block, x, Rows(), saved, torch.ones_like(out), Needs(True, Rows()))
         assert out.dtype == d_x.dtype == x.dtype, reduce
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_gradients_of_what_is_made_inside_are_summed_in_single_precision_at_least(blocks):
+    """All destinations weigh rows 0 and 1 evenly: in bfloat16 their sums of halves would end at 128."""
+    edge_index = torch.stack([torch.arange(1800) % 2, torch.arange(1800) // 2])
+    graph = shard(edge_index, 900, blocks).graph
+    x, keys = (leaf(t.to(torch.bfloat16)) for t in (torch.tensor([1.0, -1.0] * 450).view(-1, 1), torch.zeros(1, 1)))
+    reduce = ProjectedSoftmax(1, 1, PARAMETER, graph.degree, None, [slice(0, 1)], blocks == 1)
+    query, weight = torch.full_like(x, 2.0), torch.ones_like(keys)
+    aggregate(graph, reduce, x, dst=[query.detach()], const=[weight, keys]).sum().backward()
+    assert x.grad[:2, 0].tolist() == [450, 450] and keys.grad.item() == 900
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_values_of_one_group_of_heads_are_alive(monkeypatch, blocks):
+    """And their gradients; besides them the keys of the block."""
+    known, most, grad_of_heads = [], [], ProjectedSoftmax.grad_of_heads
+
+    def note(made):
+        known.append(weakref.ref(made))
+        return made
+
+    def linear(*args):
+        most.append(sum(ref() is not None for ref in known))
+        return note(F.linear(*args))
+
+    def grad(reduce, value, d_key, block, key, rows, saved, out, *args):
+        d_value, others = grad_of_heads(reduce, value, d_key, block, key, rows, saved, note(out), *args)
+        return note(d_value), others
+
+    monkeypatch.setattr("pyg_sar.reduce.projected_softmax.F", SimpleNamespace(linear=linear))
+    monkeypatch.setattr(ProjectedSoftmax, "grad_of_heads", grad)
+    graph, groups = shard(edges(), NUM_NODES, blocks).graph, [slice(k, k + 1) for k in range(3)]
+    x, weight, keys = (leaf(torch.randn(*shape)) for shape in ((NUM_NODES, 5), (9, 5), (3, 5)))
+    reduce = ProjectedSoftmax(3, C, PARAMETER, graph.degree, None, groups, blocks == 1)
+    aggregate(graph, reduce, x, const=[weight, keys]).sum().backward()
+    assert most == [0, 1, 1, 1] * (2 * blocks)
