@@ -632,13 +632,11 @@ def test_sums_that_are_written_once_leave_nothing_of_the_memory():
 
 
 def test_messages_are_summed_in_single_precision_at_least():
-    """In bfloat16 a sum of ones would end at 256."""
-    edge_index = torch.stack([torch.arange(900) % NUM_NODES, torch.zeros(900, dtype=torch.int64)])
-    x = torch.ones(NUM_NODES, 1, dtype=torch.bfloat16)
-    for blocks in (1, 3):
-        graph = shard(edge_index, NUM_NODES, blocks).graph
-        out = aggregate(graph, Message(lambda block, x, rows: x[block.col], (1,)), x)
-        assert out.dtype == x.dtype and out[0].item() == x.new_tensor(900).item()
+    """257 of each of three blocks: in bfloat16 each of these would be 256."""
+    edge_index = torch.stack([torch.arange(3 * 257) % 3, torch.zeros(3 * 257, dtype=torch.int64)])
+    graph, x = shard(edge_index, 3, 3).graph, torch.ones(3, 1, dtype=torch.bfloat16)
+    out = aggregate(graph, Message(lambda block, x, rows: x[block.col], (1,)), x)
+    assert out.dtype == x.dtype and out[0].item() == x.new_tensor(3 * 257).item()
 
 
 def test_which_sums_are_cut():
