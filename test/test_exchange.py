@@ -45,6 +45,14 @@ def test_restricted_routes():
     assert [rows.tolist() for rows in routes.serve] == [[2], [], [1]]
 
 
+def test_routes_on_another_device():
+    """Index tensors move, ranges stay."""
+    moved = Routes(0, ROUTES.serve[:1], (4,), (torch.tensor([1, 3]), slice(0, 2))).to("meta")
+    assert all(t.device.type == "meta" for t in (moved, moved.serve[0], moved.shards[0]))
+    assert moved.shards[1] == slice(0, 2)
+    assert Routes.local([slice(0, 2)], "meta").device.type == "meta"
+
+
 class Homed(Wrapped):
     """Rows have a home elsewhere, from which each block is loaded, and in which sums of gradients are stored."""
 

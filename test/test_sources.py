@@ -32,6 +32,7 @@ def test_projected_rows_tile_by_tile(wants, bias):
 
 def test_local_rows():
     x = torch.rand(7, 5)
+    assert LocalRows(x).like.shape == (0, 5)
     assert LocalRows(x).tile(slice(None)) is x
     assert torch.equal(LocalRows(x).tile(TILES[1]), x[:, 2:])
     whole, cut = LocalGrads(x.shape, [slice(None)]), LocalGrads(x.shape, TILES)

@@ -14,6 +14,7 @@ from support.setup import setup, whole
 from pyg_sar import shard
 from pyg_sar.aggregate import aggregate, aggregate_async
 from pyg_sar.distributed.transfer import Channel, Transfer
+from pyg_sar.exchange import Wrapped
 from pyg_sar.nn import GATConv, GCNConv, RGCNConv, SAGEConv
 from pyg_sar.reduce import Extremum, Message, Sum, Tile
 from pyg_sar.reduce.linear import linear, linear_grad
@@ -397,6 +398,25 @@ def test_gradients_of_optional_constants_are_those_of_all_tiles():
     (found,) = torch.autograd.grad(aggregate(graph, Half(), x, const=[factor]).square().sum(), factor)
     (expected,) = torch.autograd.grad((aggregate(graph, Sum(), x) * factor).square().sum(), factor)
     close(found, expected, "factor")
+
+
+class Asked(Wrapped):
+    """Notes which orders it is asked for."""
+
+    def order(self, *args):
+        self.orders.append(args)
+        return super().order(*args)
+
+
+@pytest.mark.parametrize(("reduce", "fetches"), [(Sum(), False), (Extremum(1), True)])
+def test_backward_has_an_order_of_its_own(reduce, fetches):
+    """In which gradients are pushed, and rows fetched in case 2 alone."""
+    graph, x = shard(edges(), 61, 3).graph, torch.rand(61, 4, requires_grad=True)
+    asked = Asked(graph.exchange)
+    asked.orders = []
+    with mock.patch("pyg_sar.reduce.base.COLUMNS", 2):
+        aggregate(graph.replace(exchange=asked), reduce, x).sum().backward()
+    assert asked.orders == [(2,), (2, True, fetches)]
 
 
 def test_an_aggregation_is_waited_for_once():

@@ -4,6 +4,7 @@ import os
 import weakref
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,8 +16,9 @@ from support.setup import setup
 
 from pyg_sar import record_traffic
 from pyg_sar.aggregate import aggregate, reduce_rows
-from pyg_sar.distributed.peers import OneShotSink, PeerSink
+from pyg_sar.distributed.peers import OneShotSink, Peers, PeerSink
 from pyg_sar.distributed.transfer import Channel
+from pyg_sar.exchange import Routes
 from pyg_sar.reduce import Extremum
 
 MODES = (1, 2, 3)
@@ -281,6 +283,17 @@ def lonely(group, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_empty_travels(pool, mode):
     assert pool.run(3, lonely, mode) == [(1.0, 8, 0), (2.0, 0, 8), (1.0, 0, 0)]
+
+
+def test_order_of_blocks():
+    """Local blocks come first where others are fetched, to hide the first of these, and last where gradients travel
+    before them.
+    """
+    peers = Peers(Routes(1, (), (2, 4, 3)), SimpleNamespace(group=None))
+    early, late = [1, 2, 0], [2, 0, 1]
+    assert peers.order(2) == [early, early]
+    assert peers.order(2, backward=True) == [early, late]
+    assert peers.order(2, backward=True, fetches=False) == [late, late]
 
 
 # Workers that lose each other; the pool tells who did not end.

@@ -1,6 +1,7 @@
 """Reductions against the generic one, against PyG where values are equal, and at low precision."""
 
 import copy
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.attention import pack
 from pyg_sar.ops.dropout import dropout_factors
 from pyg_sar.ops.reference import ADDITIVE, DOT, GATV2
-from pyg_sar.reduce import Extremum, Message, ProjectedSoftmax, Rows, Softmax, Sum, head_groups
+from pyg_sar.reduce import Extremum, Message, Needs, ProjectedSoftmax, Rows, Softmax, Sum, head_groups
 
 MODES = (1, 2, 3)
 H, C = 2, 3
@@ -620,3 +621,79 @@ def test_rows_of_one_number_are_not_cut(monkeypatch, aggr):
         0, dst, x[src], f"a{aggr}" if aggr == "max" else aggr, include_self=False
     )
     equal([reduce_rows(shard(edges(), NUM_NODES, 3).graph, x, aggr)], [expected], aggr)
+
+
+def test_sums_that_are_written_once_leave_nothing_of_the_memory():
+    """Also where few destinations have edges, and the operator writes only these."""
+    graph = shard(torch.tensor([[1, 2, 2], [0, 0, 5]]), NUM_NODES, 1).graph
+    (block,), x = graph.blocks, torch.rand(NUM_NODES, 3)
+    assert block.dst is not None
+    found = Sum(overwrite=True).step(x.new_full((NUM_NODES, 3), torch.nan), block, x, Rows())
+    assert torch.equal(found, Sum().step(torch.zeros(NUM_NODES, 3), block, x, Rows()))
+
+
+def test_messages_are_summed_in_single_precision_at_least():
+    """257 of each of three blocks: in bfloat16 each of these would be 256."""
+    edge_index = torch.stack([torch.arange(3 * 257) % 3, torch.zeros(3 * 257, dtype=torch.int64)])
+    graph, x = shard(edge_index, 3, 3).graph, torch.ones(3, 1, dtype=torch.bfloat16)
+    out = aggregate(graph, Message(lambda block, x, rows: x[block.col], (1,)), x)
+    assert out.dtype == x.dtype and out[0].item() == x.new_tensor(3 * 257).item()
+
+
+def test_which_sums_are_cut():
+    """Not those of heads, whose weights belong to columns; several sums over the same rows are."""
+    like, one, many = torch.empty(0, 300), [torch.empty(5)], [torch.empty(5, 2)]
+    for reduce, edge, count in ((Sum(), [], 3), (Sum(), one, 3), (Sum(), many, 1), (Sum(sums=2), many, 3)):
+        assert len(reduce.tiles(like, Rows(edge=edge), 2)) == count
+        assert len(reduce.tiles(like, Rows(edge=edge), 1)) == 1
+
+
+def test_gradients_of_rows_are_of_their_type():
+    """Though they are summed in a wider one: as such they travel."""
+    graph = shard(edges(), NUM_NODES, 3).graph
+    block, x = graph.blocks[0], torch.randn(graph.blocks[0].num_src, H * C + H, dtype=torch.bfloat16)
+    attention = Softmax(H, C, ADDITIVE, PARAMETER, graph.degree)
+    for reduce in (Sum(), Sum(count=graph.degree), Extremum(1), attention):
+        (tile,) = reduce.tiles(x[:0], Rows(), 1)
+        out, saved = tile.finish(tile.step(tile.init(graph.num_dst), block, x, Rows()))
+        saved = reduce.prepare(saved, out, torch.ones_like(out))
+        d_x, _ = tile.grad(block, x, Rows(), saved, torch.ones_like(out), Needs(True, Rows()))
+        assert out.dtype == d_x.dtype == x.dtype, reduce
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_gradients_of_what_is_made_inside_are_summed_in_single_precision_at_least(blocks):
+    """All destinations weigh rows 0 and 1 evenly: in bfloat16 their sums of halves would end at 128."""
+    edge_index = torch.stack([torch.arange(1800) % 2, torch.arange(1800) // 2])
+    graph = shard(edge_index, 900, blocks).graph
+    x, keys = (leaf(t.to(torch.bfloat16)) for t in (torch.tensor([1.0, -1.0] * 450).view(-1, 1), torch.zeros(1, 1)))
+    reduce = ProjectedSoftmax(1, 1, PARAMETER, graph.degree, None, [slice(0, 1)], blocks == 1)
+    query, weight = torch.full_like(x, 2.0), torch.ones_like(keys)
+    aggregate(graph, reduce, x, dst=[query.detach()], const=[weight, keys]).sum().backward()
+    assert x.grad[:2, 0].tolist() == [450, 450] and keys.grad.item() == 900
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_values_of_one_group_of_heads_are_alive(monkeypatch, blocks):
+    """And their gradients; besides them the keys of the block."""
+    known, most, grad_of_heads = [], [], ProjectedSoftmax.grad_of_heads
+
+    def note(made):
+        known.append(weakref.ref(made))
+        return made
+
+    def linear(*args):
+        most.append(sum(ref() is not None for ref in known))
+        return note(F.linear(*args))
+
+    def grad(reduce, value, d_key, block, key, rows, saved, out, *args):
+        d_value, others = grad_of_heads(reduce, value, d_key, block, key, rows, saved, note(out), *args)
+        return note(d_value), others
+
+    monkeypatch.setattr("pyg_sar.reduce.projected_softmax.F", SimpleNamespace(linear=linear))
+    monkeypatch.setattr(ProjectedSoftmax, "grad_of_heads", grad)
+    graph, groups = shard(edges(), NUM_NODES, blocks).graph, [slice(k, k + 1) for k in range(3)]
+    x, weight, keys = (leaf(torch.randn(*shape)) for shape in ((NUM_NODES, 5), (9, 5), (3, 5)))
+    reduce = ProjectedSoftmax(3, C, PARAMETER, graph.degree, None, groups, blocks == 1)
+    aggregate(graph, reduce, x, const=[weight, keys]).sum().backward()
+    assert most == [0, 1, 1, 1] * (2 * blocks)
