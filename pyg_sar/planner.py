@@ -35,21 +35,13 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 
 @dataclass(frozen=True)
 class Share:
-    """The counts of one worker, which decide what it needs.
-
-    Args:
-        nodes: Number of its nodes.
-        edges: Number of the edges that end at these.
-        inside: Number of these edges that also start there.
-        rows_in: How many rows it reads from each other worker.
-        rows_out: How many of its rows each other worker reads.
-    """
+    """The counts of one worker, which decide what it needs."""
 
     nodes: int
-    edges: int
-    inside: int
-    rows_in: tuple[int, ...]
-    rows_out: tuple[int, ...]
+    edges: int  # that end at its nodes
+    inside: int  # those of these edges that also start there
+    rows_in: tuple[int, ...]  # how many rows it reads from each other worker
+    rows_out: tuple[int, ...]  # how many of its rows each other worker reads
 
     def scaled(self, factor: float) -> Share:
         """Return a share with fewer of everything."""
@@ -60,23 +52,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Need:
-    """What the worker with the largest share needs, in bytes.
+    """What the worker with the largest share needs, in bytes."""
 
-    Args:
-        workers: Number of workers.
-        mode: 1 rematerialise, 2 keep, 3 one-shot.
-        loaded: Between steps: topology, features, labels, parameters and the state of the optimizer.
-        step: The peak of a step above that.
-        received: What it receives in a step.
-        kinds: What the topology holds, see :meth:`ShardedGraph.memory`.
-    """
-
-    workers: int
-    mode: int
-    loaded: int
-    step: int
-    received: int
-    kinds: dict[str, int]
+    workers: int  # number of workers
+    mode: int  # 1 rematerialise, 2 keep, 3 one-shot
+    loaded: int  # between steps: topology, features, labels, parameters and the state of the optimizer
+    step: int  # the peak of a step above that
+    received: int  # in a step
+    kinds: dict[str, int]  # what the topology holds, see :meth:`ShardedGraph.memory`
 
     @property
     def total(self) -> int:
@@ -96,14 +79,10 @@ def from_partition(path: str | os.PathLike[str]) -> list[Share]:
 
 
 def from_counts(nodes: int, edges: int, workers: int, boundary: float | None = None) -> Share:
-    """Return the share of one of equal workers.
+    """Return the share of one of equal workers of a graph.
 
-    Args:
-        nodes: Number of nodes of the graph.
-        edges: Number of its edges.
-        workers: Number of workers.
-        boundary: How many rows a worker reads for each of its own; by default as many as in a random partition, which
-            is the worst case.
+    ``boundary`` is how many rows a worker reads for each of its own; by default as many as in a random partition, which
+    is the worst case.
     """
     own, into = -(-nodes // workers), -(-edges // workers)
     if workers == 1:
@@ -158,8 +137,8 @@ def plan(
         for mode in modes:
             runs = []
             for factor in factors:
-                data = _make(share.scaled(factor), workers, in_channels, mode, prefetch, comm_dtype, num_relations)
-                runs.append(_run(model, optimizer, *data))
+                inputs = _make(share.scaled(factor), in_channels, mode, prefetch, comm_dtype, num_relations)
+                runs.append(_run(model, optimizer, *inputs))
             (one, half), (f, h) = runs, factors
             whole = {k: round(half[k] + (one[k] - half[k]) * (1 - h) / (f - h)) for k in one}
             loaded, step, received = (whole.pop(k) for k in ("loaded", "step", "received"))
@@ -172,29 +151,17 @@ def choose(
 ) -> Need | None:
     """Return what receives least within ``budget`` bytes, or None if nothing fits.
 
-    A prefetch of one block hides most of the communication, and hardly adds to the peak, because blocks are narrow.
-
-    Args:
-        model (callable): As for :func:`plan`.
-        share (Share): The counts of the worker.
-        in_channels (int): Number of features of a node.
-        budget (float): Bytes that a worker may take, besides the libraries.
-        **options: As for :func:`plan`.
+    The budget does not include libraries; all else is as for :func:`plan`. A prefetch of one block hides most of the
+    communication, and hardly adds to the peak, because blocks are narrow.
     """
     fitting = [need for need in plan(model, share, in_channels, **options) if need.total <= budget]
     return min(fitting, key=lambda need: (need.received, need.total), default=None)
 
 
 def _make(
-    share: Share,
-    workers: int,
-    in_channels: int,
-    mode: int,
-    prefetch: int,
-    comm_dtype: torch.dtype | None,
-    relations: int,
-) -> tuple[ShardedEdgeIndex, list[Tensor], Tensor]:
-    """Return a graph of these counts, inputs and labels."""
+    share: Share, in_channels: int, mode: int, prefetch: int, comm_dtype: torch.dtype | None, relations: int
+) -> tuple[Any, ...]:
+    """Return the inputs of a model: features, a graph of these counts, and types of edges if there are relations."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(high: int, count: int) -> Tensor:
@@ -212,28 +179,25 @@ def _make(
     topology = Topology(ids, ids, torch.arange(edges), rowptr, col, serve, list(sizes), rows)
     graph = assemble(topology, 0, None, mode == 1, prefetch, comm_dtype=comm_dtype)
     edge_index = ShardedEdgeIndex(graph.merge() if mode == 3 else graph)
-    inputs = [torch.zeros(share.nodes, in_channels), edge_index]
-    inputs += [draw(relations, edges)] if relations else []
-    return edge_index, inputs, ids
+    return torch.zeros(share.nodes, in_channels), edge_index, *([draw(relations, edges)] if relations else [])
 
 
 def _run(
-    model: Callable[[], torch.nn.Module], optimizer: Callable[..., Any], edge_index: ShardedEdgeIndex,
-    inputs: list[Tensor], ids: Tensor,
-) -> dict[str, int]:  # fmt: skip
+    model: Callable[[], torch.nn.Module], optimizer: Callable[..., Any], x: Tensor, edge_index: Any, *types: Tensor
+) -> dict[str, int]:
     """Train for a step, then count what another one needs."""
-    net = model()
+    net, labels = model(), torch.arange(x.size(0))
     state = optimizer(net.parameters())
     for _ in range(2):  # the first step makes transposed blocks, self-loops and the optimizer's state
         with Live(dry=True) as live, record_traffic(edge_index) as layers:
-            out = net(*inputs)
-            F.cross_entropy(out, ids % out.size(1)).backward()
+            out = net(x, edge_index, *types)
+            F.cross_entropy(out, labels % out.size(1)).backward()
             del out
             sum_gradients(net)
             state.step()
             state.zero_grad()
     kinds = edge_index.graph.memory()
-    held = [*inputs[:1], *inputs[2:], ids, *net.parameters(), *net.buffers()]
+    held = [x, *types, labels, *net.parameters(), *net.buffers()]
     held += [t for s in state.state.values() for t in s.values() if isinstance(t, Tensor)]
     loaded = sum(kinds.values()) + sum(t.nbytes for t in held)
     return {"loaded": loaded, "step": live.peak, "received": received(layers), **kinds}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_sar.data.attributes import in_any, plain
+from pyg_sar.data.attributes import in_any, integers, plain
 from pyg_sar.data.fennel import fennel
 from pyg_sar.data.metis import metis
 
@@ -26,8 +26,7 @@ def assign(data: Data, num_parts: int, method: str | Tensor = "metis", seed: int
 
 
 def _given(part: Tensor, num_nodes: int, num_parts: int) -> Tensor:
-    whole = not part.is_floating_point() and not part.is_complex() and part.dtype != torch.bool
-    if not whole or part.shape != (num_nodes,):
+    if not integers(part) or part.shape != (num_nodes,):
         raise ValueError(
             f"An assignment must hold one integer for each node, shape [{num_nodes}], got {part.dtype} of shape "
             f"{list(part.shape)}."
@@ -54,14 +53,8 @@ def balanced_weights(data: Data) -> Tensor:
     """Return what METIS and FENNEL balance: each node's weighted shares of the nodes, in-edges and labels."""
     degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes)
     weight = torch.full((data.num_nodes,), 2.0, dtype=torch.double)
-    for count, importance in ((degree, 2), (_labelled(data), 1)):
+    mask = plain(data.get("train_mask"))
+    labelled = torch.zeros_like(degree) if mask is None or mask.dtype != torch.bool else in_any(mask)
+    for count, importance in ((degree, 2), (labelled, 1)):
         weight += importance * count / count.double().mean().clamp(min=1e-9)
     return (100 * weight).round().long()
-
-
-def _labelled(data: Data) -> Tensor:
-    """Return whether each node is in the training set, of any split if there are several."""
-    mask = plain(data.get("train_mask"))
-    if mask is None or mask.dtype != torch.bool:
-        return torch.zeros(data.num_nodes, dtype=torch.bool)
-    return in_any(mask)

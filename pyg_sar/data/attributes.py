@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,51 +33,32 @@ KEEPS = "keeps the ids of the whole graph ('n_id' tells those of a part)"
 ROWS = {"x", "y", "pos", "batch", "label", "labels"}  # names of what every node has
 
 
-class Rows:
-    """The nodes, or the edges, of a part in the order of its rows."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-
-    @cached_property
-    def directory(self) -> Directory:
-        """Finds the row of an id."""
-        return Directory(self.ids)
-
-
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """An attribute of the whole graph.
-
-    Args:
-        value: The attribute.
-        rows: Whose rows it has, or whose ids: "node", "edge", a type of nodes; nothing if it is the same in all parts.
-        dim: The dimension that counts these rows.
-        ids: The ids themselves, or those to which the entries of ``value`` belong.
-    """
+    """An attribute of the whole graph."""
 
     value: Any
-    rows: str = ""
-    dim: int = 0
-    ids: Tensor | None = None
+    rows: str = ""  # whose rows it has, or whose ids: "node", "edge", a type of nodes; or it is the same in all parts
+    dim: int = 0  # the dimension that counts these rows
+    ids: Tensor | None = None  # the ids themselves, or those to which the entries of `value` belong
 
     @property
     def level(self) -> str:
         """Tell whether it has a row for each "node" or "edge", or else is of the "graph"."""
         return self.rows if self.ids is None and self.rows else "graph"
 
-    def of(self, part: dict[str, Rows]) -> Any:
+    def of(self, part: dict[str, Directory]) -> Any:
         """Return what a part has of it: its rows, or the rows of those of the ids that are its own, in their order."""
         if not self.rows:
             return self.value
         rows = part[self.rows]
         if self.ids is None:
-            return self.value.index_select(self.dim, rows.ids)
-        row = rows.directory.rows(self.ids)
+            return self.value.index_select(self.dim, rows.n_id)
+        row = rows.rows(self.ids)
         return row[row >= 0] if self.value is self.ids else self.value[row >= 0]
 
 
-def take(attributes: dict[Path, Attribute], part: dict[str, Rows]) -> dict[str, Any]:
+def take(attributes: dict[Path, Attribute], part: dict[str, Directory]) -> dict[str, Any]:
     """Return a part's share of attributes, by name."""
     found: dict[str, Any] = {}
     for path, attribute in attributes.items():
@@ -120,10 +100,8 @@ def in_any(mask: Tensor) -> Tensor:
 def add_counts(stored: Any) -> None:
     """Set ``num_classes`` and ``num_relations`` of the whole graph, where they are missing and the graph tells them."""
     y, edge_type = plain(stored.get("y", stored.get("train_y"))), plain(stored.get("edge_type"))
-    counts = {"num_classes": _classes(y)}
-    if _integers(edge_type) and edge_type.dim() == 1:
-        counts["num_relations"] = _classes(edge_type)
-    for key, count in counts.items():
+    relations = _classes(edge_type) if integers(edge_type) and edge_type.dim() == 1 else 0
+    for key, count in (("num_classes", _classes(y)), ("num_relations", relations)):
         if count and key not in stored:
             stored[key] = count
 
@@ -134,18 +112,17 @@ def _classes(y: Any) -> int:
         return 0
     if y.numel() > len(y):
         return y.size(-1)
-    if not _floating(y):
+    if not y.is_floating_point() and not y.is_complex():
         return int(y.long().max()) + 1
     values = y.unique().numel()
     return values if values <= 2 else 0
 
 
-def _floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _integers(value: Any) -> bool:
-    return isinstance(value, Tensor) and not _floating(value) and value.dtype != torch.bool
+def integers(value: Any) -> bool:
+    """Tell whether a value is a tensor of integers."""
+    if not isinstance(value, Tensor):
+        return False
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def _words(path: Iterable[str]) -> set[str]:
@@ -164,16 +141,10 @@ def rows_of(stored: Any) -> dict[str, int]:
 
 
 def meaning(stored: Any, path: Path, value: Any) -> tuple[str, int | None]:
-    """Tell what an attribute is by its size and name, and which dimension counts nodes or edges, usually 0.
+    """Tell what an attribute is by its size and name, and which dimension counts nodes or edges, if PyG names one.
 
-    Args:
-        stored (torch_geometric.data.storage.BaseStorage): The store that holds it.
-        path (tuple[str]): Its name, and the keys of dictionaries that lead to it.
-        value (Any): The attribute.
-
-    Returns:
-        "node" or "edge" if it has a row for each, "node_ids" or "edge_ids" if it is a list of ids, "pairs" if it holds
-        pairs of ids, else "graph"; and the dimension, None if PyG names none.
+    It is "node" or "edge" if it has a row for each, "node_ids" or "edge_ids" if it is a list of ids, "pairs" if it
+    holds pairs of ids, else "graph".
     """
     if not isinstance(value, Tensor) or not value.dim():
         return "graph", None
@@ -182,9 +153,9 @@ def meaning(stored: Any, path: Path, value: Any) -> tuple[str, int | None]:
     fits = [level for level, count in rows.items() if dim is not None and value.size(dim) == count]
     # Where there are as many nodes as edges, names tell, as in PyG ('is_node_attr').
     level = fits[-1 if "edge" in path[0] else 0] if fits else "graph"
-    if _integers(value) and _is_pairs(path, value):
+    if integers(value) and _is_pairs(path, value):
         return ("pairs" if level == "graph" or words & PAIRS else level), dim
-    if _integers(value) and _names_ids(path) and (level == "graph" or words & SPLITS):
+    if integers(value) and _names_ids(path) and (level == "graph" or words & SPLITS):
         return ("edge_ids" if words & EDGES or [*rows] == ["edge"] else "node_ids"), dim
     return level, dim
 
@@ -226,18 +197,10 @@ def check_levels(levels: dict[str, str], stores: Iterable[Any]) -> None:
 
 
 def sort_attributes(stored: Any, levels: dict[str, str], types: dict[str, int] | None = None) -> dict[Path, Attribute]:
-    """Tell what the attributes of one of PyG's stores are.
+    """Tell what the attributes of one of PyG's stores are; what cannot be stored is left out, with a warning.
 
-    Attributes that cannot be stored are left out, with a warning.
-
-    Args:
-        stored (torch_geometric.data.storage.BaseStorage): The attributes of a graph, or of a type of nodes or edges.
-        levels (dict[str, str]): Levels that the user has told, by full name.
-        types (dict[str, int], optional): What ids may be of, and how many of these there are.
-            (default: :obj:`None`, the nodes and edges of the store)
-
-    Returns:
-        The attributes, by name, and by the keys of dictionaries that hold lists of ids.
+    ``levels`` are those that the user has told, by full name, ``types`` what ids may be of, and how many of these there
+    are, by default the nodes and edges of the store. Dictionaries that hold lists of ids are taken apart.
 
     Raises:
         ValueError: If an attribute cannot be what its name says, or if it does not tell whether it holds ids.
@@ -278,7 +241,7 @@ class _Sorter:
             found = dict(leaves((key,), value)) if told or _names_ids((key,)) else {}
             if key in LEFT_OUT:
                 warn(f"'{name}' of the graph is left out: {LEFT_OUT[key]}.")
-            elif found and all(storable(leaf) if told else _integers(leaf) for leaf in found.values()):
+            elif found and all(storable(leaf) if told else integers(leaf) for leaf in found.values()):
                 yield from found.items()
             elif storable(value, self.rows.values()):
                 yield (key,), value
@@ -304,7 +267,7 @@ class _Sorter:
     def ids(self, path: Path, value: Any, rows: str) -> Attribute:
         """Return ids, whose rows in a part are found later."""
         name = self.name(path)
-        if not _integers(value) or value.dim() != 1:
+        if not integers(value) or value.dim() != 1:
             raise ValueError(
                 f"'{name}' {_shape(value)} should be a list of ids by its name or level, an integer tensor [*]. Make "
                 f"it masks (of several splits: [num_nodes, *]) or several attributes, {self.keep(path)}."
@@ -338,7 +301,7 @@ class _Sorter:
         """Return what has a row for each node or edge, or neither."""
         if level == "graph":
             return self.rest(path, value)
-        if _integers(value) and (_words(path) & INDEX or _is_pairs(path, value)):
+        if integers(value) and (_words(path) & INDEX or _is_pairs(path, value)):
             self.hint(path, KEEPS, level)
         return Attribute(value, level, dim or 0)
 
@@ -353,7 +316,7 @@ class _Sorter:
                 f"{what} should have a row for each {'edge' if edges else ' or '.join(self.rows)} by its name, but "
                 f"{self.counts()}. Correct it, {self.keep(path)}."
             )
-        low, high = value.long().aminmax() if _integers(value) and value.numel() else (-1, -1)
+        low, high = value.long().aminmax() if integers(value) and value.numel() else (-1, -1)
         if low >= 0 and high < max(self.types.values(), default=0):
             raise ValueError(
                 f"{what} may hold ids of nodes or edges: integers from {int(low)} to {int(high)} where {self.counts()} "
@@ -364,14 +327,12 @@ class _Sorter:
     def graphs(self) -> int:
         """Return the number of graphs in a batch."""
         batch = plain(self.stored.get("batch"))
-        return int(batch.max()) + 1 if _integers(batch) and batch.numel() else 1
+        return int(batch.max()) + 1 if integers(batch) and batch.numel() else 1
 
     def counts(self) -> str:
-        """Say how many nodes and edges there are."""
         return "there are " + " and ".join(f"{count} {what}s" for what, count in (self.rows or self.types).items())
 
     def keep(self, path: Path) -> str:
-        """Say how to copy something into all parts."""
         name = full_name(self.stored, path[0])
         return f"or pass levels={{'{name}': 'graph'}} (--level {name}=graph) to copy it into every part as it is"
 

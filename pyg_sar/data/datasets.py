@@ -7,6 +7,7 @@ import inspect
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,11 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data | HeteroDa
     if path.suffix in _READERS:
         if not path.is_file():
             raise FileNotFoundError(f"There is no file '{name}'. Correct the path.")
+        read, expected = _READERS[path.suffix]
         try:
-            data = _READERS[path.suffix](path)
+            data = read(path)
         except Exception as error:  # each format breaks in many ways
-            raise ValueError(f"'{name}' could not be read as {_FORMATS[path.suffix]}: {error}") from error
+            raise ValueError(f"'{name}' could not be read as {expected}: {error}") from error
     elif kind in ("Community", "Relations"):
         if len(args) not in (0, 2) or not all(arg.isdecimal() for arg in args):
             raise ValueError(f"Expected '{kind}' or '{kind}/NODES/EDGES', got '{name}'.")
@@ -128,11 +130,11 @@ def community_graph(
     return _split(Data(x=x, edge_index=edge_index, y=y, num_classes=num_classes), seed)
 
 
-def _relations(data: Data, num_relations: int = 4, seed: int = 0) -> Tensor:
-    """Draw a relation for each edge, which tells in seven of ten cases whether it joins nodes of one class."""
-    generator = torch.Generator().manual_seed(seed)
+def _relations(data: Data) -> Tensor:
+    """Draw one of four relations for each edge; it tells in seven of ten cases whether it joins nodes of one class."""
+    generator = torch.Generator().manual_seed(0)
     src, dst = data.edge_index
-    draw = torch.randint(num_relations // 2, src.shape, generator=generator)
+    draw = torch.randint(2, src.shape, generator=generator)
     told = torch.rand(src.shape, generator=generator) < 0.7
     same = torch.where(told, data.y[src] == data.y[dst], torch.rand(src.shape, generator=generator) < 0.5)
     return 2 * draw + same
@@ -234,8 +236,7 @@ def _read_npz(path: Path) -> Data:
 
 
 def _read_text(path: Path) -> Data:
-    pairs = np.loadtxt(path, np.int64, delimiter="," if path.suffix == ".csv" else None, ndmin=2)
-    source, destination = pairs.T
+    source, destination = np.loadtxt(path, np.int64, delimiter="," if path.suffix == ".csv" else None, ndmin=2).T
     return _edges(np.stack([source, destination]))
 
 
@@ -246,11 +247,11 @@ def _edges(edges: np.ndarray, num_nodes: Any = None) -> Data:
     return Data(edge_index=edge_index, num_nodes=int(num_nodes))
 
 
-_READERS = {".pt": _read_pt, ".npz": _read_npz, ".csv": _read_text, ".tsv": _read_text, ".txt": _read_text}
-_FORMATS = {
-    ".pt": "a Data or a dictionary of tensors, written by torch.save (nothing that runs code is loaded)",
-    ".npz": "arrays with edge_index, or edge_src and edge_dst, or indptr and indices",
-} | dict.fromkeys((".csv", ".tsv", ".txt"), "lines of two node numbers")
+_READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    ".pt": (_read_pt, "a Data or a dictionary of tensors, written by torch.save (nothing that runs code is loaded)"),
+    ".npz": (_read_npz, "arrays with edge_index, or edge_src and edge_dst, or indptr and indices"),
+    **dict.fromkeys((".csv", ".tsv", ".txt"), (_read_text, "lines of two node numbers")),
+}
 
 
 def _complete(data: Data, name: str) -> Data:

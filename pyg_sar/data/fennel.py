@@ -25,15 +25,7 @@ def fennel(edge_index: Tensor, weights: Tensor, num_parts: int, seed: int = 0) -
     other; the first pass starts with small ones. No part weighs more than 1.03 of the mean and its heaviest node.
 
     Memory, above the inputs, is half the bytes of ``edge_index``, some 60 bytes for each node, and that of a batch.
-
-    Args:
-        edge_index: Edges ``[2, num_edges]``.
-        weights: Weight of each node, a positive ``int64``.
-        num_parts: Number of parts.
-        seed: Seed of the order of nodes.
-
-    Returns:
-        The part of each node, ``int32``.
+    Weights of nodes are positive ``int64``, the parts that are returned ``int32``. The seed is that of the order.
     """
     num_nodes = weights.numel()
     order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))

@@ -77,14 +77,8 @@ def load(
     """
     rank = rank_of(group)
     shard: Shard | None = None
-    mine: dict[str, Any] = {
-        "seed": torch.initial_seed(),
-        "remat": remat,
-        "prefetch": prefetch,
-        "comm_dtype": str(comm_dtype),
-        "PYG_SAR_GUARDS": guard.ON,
-        "one_shot": one_shot,
-    }
+    mine: dict[str, Any] = {"seed": torch.initial_seed(), "remat": remat, "prefetch": prefetch, "one_shot": one_shot}
+    mine |= {"comm_dtype": str(comm_dtype), "PYG_SAR_GUARDS": guard.ON}
     try:
         if prefetch < 0:
             raise ValueError(f"Expected 'prefetch' to be 0 or more (got {prefetch})")
@@ -143,7 +137,7 @@ def assemble(
     log: Log | None = None,
 ) -> ShardedGraph:
     """Return the graph of worker ``rank``; a partition with a single part needs no process group."""
-    num_src, num_dst = topology.src_id.numel(), topology.dst_id.numel()
+    ids, num_src, num_dst = topology.src_id, topology.src_id.numel(), topology.dst_id.numel()
     routes = Routes(rank, tuple(topology.serve), tuple(topology.num_src))
     starts = torch.tensor([0, *(c.numel() for c in topology.col)]).cumsum(0).tolist()
     blocks = tuple(
@@ -151,20 +145,11 @@ def assemble(
         for q, (ptr, col, rows) in enumerate(zip(topology.rowptr, topology.col, topology.rows, strict=True))
     )
     if len(blocks) == 1:
-        exchange: Exchange = Local(Routes.local([slice(0, num_src)], topology.src_id.device), log)
+        exchange: Exchange = Local(Routes.local([slice(0, num_src)], ids.device), log)
     else:
         exchange = Peers(routes, Channel(group, comm_dtype), prefetch, log)
-    return ShardedGraph(
-        blocks,
-        num_src,
-        num_dst,
-        exchange,
-        remat,
-        topology.src_id,
-        topology.e_id,
-        Seeds(seed),
-        dst=slice(0, num_src) if topology.dst_id is topology.src_id else None,
-    )
+    dst = slice(0, num_src) if topology.dst_id is ids else None
+    return ShardedGraph(blocks, num_src, num_dst, exchange, remat, ids, topology.e_id, Seeds(seed), dst=dst)
 
 
 def _data(shard: Shard, edges: dict[EdgeType, ShardedEdgeIndex]) -> Data | HeteroData:

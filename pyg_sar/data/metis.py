@@ -15,18 +15,11 @@ def metis(
     weights: np.ndarray | None = None,
     recursive: bool = False,
 ) -> Tensor | None:
-    """Cut few edges between parts of equal weight; direction, self-loops and duplicates of edges do not count.
+    """Cut few edges between two or more parts of equal weight; direction, self-loops and duplicates do not count.
 
-    Args:
-        edge_index: Edges ``[2, num_edges]``.
-        num_nodes: Number of nodes.
-        num_parts: Number of parts, at least 2.
-        seed: Seed of METIS.
-        weights: Weight of each node, an integer; by default all weigh the same.
-        recursive: Whether to bisect again and again, so that parts of close numbers are close, too.
-
-    Returns:
-        The part of each node, ``int32``, or None if no edge joins two nodes: METIS would fail.
+    Weights of nodes are integers, by default all the same. ``recursive`` bisects again and again, so that parts of
+    close numbers are close, too. Returned is the part of each node, ``int32``, or None if no edge joins two nodes:
+    METIS would fail.
     """
     try:
         import pymetis

@@ -20,7 +20,6 @@ from pyg_sar.data.assign import assign
 from pyg_sar.data.attributes import (
     Attribute,
     Path,
-    Rows,
     add_counts,
     check_levels,
     describe,
@@ -32,6 +31,7 @@ from pyg_sar.data.attributes import (
 from pyg_sar.data.order import order_within
 from pyg_sar.data.split import split
 from pyg_sar.data.store import EDGE, NODE, EdgeRows, EdgeType, NodeRows, Shard, create, write_meta, write_part
+from pyg_sar.distributed.links import Directory
 from pyg_sar.distributed.shard import check_edge_index
 
 Kind = str | EdgeType | None  # of an attribute: that of its nodes or edges, or none
@@ -148,21 +148,13 @@ def partition(
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    """A valid graph by types of nodes and edges; what belongs to the whole graph has the type None.
+    """A valid graph by types of nodes and edges; what belongs to the whole graph has the type None."""
 
-    Args:
-        stores: PyG's stores.
-        num_nodes: Number of nodes of each type.
-        edges: The ``edge_index`` of each type.
-        attributes: What the stores hold, in their order.
-        train: Whether each node is in the training set.
-    """
-
-    stores: dict[Kind, Any]
+    stores: dict[Kind, Any]  # PyG's
     num_nodes: dict[str, int]
     edges: dict[EdgeType, Tensor]
-    attributes: dict[Kind, dict[Path, Attribute]]
-    train: dict[str, Tensor]
+    attributes: dict[Kind, dict[Path, Attribute]]  # in the order of the stores
+    train: dict[str, Tensor]  # whether each node is in the training set
 
     @property
     def typed(self) -> bool:
@@ -203,8 +195,8 @@ def _count(node_type: str, store: Any) -> int:
     count = store.num_nodes
     if count is None and node_type != NODE:
         raise ValueError(f"The number of nodes of type '{node_type}' is unknown. Set 'data[{node_type!r}].num_nodes'.")
-    store.num_nodes = int(count or 0)
-    return int(count or 0)
+    store.num_nodes = count = int(count or 0)
+    return count
 
 
 def _edges(edge_type: EdgeType, store: Any, num_nodes: dict[str, int]) -> Tensor:
@@ -269,23 +261,16 @@ def _shards(
     ids = {t: nodes[t].split(part[t].bincount(minlength=num_parts).tolist()) for t in nodes}
     attributes = graph.attributes
     for p in range(num_parts):
-        topologies = {it: next(cut) for it, cut in cuts.items()}
-        own = {t: Rows(ids[t][p]) for t in ids}
-        ends = {it: Rows(topology.e_id) for it, topology in topologies.items()}
-        yield Shard(
-            part=p,
-            num_parts=num_parts,
-            identity=identity,
-            nodes={
-                t: NodeRows(graph.num_nodes[t], {"n_id": rows.ids, **take(attributes[t], {"node": rows})})
-                for t, rows in own.items()
-            },
-            edges={
-                it: EdgeRows(graph.edges[it].size(1), topologies[it], take(attributes[it], {"edge": rows}))
-                for it, rows in ends.items()
-            },
-            attrs=take(attributes[None], own if graph.typed else {"node": own[NODE], "edge": ends[EDGE]}),
-        )
+        own, ends = {t: Directory(ids[t][p]) for t in ids}, {}
+        of_nodes, of_edges = {}, {}
+        for t, rows in own.items():
+            of_nodes[t] = NodeRows(graph.num_nodes[t], {"n_id": rows.n_id, **take(attributes[t], {"node": rows})})
+        for it, cut in cuts.items():
+            topology = next(cut)
+            ends[it] = Directory(topology.e_id)
+            of_edges[it] = EdgeRows(graph.edges[it].size(1), topology, take(attributes[it], {"edge": ends[it]}))
+        rest = take(attributes[None], own if graph.typed else {"node": own[NODE], "edge": ends[EDGE]})
+        yield Shard(p, num_parts, identity, of_nodes, of_edges, rest)
 
 
 def single(dataset: Dataset) -> Data | HeteroData:
@@ -317,21 +302,10 @@ def prepare(
 ) -> Data | HeteroData:
     """Apply PyG's transforms that change edges, and choose the type of features, in the order of the arguments.
 
-    Args:
-        data (torch_geometric.data.Data): The graph; it is not modified.
-        to_undirected (bool, optional): Whether to add reverse edges and merge duplicates
-            (:class:`~torch_geometric.transforms.ToUndirected`). (default: :obj:`False`)
-        self_loops (bool, optional): Whether to add a self-loop to every node without one
-            (:class:`~torch_geometric.transforms.AddRemainingSelfLoops`). (default: :obj:`False`)
-        gcn_norm (bool, optional): Whether to add self-loops and store the normalised :obj:`edge_weight`
-            (:class:`~torch_geometric.transforms.GCNNorm`), for layers with :obj:`normalize=False`.
-            (default: :obj:`False`)
-        features (torch.dtype, optional): The floating-point type to store the node features :obj:`x` in;
-            :obj:`torch.bfloat16` halves their memory and bytes. Train on them in a model of that type or under
-            :class:`torch.autocast`. (default: :obj:`None`, the type that they have)
-
-    Returns:
-        The transformed graph; what does not change shares its memory with ``data``.
+    These are what ``pyg-sar partition`` offers: :class:`~torch_geometric.transforms.ToUndirected`,
+    :class:`~torch_geometric.transforms.AddRemainingSelfLoops`, :class:`~torch_geometric.transforms.GCNNorm` (for layers
+    with :obj:`normalize=False`), and a floating-point type of ``x`` (train on it in a model of that type or under
+    :class:`torch.autocast`). The graph is not modified, and shares what does not change with the returned one.
 
     Raises:
         ValueError: If added self-loops would lack an edge attribute, if ``x`` cannot have that type, or if a transform

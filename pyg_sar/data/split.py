@@ -13,29 +13,16 @@ from pyg_sar.block import compress, compress_doubly
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    r"""The share of one worker, as tensors that can be written to a file as they are.
+    """The share of one worker, as tensors that can be written to a file as they are; lists are by source shard."""
 
-    Args:
-        src_id: Global ids of the local source rows :math:`(|\mathcal{V}_p|)`.
-        dst_id: Global ids of the local destinations; the same tensor as ``src_id`` unless bipartite.
-        e_id: Global ids of the edges that end here, ordered by owner of the source, then row of the destination.
-        rowptr: For each source shard, the CSR row pointer over the local destinations, or over those of ``rows``.
-        col: For each source shard, the source row of each edge: for the local shard a row of ``src_id``, for another a
-            row of what that worker serves.
-        serve: For each worker, the local source rows that it reads, ascending; empty for oneself.
-        num_src: For each source shard, the number of its rows that are read (all local rows for oneself).
-        rows: For each source shard, the local destinations that its row pointer leads over, or None if it leads over
-            all, as a :class:`~pyg_sar.block.Block` holds them.
-    """
-
-    src_id: Tensor
-    dst_id: Tensor
-    e_id: Tensor
-    rowptr: list[Tensor]
-    col: list[Tensor]
-    serve: list[Tensor]
-    num_src: list[int]
-    rows: list[Tensor | None]
+    src_id: Tensor  # global ids of the local source rows
+    dst_id: Tensor  # global ids of the local destinations; the same tensor as `src_id` unless bipartite
+    e_id: Tensor  # global ids of the edges that end here, ordered by owner of the source, then row of the destination
+    rowptr: list[Tensor]  # the CSR row pointer over the local destinations, or over those of `rows`
+    col: list[Tensor]  # the source row of each edge: a row of `src_id`, or of what another worker serves
+    serve: list[Tensor]  # for each worker, the local source rows that it reads, ascending; empty for oneself
+    num_src: list[int]  # the number of rows that are read (all local rows for oneself)
+    rows: list[Tensor | None]  # the destinations that the row pointer leads over, None if all, as in a `Block`
 
 
 def split(
@@ -48,17 +35,12 @@ def split(
 ) -> Iterator[Topology]:
     """Yield every worker's :class:`Topology`, one at a time.
 
+    An edge belongs to the owner of its destination. Owners of sources and of destinations are the same tensor unless
+    the graph is bipartite. ``nodes`` are all source nodes, part by part, in the order of rows, by default that of
+    global ids; ``dst_nodes`` are the destinations of a bipartite graph.
+
     Peak memory above the inputs is that of the sorted order of the edges, half the bytes of ``edge_index``, and what it
     takes to sort those of the largest worker.
-
-    Args:
-        edge_index: Edges ``[2, num_edges]``; an edge belongs to the worker that owns its destination.
-        src_part: Owner of each source node.
-        dst_part: Owner of each destination node; pass the same tensor unless the graph is bipartite.
-        num_parts: Number of workers.
-        nodes: All source nodes, part by part, those of a part in the order of its rows. By default rows are in the
-            order of global ids.
-        dst_nodes: The same of destination nodes, if the graph is bipartite.
     """
     src_row, src_ptr, src_nodes = _number(src_part, num_parts, nodes)
     same = dst_part is src_part
@@ -86,7 +68,7 @@ def split(
         yield Topology(src_id, dst_id, order[p], rowptr, col, serve, num_src, rows)
 
 
-def _number(part: Tensor, num_parts: int, nodes: Tensor | None = None) -> tuple[Tensor, list[int], Tensor]:
+def _number(part: Tensor, num_parts: int, nodes: Tensor | None) -> tuple[Tensor, list[int], Tensor]:
     """Number the nodes within their parts: row of each node, pointer over parts, nodes part by part."""
     if nodes is None:
         nodes = torch.argsort(part, stable=True)

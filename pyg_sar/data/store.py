@@ -54,53 +54,31 @@ NODE, EDGE = "", ("", "", "")  # the types of a graph without types
 
 @dataclass(frozen=True, eq=False)
 class NodeRows:
-    r"""A part's nodes of one type.
+    """A part's nodes of one type."""
 
-    Args:
-        total: Number of nodes of this type in the whole graph.
-        attrs: Their attributes, and their ids :math:`(|\mathcal{V}_p|)` as ``n_id``.
-    """
-
-    total: int
-    attrs: dict[str, Any]
+    total: int  # number of nodes of this type in the whole graph
+    attrs: dict[str, Any]  # their attributes, and their ids as `n_id`
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeRows:
-    """The edges of one type that end at a part's nodes.
+    """The edges of one type that end at a part's nodes."""
 
-    Args:
-        total: Number of edges of this type in the whole graph; None where a folder with types was read, which does not
-            tell.
-        topology: The edges.
-        attrs: Their attributes, in the order of ``topology.e_id``.
-    """
-
-    total: int | None
+    total: int | None  # number of edges of this type in the whole graph; a folder with types does not tell
     topology: Topology
-    attrs: dict[str, Any]
+    attrs: dict[str, Any]  # in the order of `topology.e_id`
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What one worker holds of a partitioned graph; of one without types, under the types ``NODE`` and ``EDGE``.
-
-    Args:
-        part: Number of this part.
-        num_parts: Number of parts.
-        identity: Name of the partition; the same in all its parts, and in no part of another one.
-        nodes: Its nodes, by type.
-        edges: Its edges, by type.
-        attrs: Graph-level tensors and plain Python values, the same in every part, and the rows of this part that lists
-            of nodes or edges name; also in dictionaries.
-    """
+    """What one worker holds of a partitioned graph; of one without types, under the types ``NODE`` and ``EDGE``."""
 
     part: int
     num_parts: int
-    identity: str
+    identity: str  # of the partition: the same in all its parts, and in no part of another one
     nodes: dict[str, NodeRows]
     edges: dict[EdgeType, EdgeRows]
-    attrs: dict[str, Any]
+    attrs: dict[str, Any]  # what is the same in every part, and the rows of this part that lists of ids name
 
     @property
     def typed(self) -> bool:
@@ -143,7 +121,10 @@ def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
     counts: dict[str, Any] = {"nodes": sum(nodes.attrs["n_id"].numel() for nodes in shard.nodes.values())}
     for key in ("edges", "rows_in", "rows_out"):
         counts[key] = [sum(count[key][q] for count in each) for q in range(shard.num_parts)]
-    info = format_of(shard) | {"part": shard.part, "num_parts": shard.num_parts, "identity": shard.identity}
+    # The oldest format that can hold the topologies.
+    doubly = any(rows is not None for edges in shard.edges.values() for rows in edges.topology.rows)
+    info = FORMAT | ({"version": DOUBLY} if doubly else {})
+    info |= {"part": shard.part, "num_parts": shard.num_parts, "identity": shard.identity}
     if shard.typed:
         info["node_types"] = {t: nodes.total for t, nodes in shard.nodes.items()}
         info |= {"edge_types": [[*it] for it in shard.edges], "counts": counts, "counts_by_type": each}
@@ -154,12 +135,6 @@ def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
     _write_json(path / "part.json", info)
     _sync(path)
     return info
-
-
-def format_of(shard: Shard) -> dict[str, Any]:
-    """Return the format that a part has: the oldest one that can hold its topologies."""
-    doubly = any(rows is not None for edges in shard.edges.values() for rows in edges.topology.rows)
-    return FORMAT | ({"version": DOUBLY} if doubly else {})
 
 
 def _files(shard: Shard) -> dict[str, dict[str, Any]]:
@@ -192,13 +167,7 @@ def topology_of(tensors: dict[str, Tensor], counts: dict[str, Any], part: int, s
 
 
 def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True) -> Shard:
-    """Read one part; neither ``meta.json`` nor any other part need be there.
-
-    Args:
-        folder (str): The partition folder.
-        part (int): Number of the part.
-        verify (bool, optional): Whether to compare checksums, which reads every file once more.
-            (default: :obj:`True`)
+    """Read one part, without ``meta.json`` or any other part; to ``verify`` checksums reads every file once more.
 
     Raises:
         FileNotFoundError: If the folder, the part, or one of its files is missing.
@@ -208,9 +177,8 @@ def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True)
     info = _read_json(path / "part.json", Path(folder))
     if info["part"] != part:
         raise ValueError(f"'{path}' holds part {info['part']}, expected {part}. Give the folder its own name again.")
-    files = {}
-    for name, expected in info["files"].items():
-        files[name] = _load(path / f"{name}.safetensors", expected, info["identity"], verify)
+    listed = info["files"].items()
+    files = {name: _load(path / f"{name}.safetensors", said, info["identity"], verify) for name, said in listed}
     if "node_types" in info:
         node_types, counts = info["node_types"], info["counts_by_type"]
         edge_types = dict.fromkeys(map(tuple, info["edge_types"]))
@@ -296,8 +264,7 @@ def _save(file: Path, attrs: dict[str, Any], identity: str) -> dict[str, Any]:
     mode = file.stat().st_mode
     save_file(whole, file, metadata={"identity": identity})
     file.chmod(mode)  # safetensors keeps others from reading its files
-    with open(file, "rb+") as f:
-        os.fsync(f.fileno())
+    _sync(file)
     return {"bytes": file.stat().st_size, "sha256": _digest(file), "tensors": describe(whole), "values": values}
 
 
@@ -367,8 +334,7 @@ def _read_json(file: Path, folder: Path) -> dict[str, Any]:
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     with open(file, "x", encoding="utf-8") as f:
         json.dump(content, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
+    _sync(file)
 
 
 def _digest(file: Path) -> str:
@@ -379,9 +345,9 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

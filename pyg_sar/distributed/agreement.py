@@ -26,19 +26,12 @@ CALLS = count()  # of `sum_gradients`
 
 
 class Mark(NamedTuple):
-    """What is remembered of a parameter whose gradient was summed.
-
-    Args:
-        grad: The gradient.
-        changes: How often it had been changed.
-        state: That of the parameter.
-        call: The number of the call.
-    """
+    """What is remembered of a parameter whose gradient was summed."""
 
     grad: weakref.ref[Tensor]
-    changes: int
-    state: tuple[int, float]
-    call: int
+    changes: int  # how often the gradient had been changed
+    state: tuple[int, float]  # that of the parameter
+    call: int  # the number of the call
 
 
 def agree(what: str, mine: Sequence[Any], group: Group = None) -> None:
@@ -57,11 +50,11 @@ def compare(named: dict[str, Tensor], optimizer: torch.optim.Optimizer | None, g
     of them and of the optimizer's numbers; return the sums of the parameters' values.
     """
     tensors, numbers = list(named.values()), dict(settings(optimizer))
-    described = [(name, t.dtype, list(t.shape)) for name, t in named.items()]
+    described = describe(named)
     totals = guard.totals(tensors) if guard.ON else []
     mine = [int(guard.ON), checksum(described), 0, 0, 0, 0]
     if guard.ON:
-        mine[2:] = checksum(numbers), *trouble(tensors, totals), *struct.unpack("<q", struct.pack("<d", sum(totals)))
+        mine[2:] = checksum(numbers), *trouble(tensors), *struct.unpack("<q", struct.pack("<d", sum(totals)))
     with talking("comparing what gradients they sum", group):
         found = torch.stack(all_gather(torch.tensor(mine, device=host(group)), group)).tolist()
     guards, parameters, steps, troubles, which, values = zip(*found, strict=True)
@@ -76,6 +69,11 @@ def compare(named: dict[str, Tensor], optimizer: torch.optim.Optimizer | None, g
     if differs(values):
         look(named, totals, group)
     return totals
+
+
+def describe(named: dict[str, Tensor]) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Return name, type and shape of tensors."""
+    return [(name, t.dtype, list(t.shape)) for name, t in named.items()]
 
 
 def look(named: dict[str, Tensor], totals: Sequence[float], group: Group) -> None:
@@ -94,7 +92,7 @@ def look(named: dict[str, Tensor], totals: Sequence[float], group: Group) -> Non
         fail(f"The workers hold different values of {names}{more}: {apart(odd[0][1])}. {advice}", group)
 
 
-def trouble(tensors: Sequence[Tensor], totals: Sequence[float]) -> tuple[int, int]:
+def trouble(tensors: Sequence[Tensor]) -> tuple[int, int]:
     """Return what is wrong with one of the gradients, and with which of them."""
     for k, tensor in enumerate(tensors):
         mark, grad = guard.SUMMED.get(tensor), tensor.grad

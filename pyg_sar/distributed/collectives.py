@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed import group as workers
-from pyg_sar.distributed.agreement import agree, compare, remember
+from pyg_sar.distributed.agreement import agree, compare, describe, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
 from pyg_sar.watch import SAME, gives, stepped
 
@@ -133,14 +133,13 @@ def sum_gradients(
     named = {name: p for name, p in every.items() if not is_local(p)}
     if not grouped(group):
         return
-    parameters = list(named.values())
     totals = compare(named, optimizer, group)
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
+    for parameter in named.values():
         kinds[parameter.dtype, parameter.device].append(parameter)
     for alike in kinds.values():
         sum_flat(alike, group)
-    remember(parameters, totals, [p for p in every.values() if is_local(p)])
+    remember([*named.values()], totals, [p for p in every.values() if is_local(p)])
 
 
 def parameters_of(*modules: Any) -> dict[str, Tensor]:
@@ -159,12 +158,6 @@ def parameters_of(*modules: Any) -> dict[str, Tensor]:
         found |= {name if len(modules) == 1 else f"{k}.{name}": p for name, p in named.items()}
     first = {id(p): name for name, p in reversed(found.items())}
     return {name: p for name, p in found.items() if first[id(p)] == name}
-
-
-def describe(module: torch.nn.Module) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Return name, type and shape of all parameters and buffers but those that are a worker's own."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, t.dtype, list(t.shape)) for name, t in named if not is_local(t)]
 
 
 def sum_flat(parameters: list[Tensor], group: Any) -> None:
@@ -199,9 +192,8 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
     """
     if not grouped(group):
         return
-    agree("their parameters and buffers", describe(module), group)
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if is_local(tensor):
-            continue
+    named = {name: t for name, t in [*module.named_parameters(), *module.named_buffers()] if not is_local(t)}
+    agree("their parameters and buffers", describe(named), group)
+    for tensor in named.values():
         with talking("waiting for the parameters of rank 0", group):
             workers.broadcast_(tensor.detach(), group)

@@ -102,14 +102,11 @@ def arrivals(rows: Tensor, counts: list[int], dst: int | None, group: Any) -> It
         into = rows.new_empty(counts[source] if rank in takers else 0, *rows.shape[1:])
         out = rows if target in takers else rows[:0]
         both = ((into, source, False), (out.contiguous(), target, True))
-        messages = [Message(octets(t), peer, step, sends) for t, peer, sends in both if t.numel() > 0]
+        # As bytes: not every backend sends every type.
+        octets = [(t.view(-1).view(torch.uint8), peer, sends) for t, peer, sends in both if t.numel() > 0]
+        messages = [Message(t, peer, step, sends) for t, peer, sends in octets]
         with talking("gathering rows", group):
             for work in start(messages, group) if messages else []:
                 work.wait()
         if rank in takers:
             yield source, into.to(device)
-
-
-def octets(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor as bytes: not every backend sends every type."""
-    return tensor.view(-1).view(torch.uint8)

@@ -43,9 +43,9 @@ def is_group(value: Any) -> bool:
     return value is None or isinstance(value, Member) or (dist.is_available() and isinstance(value, dist.ProcessGroup))
 
 
-def connected(group: Group = None) -> bool:
+def connected() -> bool:
     """Whether there is a group, if only of one worker."""
-    return isinstance(current(group), Member) or (dist.is_available() and dist.is_initialized())
+    return isinstance(current(), Member) or (dist.is_available() and dist.is_initialized())
 
 
 def rank_of(group: Group = None) -> int:
@@ -211,9 +211,6 @@ class Workers:
     One of them runs at a time, until it waits for another one, so that each draws random numbers as if it were alone,
     and none sees what others change for a while in the whole process. A worker that waits for what cannot come any more
     raises at once, as all others then do: because a peer ended, or because all that are left wait for something else.
-
-    Args:
-        size: How many there are.
     """
 
     def __init__(self, size: int) -> None:

@@ -59,19 +59,12 @@ def travel(group: Group, device: torch.device) -> bool:
 
 
 class Told(NamedTuple):
-    """What is in a header.
+    """What is in a header."""
 
-    Args:
-        total: The sum of the layer's parameters.
-        kind: ``UNTOLD``, ``FIRST`` or ``CHANGED``.
-        checksum: That of the words, which may have been cut.
-        words: What the worker does.
-    """
-
-    total: float
-    kind: int
-    checksum: int
-    words: str
+    total: float  # the sum of the layer's parameters
+    kind: int  # `UNTOLD`, `FIRST` or `CHANGED`
+    checksum: int  # that of the words, which may have been cut
+    words: str  # what the worker does
 
 
 def pack(about: About) -> bytearray:
@@ -94,12 +87,7 @@ def unpack(header: bytearray) -> Told:
 
 
 class Header:
-    """What a peer tells.
-
-    Args:
-        turn: The headers of all peers.
-        peer: Its number.
-    """
+    """What a peer tells in a turn."""
 
     def __init__(self, turn: Turn, peer: int) -> None:
         self.turn, self.peer, self.theirs = turn, peer, bytearray(SIZE)
@@ -148,15 +136,7 @@ class Header:
 
 
 class Turn:
-    """The headers of all peers with whom rows are exchanged in one turn.
-
-    Args:
-        about: What this worker does.
-        peers: The other workers.
-        group: The workers.
-        tag: A number that only headers of this turn have.
-        meter: Counts the seconds spent waiting.
-    """
+    """The headers of all peers with whom rows are exchanged in one turn; only these have its tag."""
 
     def __init__(self, about: About, peers: Iterable[int], group: Group, tag: int, meter: Meter) -> None:
         self.about, self.group, self.meter, self.mine = about, group, meter, pack(about)

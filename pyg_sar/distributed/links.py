@@ -2,6 +2,7 @@ r"""Pairs of nodes, such as the edges that link prediction is about, held by the
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,17 +87,23 @@ def check_owned(count: int, pairs: Tensor, group: Any) -> None:
 
 
 class Directory:
-    """Finds the row of a global id."""
+    """Finds the row of a global id among those of all rows, which are sorted when they are first looked through."""
 
     def __init__(self, n_id: Tensor) -> None:
-        self.ids, self.row = n_id.sort()
+        self.n_id = n_id
+
+    @cached_property
+    def sorted(self) -> tuple[Tensor, Tensor]:
+        """The ids in ascending order, and the row of each."""
+        return self.n_id.sort()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the local row of every id, or -1."""
-        if self.ids.numel() == 0:
+        known, row = self.sorted
+        if known.numel() == 0:
             return torch.full_like(ids, -1)
-        place = torch.searchsorted(self.ids, ids).clamp(max=self.ids.numel() - 1)
-        return torch.where(self.ids[place] == ids, self.row[place], -1)
+        place = torch.searchsorted(known, ids).clamp(max=known.numel() - 1)
+        return torch.where(known[place] == ids, row[place], -1)
 
 
 def ask(asked: Tensor, directory: Directory, group: Any) -> tuple[Tensor, list[Tensor]]:

@@ -93,7 +93,7 @@ def layer_into(graph: ShardedGraph, rows: Tensor) -> tuple[ShardedGraph, Tensor,
     served = exchange.exchange_used_rows(used[n:])
     for own in served:
         used[own.long()] = True
-    # Knlocal rows keep their places, so that rows in one order serve all layers.
+    # Known rows keep their places, so that rows in one order serve all layers.
     added = used[:n].index_fill(0, rows, False).nonzero().view(-1)
     sources = torch.cat([rows, added])
     number = torch.full_like(used, -1, dtype=torch.int64)

@@ -21,17 +21,11 @@ from pyg_sar.halo import fetch_halo, sum_halo
 
 
 class Reversed(NamedTuple):
-    """A graph the other way round.
+    """A graph the other way round."""
 
-    Args:
-        graph: The out-edges of this worker's nodes, as in-edges.
-        edges: A graph whose rows are the edges that this worker held before, or None if these are all.
-        place: Where the edges of ``graph`` are among those, followed by what others held.
-    """
-
-    graph: ShardedGraph
-    edges: ShardedGraph | None
-    place: Tensor
+    graph: ShardedGraph  # the out-edges of this worker's nodes, as in-edges
+    edges: ShardedGraph | None  # its rows are the edges that this worker held before; None if these are all
+    place: Tensor  # where the edges of `graph` are among those, followed by what others held
 
     def bring(self, rows: Tensor) -> Tensor:
         """Return rows of the edges of the graph, given those of the edges that were held before."""

@@ -26,27 +26,26 @@ def copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def pinned(like: Tensor) -> Tensor:
+    """Return memory of the host for a tensor."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """Return a copy in memory of the host, when it is there."""
     stream = copies(tensor.device)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
-            tensor, non_blocking=True
-        )
+        host = pinned(tensor).copy_(tensor, non_blocking=True)
     stream.synchronize()
     return host
 
 
 class Landing:
-    """Memory of the host in which a tensor arrives.
-
-    Args:
-        tensor: Where it is copied to.
-    """
+    """Memory of the host in which a tensor arrives."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.host = tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        self.tensor, self.host = tensor, pinned(tensor)
         # What is computed from now on does not read it, and need not be waited for.
         self.ready = torch.cuda.current_stream(tensor.device).record_event()
 

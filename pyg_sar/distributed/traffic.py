@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -40,7 +40,7 @@ class Traffic:
 class Log:
     """Collects the :class:`Traffic` of every aggregation while somebody listens."""
 
-    records: list[Traffic] | None = field(default=None)
+    records: list[Traffic] | None = None
 
     def open(self) -> Traffic:
         """Return the record of a new aggregation."""

@@ -21,9 +21,7 @@ from pyg_sar.running import About
 class Channel:
     """Sends and receives in turns, of which each exchanges rows or gradients once.
 
-    Args:
-        group: The process group, or None for the default one.
-        comm_dtype: The type in which wider floating-point rows and gradients are sent, or None for their own.
+    Floating-point rows and gradients that are wider than ``comm_dtype`` are sent in this type, if there is one.
     """
 
     def __init__(self, group: Group = None, comm_dtype: torch.dtype | None = None) -> None:

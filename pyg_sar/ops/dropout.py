@@ -52,13 +52,7 @@ def mix(h: Tensor) -> Tensor:
 def dropout_factors(e_id: Tensor, heads: int, p: float, seed: int, dtype: torch.dtype, head: int = 0) -> Tensor:
     r"""Return factors :math:`(|\mathcal{E}|, H)`: 0 with probability ``p``, else :math:`1 / (1 - p)`.
 
-    Args:
-        e_id: Global id of each edge.
-        heads: Number of heads.
-        p: Probability of 0.
-        seed: Seed of this call.
-        dtype: Type of the factors.
-        head: Number of the first head.
+    They depend on the global id of the edge, the seed of this call and the number of the head; ``head`` is the first.
     """
     # Scrambled before they meet: were they merely added, the masks of seeds 0 and 1 would be the same numbers in
     # another order. One key is for the edges and one for each head.

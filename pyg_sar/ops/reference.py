@@ -150,8 +150,7 @@ def attention_grad_(
     row, heads = rows_of(ptr, col, rows), peak.size(1)
     d_keys = d_value if kind == GATV2 else d_key
     with torch.enable_grad():
-        inputs = (key, query, edge, att)
-        leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in inputs]
+        leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in (key, query, edge, att)]
         k, q, e, a = leaves
         score = scores(row, col, k, q, e, a, kind, parameter, heads)
     weight = (score.detach() - peak[row]).exp_()
@@ -164,9 +163,8 @@ def attention_grad_(
     product = product if drop is None else product * drop
     inner = segment_sum(row, peak.size(0), weight * product) / total if inner is None else inner
     d_score = alpha.masked_fill(alpha == 1, 0) * (product - inner[row])
-    wanted = [
-        (t, d) for t, d in zip(leaves, (d_keys, d_query, d_edge, d_att), strict=True) if t is not None and d is not None
-    ]
+    pairs = zip(leaves, (d_keys, d_query, d_edge, d_att), strict=True)
+    wanted = [(t, d) for t, d in pairs if t is not None and d is not None]
     found = torch.autograd.grad(score, [t for t, _ in wanted], d_score)
     weight = alpha if drop is None else alpha * drop
     d_value += weighted_sum(src_ptr, dst, grad, weight[perm])
