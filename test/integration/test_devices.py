@@ -81,7 +81,8 @@ def layers_of_pyg(group, names, converts):
         return conv_zoo.check(group, names, "random", converts, DEVICE)
 
 
-@pytest.mark.parametrize("converts", [pytest.param(False, marks=pytest.mark.grid), True])
+@pytest.mark.grid  # layers of this package never wait by default, see below; these take a minute
+@pytest.mark.parametrize("converts", [False, True])
 def test_layers_of_pyg(machines, converts):
     names = [n for n, case in CASES.items() if "random" in case.methods and n not in CELLS]
     if converts:  # which takes some time; that options stream as well is shown on the CPU

@@ -85,7 +85,7 @@ def expected() -> dict[str, list[tuple[float, ...]]]:
     return {name: run(original(script), name) for name, script in SCRIPTS.items()}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=pytest.mark.grid) for n in (1, 3))])
 def test_same_losses(workers: int, expected: dict[str, list[tuple[float, ...]]], tmp_path: Path) -> None:
     for name in SCRIPTS:
         with warnings.catch_warnings():
