@@ -661,6 +661,7 @@ def test_gradients_of_rows_are_of_their_type():
         assert out.dtype == d_x.dtype == x.dtype, reduce
 
 
+@pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch sums the gradients of keys in their own type")
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_gradients_of_what_is_made_inside_are_summed_in_single_precision_at_least(blocks):
     """All destinations weigh rows 0 and 1 evenly: in bfloat16 their sums of halves would end at 128."""
