@@ -59,7 +59,8 @@ class Aggregate(torch.autograd.Function):
                 d_x, d_rows = tile.grad(context.blocks[q], x, run.saved.rows, saved, d_out, run.needs)
                 del x
                 run.add(tile, q, d_rows)
+                del d_rows
                 run.push(q, d_x)
-                del d_x, d_rows
+                del d_x
             del saved, d_out
         return None, *run.leave()
