@@ -13,6 +13,7 @@ from support.setup import setup, whole
 
 from pyg_sar import shard
 from pyg_sar.aggregate import aggregate, aggregate_async
+from pyg_sar.context import Backward
 from pyg_sar.distributed.transfer import Channel, Transfer
 from pyg_sar.exchange import Wrapped
 from pyg_sar.nn import GATConv, GCNConv, RGCNConv, SAGEConv
@@ -365,11 +366,17 @@ class Watched(Sum):
 def test_nothing_outlives_its_block_or_its_tile():
     graph, reduce = shard(edges(), 61, 3).graph, Watched()
     x, weight = torch.rand(61, 4, requires_grad=True), torch.rand(graph.num_edges, requires_grad=True)
-    with mock.patch("pyg_sar.reduce.base.COLUMNS", 2):
+    push = Backward.push
+
+    def noted(run, q, d_x):
+        reduce.note("push")
+        push(run, q, d_x)
+
+    with mock.patch("pyg_sar.reduce.base.COLUMNS", 2), mock.patch.object(Backward, "push", noted):
         aggregate(graph, reduce, x, edge=[weight]).sum().backward()
     state, grads = {"state"}, {"grad", "prepared"}
-    expected = {"init": set(), "step": state, "finish": state, "prepare": set(), "grad": grads}
-    forward, backward = ["init", *["step"] * 3, "finish"], ["prepare", *["grad"] * 3]
+    expected = {"init": set(), "step": state, "finish": state, "prepare": set(), "grad": grads, "push": grads | {"d_x"}}
+    forward, backward = ["init", *["step"] * 3, "finish"], ["prepare", *["grad", "push"] * 3]
     assert [event for event, _ in reduce.alive] == 2 * forward + 2 * backward
     for event, alive in reduce.alive:
         assert alive == expected[event], event
