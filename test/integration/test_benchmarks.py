@@ -63,7 +63,7 @@ def test_overlap(tmp_path):
 
 
 @pytest.mark.grid
-def test_flow(tmp_path):
+def test_message_flow_graphs(tmp_path):
     """It compares outputs before it measures."""
     sizes = ["--nodes", 2000, "--degrees", 5, "--layers", 2, "--rounds", 1, "--epochs", 2]
     run("flow", *sizes, "--models", "gat", "--out", tmp_path)
