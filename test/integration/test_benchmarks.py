@@ -66,7 +66,7 @@ def test_overlap(tmp_path):
 def test_message_flow_graphs(tmp_path):
     """It compares outputs before it measures."""
     sizes = ["--nodes", 2000, "--degrees", 5, "--layers", 2, "--rounds", 1, "--epochs", 2]
-    run("flow", *sizes, "--models", "gat", "--out", tmp_path)
+    run("message_flow_graphs", *sizes, "--models", "gat", "--out", tmp_path)
     assert "| gat | 2 | 5 |" in (tmp_path / "message-flow-graphs.md").read_text()
 
 
