@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -55,9 +56,10 @@ def spoken(frame: FrameType) -> str:
 
 
 def beyond(*names: str) -> tuple[list[FrameType], FrameType | None]:
-    """Return the frames of modules of these names, beginning with the one that asks, and the one that called them."""
+    """Return the frames of modules of these names that called the one that asks, and the one that called them."""
     inner: list[FrameType] = []
-    for frame in callers():
+    # Without the one that asks: with this list among its variables it would stay, and all its callers' variables.
+    for frame in islice(callers(), 1, None):
         if not within(frame, *names):
             return inner, frame
         inner.append(frame)
@@ -83,5 +85,5 @@ def raised_at(error: BaseException) -> Place | None:
 
 def warn(message: str) -> None:
     """Warn at the line that called this package."""
-    inner, _ = beyond("pyg_sar")  # this function among them
-    warnings.warn(message, stacklevel=len(inner) + 1)
+    inner, _ = beyond("pyg_sar")
+    warnings.warn(message, stacklevel=len(inner) + 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -440,6 +442,25 @@ def test_it_leaves_after_the_second_step(parts: str) -> None:
                 assert len(_get_current_function_mode_stack()) == 2 - left
         assert not _get_current_function_mode_stack()
         data.x.mean(0)
+
+    passes(f"{parts}/one", work)
+
+
+def test_what_a_step_computed_does_not_outlive_it(parts: str) -> None:
+    def work(data: Any) -> None:
+        model, alive = pyg_sar.nn.BatchNorm(8), []
+
+        def forward() -> None:
+            h = data.x * 2
+            alive.append(weakref.ref(h))
+            model(h)
+
+        gc.disable()
+        try:
+            forward()
+            assert alive[0]() is None
+        finally:
+            gc.enable()
 
     passes(f"{parts}/one", work)
 
