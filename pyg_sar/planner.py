@@ -79,10 +79,14 @@ def from_partition(path: str | os.PathLike[str]) -> list[Share]:
 
 
 def from_counts(nodes: int, edges: int, workers: int, boundary: float | None = None) -> Share:
-    """Return the share of one of equal workers of a graph.
+    """Return the share of one of equal workers.
 
-    ``boundary`` is how many rows a worker reads for each of its own; by default as many as in a random partition, which
-    is the worst case.
+    Args:
+        nodes: Number of nodes of the graph.
+        edges: Number of its edges.
+        workers: Number of workers.
+        boundary: How many rows a worker reads for each of its own; by default as many as in a random partition, which
+            is the worst case.
     """
     own, into = -(-nodes // workers), -(-edges // workers)
     if workers == 1:
@@ -151,8 +155,14 @@ def choose(
 ) -> Need | None:
     """Return what receives least within ``budget`` bytes, or None if nothing fits.
 
-    The budget does not include libraries; all else is as for :func:`plan`. A prefetch of one block hides most of the
-    communication, and hardly adds to the peak, because blocks are narrow.
+    A prefetch of one block hides most of the communication, and hardly adds to the peak, because blocks are narrow.
+
+    Args:
+        model (callable): As for :func:`plan`.
+        share (Share): The counts of the worker.
+        in_channels (int): Number of features of a node.
+        budget (float): Bytes that a worker may take, besides the libraries.
+        **options: As for :func:`plan`.
     """
     fitting = [need for need in plan(model, share, in_channels, **options) if need.total <= budget]
     return min(fitting, key=lambda need: (need.received, need.total), default=None)

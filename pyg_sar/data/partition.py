@@ -302,10 +302,21 @@ def prepare(
 ) -> Data | HeteroData:
     """Apply PyG's transforms that change edges, and choose the type of features, in the order of the arguments.
 
-    These are what ``pyg-sar partition`` offers: :class:`~torch_geometric.transforms.ToUndirected`,
-    :class:`~torch_geometric.transforms.AddRemainingSelfLoops`, :class:`~torch_geometric.transforms.GCNNorm` (for layers
-    with :obj:`normalize=False`), and a floating-point type of ``x`` (train on it in a model of that type or under
-    :class:`torch.autocast`). The graph is not modified, and shares what does not change with the returned one.
+    Args:
+        data (torch_geometric.data.Data): The graph; it is not modified.
+        to_undirected (bool, optional): Whether to add reverse edges and merge duplicates
+            (:class:`~torch_geometric.transforms.ToUndirected`). (default: :obj:`False`)
+        self_loops (bool, optional): Whether to add a self-loop to every node without one
+            (:class:`~torch_geometric.transforms.AddRemainingSelfLoops`). (default: :obj:`False`)
+        gcn_norm (bool, optional): Whether to add self-loops and store the normalised :obj:`edge_weight`
+            (:class:`~torch_geometric.transforms.GCNNorm`), for layers with :obj:`normalize=False`.
+            (default: :obj:`False`)
+        features (torch.dtype, optional): The floating-point type to store the node features :obj:`x` in;
+            :obj:`torch.bfloat16` halves their memory and bytes. Train on them in a model of that type or under
+            :class:`torch.autocast`. (default: :obj:`None`, the type that they have)
+
+    Returns:
+        The transformed graph; what does not change shares its memory with ``data``.
 
     Raises:
         ValueError: If added self-loops would lack an edge attribute, if ``x`` cannot have that type, or if a transform

@@ -167,7 +167,13 @@ def topology_of(tensors: dict[str, Tensor], counts: dict[str, Any], part: int, s
 
 
 def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True) -> Shard:
-    """Read one part, without ``meta.json`` or any other part; to ``verify`` checksums reads every file once more.
+    """Read one part; neither ``meta.json`` nor any other part need be there.
+
+    Args:
+        folder (str): The partition folder.
+        part (int): Number of the part.
+        verify (bool, optional): Whether to compare checksums, which reads every file once more.
+            (default: :obj:`True`)
 
     Raises:
         FileNotFoundError: If the folder, the part, or one of its files is missing.
