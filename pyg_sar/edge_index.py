@@ -174,13 +174,11 @@ def bind(args: Any, kwargs: Any, *names: str) -> list[Any]:
     return [args[k] if k < len(args) else kwargs.get(name) for k, name in enumerate(names)]
 
 
-NUMBERING = "its numbers mean something on this worker alone"
-
-
-def refuse(func: Callable, args: Any, kwargs: Any, why: str = NUMBERING) -> NoReturn:
+def refuse(func: Callable, args: Any, kwargs: Any, why: str = "") -> NoReturn:
     """Raise because of an operation."""
     it = next(sharded(args, kwargs))
     what, advice = called(func)
+    why = why or "its numbers mean something on this worker alone"
     fail(it._graph, f"{what} cannot be computed exactly on the {it._kind} of a sharded graph: {why}", advice)
 
 
@@ -342,19 +340,15 @@ def put(func: Callable, args: Any, kwargs: Any) -> None:
 
 
 def index_select(func: Callable, args: Any, kwargs: Any) -> Any:
-    """``t.index_select(dim, i)`` where either side may be sharded."""
+    """``t.index_select(dim, i)`` where either side may be sharded, and ``t.select(dim, k)``."""
     target, dim, index = bind(args, kwargs, "input", "dim", "index")
     if not isinstance(target, ShardedEdgeIndex):
         return gather(func, target, dim, index)
+    if type(index) is int and dim in (0, -2):
+        return get(func, (target, index), {})
     if dim not in ((0, -1) if target._kind == SOURCES else (1, -1)):
         refuse(func, args, kwargs)
     return pick(func, target, index)
-
-
-def select(func: Callable, args: Any, kwargs: Any) -> Any:
-    """``t.select(dim, k)``."""
-    target, dim, which = bind(args, kwargs, "input", "dim", "index")
-    return get(func, (target, which if dim in (0, -2) else (slice(None), which)), {})
 
 
 def gather(func: Callable, target: Tensor, dim: int, index: Any) -> Tensor:
@@ -447,8 +441,7 @@ OPERATIONS: dict[Callable[[Callable, Any, Any], Any], str] = {
     stack: "stack",
     get: "__getitem__",
     put: "__setitem__",
-    index_select: "index_select",
-    select: "select",
+    index_select: "index_select select",
     scatter: "scatter_add_ scatter_add",
     move: "to cpu cuda",
     describe: "__repr__ __format__ __str__",

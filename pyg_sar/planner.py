@@ -221,12 +221,15 @@ def received(layers: Sequence[Traffic]) -> int:
 @contextmanager
 def few_objects() -> Iterator[None]:
     """Have garbage collections look at what is made within alone: they would take most of the time."""
-    gc.collect()
-    gc.freeze()
+    theirs = gc.get_freeze_count()  # what the caller froze stays frozen
+    if not theirs:
+        gc.collect()
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not theirs:
+            gc.unfreeze()
 
 
 class Live(TorchDispatchMode):
