@@ -38,11 +38,13 @@ def test_joined_routes():
 
 
 def test_restricted_routes():
-    """Local row 1 and halo rows 0 and 4 are left out."""
+    """Local row 1 and halo rows 0 and 4 are left out; indices stay as small as they are."""
     number = torch.tensor([0, -1, 1, 2, -1, 3, 4, 5, -1])
-    routes = ROUTES.restrict(number[4:] >= 0, [torch.tensor([3]), *ROUTES.serve[1:2], torch.tensor([2])], number)
+    served = [torch.tensor(rows, dtype=torch.int32) for rows in ([3], [], [2])]
+    routes = ROUTES.restrict(number[4:] >= 0, served, number)
     assert routes.num_src == (1, 3, 2)
     assert [rows.tolist() for rows in routes.serve] == [[2], [], [1]]
+    assert {rows.dtype for rows in routes.serve} == {torch.int32}
 
 
 def test_routes_on_another_device():
@@ -50,7 +52,11 @@ def test_routes_on_another_device():
     moved = Routes(0, ROUTES.serve[:1], (4,), (torch.tensor([1, 3]), slice(0, 2))).to("meta")
     assert all(t.device.type == "meta" for t in (moved, moved.serve[0], moved.shards[0]))
     assert moved.shards[1] == slice(0, 2)
-    assert Routes.local([slice(0, 2)], "meta").device.type == "meta"
+    local = Routes.local([slice(0, 2)], "meta")
+    assert local.device.type == local.serve[0].device.type == "meta"
+    uncut = Routes(0, local.serve, (2,))
+    _, numbers = uncut.join([uncut])
+    assert numbers[0].device.type == "meta"
 
 
 class Homed(Wrapped):

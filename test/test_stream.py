@@ -407,6 +407,16 @@ def test_gradients_of_optional_constants_are_those_of_all_tiles():
     close(found, expected, "factor")
 
 
+def test_an_optional_constant_that_no_block_reads_has_no_gradient():
+    graph = shard(edges(), 61, 3).graph
+    x, unread = torch.rand(61, 4, requires_grad=True), torch.rand(2, requires_grad=True)
+    reduce = Message(lambda block, x, rows: x[block.col], (4,))
+    for optional in (False, True):
+        reduce.optional = frozenset({0} if optional else ())
+        (grad,) = torch.autograd.grad(aggregate(graph, reduce, x, const=[unread]).sum(), unread, allow_unused=True)
+        assert grad is None if optional else grad.tolist() == [0, 0]
+
+
 class Asked(Wrapped):
     """Notes which orders it is asked for."""
 

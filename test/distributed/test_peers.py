@@ -16,7 +16,7 @@ from support.setup import setup
 
 from pyg_sar import record_traffic
 from pyg_sar.aggregate import aggregate, reduce_rows
-from pyg_sar.distributed.peers import OneShotSink, Peers, PeerSink
+from pyg_sar.distributed.peers import OneShot, OneShotSink, Peers, PeerSink
 from pyg_sar.distributed.transfer import Channel
 from pyg_sar.exchange import Routes
 from pyg_sar.reduce import Extremum
@@ -294,6 +294,84 @@ def test_order_of_blocks():
     assert peers.order(2) == [early, early]
     assert peers.order(2, backward=True) == [early, late]
     assert peers.order(2, backward=True, fetches=False) == [late, late]
+
+
+class Note(Channel):
+    """A channel that sends nothing and notes what it is asked for."""
+
+    def __init__(self, comm_dtype=None):
+        super().__init__(None, comm_dtype)
+        self.begun, self.swaps = [], []
+
+    def begin(self, about, peers, device, meter):
+        super().begin(None, peers, device, meter)
+        self.begun.append((about, list(peers)))
+
+    def swap(self, out, dst, into, src, what, meter):
+        assert out.is_contiguous(), "backends send contiguous tensors alone"
+        self.swaps.append((dst, src))
+        return []
+
+
+def of_three(kind, prefetch=1, comm_dtype=None, num_src=(2, 2, 2)):
+    """Worker 0 of three, which owns two rows and serves both to each worker from which it reads."""
+    rows = torch.arange(2)
+    serve = [rows[:0] if q == 0 or n == 0 else rows for q, n in enumerate(num_src)]
+    return kind(Routes(0, tuple(serve), num_src), Note(comm_dtype), prefetch)
+
+
+@pytest.mark.parametrize(("prefetch", "under_way"), [(0, [0, 0, 0]), (1, [1, 1, 0]), (2, [2, 1, 0])])
+def test_blocks_under_way_while_one_is_consumed(prefetch, under_way):
+    """As many as are prefetched, of those that are left; while the local block is consumed, too."""
+    peers = of_three(Peers, prefetch)
+    found = []
+    for consumed, _ in enumerate(peers.pull([torch.ones(2, 1)], peers.order(1), vars)):
+        found.append(len(peers.channel.swaps) - consumed)
+    assert found == under_way
+
+
+def test_who_hears_of_a_turn():
+    """Those with whom rows are exchanged, once in each pass."""
+    about = object()
+    for kind in (Peers, OneShot):
+        exchange = of_three(kind, num_src=(2, 0, 2))
+        list(exchange.pull([torch.ones(2, 1)] * 2, exchange.order(2), vars, about))
+        sink = exchange.sink(vars, SimpleNamespace(add_grad=lambda *given: None), about)
+        if kind is OneShot:
+            sink.push(0, torch.ones(4, 1))
+            sink.push(0, torch.ones(4, 1))
+        turns = 1 if kind is Peers else 2
+        assert exchange.channel.begun == [(about if turn == 0 else None, [2]) for turn in range(turns)] * 2
+
+
+def test_gradients_that_lie_far_apart():
+    """They are sent as gloo takes them."""
+    sink = of_three(Peers).sink(vars, SimpleNamespace(add_grad=lambda *given: None))
+    for q in (1, 2, 0):
+        sink.push(q, torch.ones(1, 2).t())
+    sink.close()
+    assert len(sink.peers.channel.swaps) == 2
+
+
+def test_used_rows_are_told_in_a_turn_of_their_own():
+    exchange = of_three(Peers)
+    exchange.exchange_used_rows(torch.tensor([True, False, True, True]))
+    assert (exchange.channel.turn, exchange.channel.begun) == (1, [(None, [1, 2])])
+
+
+def test_rows_of_others_keep_the_type_in_which_rows_are_sent():
+    exchange = of_three(Peers, comm_dtype=torch.bfloat16)
+    assert exchange.reroute(exchange.routes).channel.comm_dtype == torch.bfloat16
+    assert exchange.reroute(exchange.routes, exact=True).channel.comm_dtype is None
+
+
+def largest(group):
+    exchange = share(group, edges(), assignment("random", group.size())).edge_index.graph.exchange
+    return exchange.all_reduce_max([dist.get_rank(group), 7])
+
+
+def test_largest_values_of_all_workers(pool):
+    assert pool.run(2, largest) == [[1, 7]] * 2
 
 
 # Workers that lose each other; the pool tells who did not end.
