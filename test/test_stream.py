@@ -12,7 +12,7 @@ from support.nasty_graph import assignment, close, edges, share
 from support.setup import setup, whole
 
 from pyg_sar import shard
-from pyg_sar.aggregate import aggregate, aggregate_async
+from pyg_sar.aggregate import aggregate, aggregate_async, reduce_rows
 from pyg_sar.context import Backward
 from pyg_sar.distributed.transfer import Channel, Transfer
 from pyg_sar.exchange import Wrapped
@@ -415,6 +415,12 @@ def test_an_optional_constant_that_no_block_reads_has_no_gradient():
         reduce.optional = frozenset({0} if optional else ())
         (grad,) = torch.autograd.grad(aggregate(graph, reduce, x, const=[unread]).sum(), unread, allow_unused=True)
         assert grad is None if optional else grad.tolist() == [0, 0]
+
+
+def test_rows_take_the_wider_type_of_weights():
+    graph, x = shard(edges(), 61, 3).graph, torch.rand(61, 2)
+    weight = torch.rand(graph.num_edges, dtype=torch.float64)
+    close(reduce_rows(graph, x, "sum", weight), reduce_rows(graph, x.double(), "sum", weight), "sum")
 
 
 class Asked(Wrapped):

@@ -348,7 +348,7 @@ def test_gradients_that_lie_far_apart():
     """They are sent as gloo takes them."""
     sink = of_three(Peers).sink(vars, SimpleNamespace(add_grad=lambda *given: None))
     for q in (1, 2, 0):
-        sink.push(q, torch.ones(1, 2).t())
+        sink.push(q, torch.ones(2, 2).t())
     sink.close()
     assert len(sink.peers.channel.swaps) == 2
 
