@@ -9,7 +9,7 @@ from support.layers import TRAFFIC, inputs, leaf
 from support.nasty_graph import NUM_NODES, assignment, edges, share
 
 from pyg_sar import ShardedEdgeIndex, shard
-from pyg_sar.exchange import Local, Routes, Wrapped
+from pyg_sar.exchange import Local, LocalSink, Routes, Wrapped
 
 # What worker 1 of three reads and serves: it owns four rows, and reads two of worker 0 and three of worker 2.
 ROUTES = Routes(1, (torch.tensor([0, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([1])), (2, 4, 3))
@@ -139,3 +139,14 @@ def test_local_rows_of_several_exchanges():
     number = torch.full((2 * NUM_NODES,), -1).index_copy(0, last, torch.arange(last.numel()))
     fewer = joined.restrict(number[:0], joined.exchange_used_rows(number[:0]), number).routes
     assert fewer.shards == (slice(0, 0), slice(0, last.numel())) and fewer.num_src == (last.numel(),)
+
+
+def test_gradients_of_each_column_tile():
+    """Of two shards of one process, which share a row, in three tiles."""
+    found = []
+    receiver = SimpleNamespace(add_grad=lambda tile, grad: found.append((tile, grad.flatten().tolist())))
+    sink = LocalSink(Routes(0, (), (2,), (torch.tensor([0, 1]), torch.tensor([1]))), receiver)
+    for tile in range(3):
+        sink.push(0, torch.full((2, 1), tile + 1.0))
+        sink.push(1, torch.full((1, 1), 10.0))
+    assert found == [(0, [1, 11]), (1, [2, 12]), (2, [3, 13])]

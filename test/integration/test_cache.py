@@ -1,5 +1,7 @@
 """Node features that were declared constant: nothing travels for them after the first step, and all numbers stay."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch_geometric.nn
@@ -8,6 +10,7 @@ from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, s
 
 import pyg_sar.nn
 from pyg_sar import record_traffic, shard
+from pyg_sar.aggregate import reduce_rows
 
 LAYERS = {
     "sage": ("SAGEConv", (8, 4), {}, ""),
@@ -72,6 +75,25 @@ def constant(group, mode):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_nothing_travels_after_the_first_step(pool, workers, mode):
     pool.run(workers, constant, mode)
+
+
+def in_tiles(group):
+    """Rows that are read in column tiles, twice: fetched, and as they were kept."""
+    graph = (mine := share(group, edges(), assignment("random", group.size()))).edge_index.graph
+    x = torch.randn(NUM_NODES, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    own = x[mine.src]
+    mine.edge_index.cache_features(own)
+    weight = torch.rand(edges().size(1), dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    src, dst = edges()
+    expected = torch.zeros_like(x).index_add_(0, dst, x[src] * weight.unsqueeze(1))
+    with mock.patch("pyg_sar.reduce.base.COLUMNS", 2), record_traffic(mine.edge_index) as records:
+        for _ in range(2):
+            close(reduce_rows(graph, own, "sum", weight[mine.edge]), expected[mine.dst], "sum")
+    return [r.forward_received > 0 for r in records]
+
+
+def test_kept_rows_are_cut_as_tiles_are(pool):
+    assert pool.run(2, in_tiles) == [[True, False]] * 2
 
 
 def test_changes_in_place_are_noticed_and_other_tensors_are_not_kept():
