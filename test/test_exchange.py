@@ -150,3 +150,15 @@ def test_gradients_of_each_column_tile():
         sink.push(0, torch.full((2, 1), tile + 1.0))
         sink.push(1, torch.full((1, 1), 10.0))
     assert found == [(0, [1, 11]), (1, [2, 12]), (2, [3, 13])]
+
+
+def test_what_is_made_of_a_wrapper_wraps_what_is_made_of_the_other():
+    wrapper = Wrapped(Local(Routes.local([slice(0, 2), slice(2, 4)])))
+    for made in (wrapper.one_shot(), wrapper.to("meta"), wrapper.reroute(wrapper.routes, exact=True)):
+        assert type(made) is Wrapped
+        assert made.exchange is not wrapper.exchange
+        assert made.routes is made.exchange.routes
+    assert wrapper.to("meta").routes.device.type == "meta"
+    assert len(wrapper.one_shot().routes.shards) == 1
+    assert wrapper.all_reduce_max([3]) == [3]
+    assert [rows.tolist() for rows in wrapper.exchange_used_rows(torch.empty(0, dtype=torch.bool))] == [[]]

@@ -423,6 +423,15 @@ def test_rows_take_the_wider_type_of_weights():
     close(reduce_rows(graph, x, "sum", weight), reduce_rows(graph, x.double(), "sum", weight), "sum")
 
 
+def test_messages_are_made_without_autocast():
+    """As backward makes them again."""
+    graph, x, weight = shard(edges(), 61, 3).graph, torch.rand(61, 4), torch.rand(4, 4)
+    reduce = Message(lambda block, x, rows: x[block.col] @ rows.const[0], (4,))
+    expected = aggregate(graph, reduce, x, const=[weight])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(aggregate(graph, reduce, x, const=[weight]), expected)
+
+
 class Asked(Wrapped):
     """Notes which orders it is asked for."""
 
