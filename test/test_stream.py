@@ -425,7 +425,8 @@ def test_rows_take_the_wider_type_of_weights():
 
 def test_messages_are_made_without_autocast():
     """As backward makes them again."""
-    graph, x, weight = shard(edges(), 61, 3).graph, torch.rand(61, 4), torch.rand(4, 4)
+    graph, x = shard(edges(), 61, 3).graph, torch.rand(61, 4, dtype=torch.float32)
+    weight = torch.rand(4, 4, dtype=torch.float32)
     reduce = Message(lambda block, x, rows: x[block.col] @ rows.const[0], (4,))
     expected = aggregate(graph, reduce, x, const=[weight])
     with torch.autocast("cpu", dtype=torch.bfloat16):
