@@ -433,6 +433,11 @@ def test_messages_are_made_without_autocast():
         assert torch.equal(aggregate(graph, reduce, x, const=[weight]), expected)
 
 
+def test_rows_are_multiplied_elsewhere_than_on_a_cpu():
+    x, weight = torch.empty(3, 4, device="meta"), torch.empty(5, 4, device="meta")
+    assert linear(x, weight).shape == (3, 5)
+
+
 class Asked(Wrapped):
     """Notes which orders it is asked for."""
 

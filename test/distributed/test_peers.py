@@ -16,6 +16,7 @@ from support.setup import setup
 
 from pyg_sar import record_traffic
 from pyg_sar.aggregate import aggregate, reduce_rows
+from pyg_sar.distributed import transfer
 from pyg_sar.distributed.peers import OneShot, OneShotSink, Peers, PeerSink
 from pyg_sar.distributed.transfer import Channel
 from pyg_sar.exchange import Routes
@@ -54,6 +55,7 @@ def measure(group, mode, method):
             "backward_sent": (reads + again * serves) * row,
         }
         results[name] = sizes(found), expected
+        assert (found.forward_wait > 0) == (reads + serves > 0)
     return results
 
 
@@ -275,14 +277,16 @@ def lonely(group, mode):
     edge_index, part = torch.tensor([[1, 1, 2, 0], [0, 0, 2, 0]]), torch.arange(3)
     mine = share(group, edge_index, part, mode=mode)
     x = torch.full((1, 2), float(dist.get_rank(group) + 1), requires_grad=True)
-    with record_traffic(mine.edge_index) as records:
+    sent, begin = [], transfer.start
+    note = mock.patch.object(transfer, "start", lambda messages, group: sent.extend(messages) or begin(messages, group))
+    with record_traffic(mine.edge_index) as records, note:
         reduce_rows(mine.edge_index.graph, x, "sum").sum().backward()
-    return x.grad[0, 0].item(), records[0].forward_received, records[0].backward_received
+    return x.grad[0, 0].item(), len(sent), records[0].forward_received, records[0].backward_received
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_empty_travels(pool, mode):
-    assert pool.run(3, lonely, mode) == [(1.0, 8, 0), (2.0, 0, 8), (1.0, 0, 0)]
+    assert pool.run(3, lonely, mode) == [(1.0, 2, 8, 0), (2.0, 2, 0, 8), (1.0, 0, 0, 0)]
 
 
 def test_order_of_blocks():
