@@ -1,5 +1,6 @@
 """What a dry run tells, against real workers."""
 
+import gc
 from argparse import Namespace
 
 import pytest
@@ -12,7 +13,7 @@ from pyg_sar import load, ops, partition, record_traffic, sum_gradients
 from pyg_sar.cli import _stack
 from pyg_sar.data.assign import assign
 from pyg_sar.data.datasets import dataset
-from pyg_sar.planner import Live, choose, from_counts, from_partition, plan, received
+from pyg_sar.planner import Live, choose, few_objects, from_counts, from_partition, plan, received
 
 RELATIONS = 4
 
@@ -123,3 +124,15 @@ def test_refuses_to_run_within_a_group(pool):
     assert pool.run(2, refuse) == [True, True]
     plan(lambda: Net("sage"), from_counts(100, 1000, 2), 64, modes=[1])
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_the_caller_froze_stays_frozen(frozen):
+    if frozen:
+        gc.freeze()
+    try:
+        with few_objects():
+            assert gc.get_freeze_count() > 0
+        assert (gc.get_freeze_count() > 0) == frozen
+    finally:
+        gc.unfreeze()
