@@ -417,6 +417,13 @@ def test_an_optional_constant_that_no_block_reads_has_no_gradient():
         assert grad is None if optional else grad.tolist() == [0, 0]
 
 
+def test_messages_that_read_nothing_give_no_gradient():
+    graph, x = shard(edges(), 61, 3).graph, torch.rand(61, 4, requires_grad=True)
+    out = aggregate(graph, Message(lambda block, x, rows: torch.ones(block.num_edges, 4), (4,)), x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert out.any() and not grad.any()
+
+
 def test_rows_take_the_wider_type_of_weights():
     graph, x = shard(edges(), 61, 3).graph, torch.rand(61, 2)
     weight = torch.rand(graph.num_edges, dtype=torch.float64)
