@@ -27,6 +27,7 @@ LEVELS = """
     distributed.guard distributed.staging
     distributed.agreement
     halo refusals whole_graph
+    operations
     edge_index
     distributed.collectives
     distributed.transfer

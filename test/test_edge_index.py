@@ -1,4 +1,4 @@
-"""The tensor that stands for a sharded graph: what it answers, what it exchanges, and what it refuses."""
+"""The tensor that stands for a sharded graph, and its operations: what they answer, exchange and refuse."""
 
 import copy
 import io
@@ -21,8 +21,8 @@ from torch_geometric.data import Data
 
 import pyg_sar.nn
 from pyg_sar import ShardedEdgeIndex, record_traffic, shard
-from pyg_sar.edge_index import EDGES, FLIPPED, SOURCES
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.operations import EDGES, FLIPPED, SOURCES
 
 N = NUM_NODES
 REFUSED = r"(?s)^\[rank 0\] .* cannot be computed exactly on the .* of a sharded graph: .*\. [A-Z][^.]*'.*\.$"

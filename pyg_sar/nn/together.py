@@ -10,7 +10,7 @@ from torch_geometric.data.data import BaseData
 
 from pyg_sar.caller import running_modules
 from pyg_sar.distributed.collectives import grouped
-from pyg_sar.edge_index import sharded
+from pyg_sar.operations import sharded
 
 
 def together(group: Any) -> bool:

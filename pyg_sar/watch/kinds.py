@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyg_sar.edge_index import OPERATORS
+from pyg_sar.operations import OPERATORS
 from pyg_sar.structure import tensors
 from pyg_sar.watch import ROWS
 

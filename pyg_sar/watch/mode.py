@@ -17,7 +17,8 @@ from torch_geometric.data.data import BaseData
 from pyg_sar.caller import beyond, spoken, within
 from pyg_sar.distributed import guard
 from pyg_sar.distributed.group import rank_of, size_of
-from pyg_sar.edge_index import ShardedEdgeIndex, sharded
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.operations import sharded
 from pyg_sar.structure import tensors
 from pyg_sar.watch import ROWS, SAME, current, install
 from pyg_sar.watch.kinds import SHARE, Call, Kind, Local

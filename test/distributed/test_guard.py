@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn
+from support.messages import started
 from support.nasty_graph import NUM_NODES, assignment, edges, share
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -399,11 +400,7 @@ def test_rounding_does_not_alarm():
 
 
 def headers_of(size, on):
-    sent, begin = [], guard.start
-    with (
-        mock.patch.object(guard, "ON", on),
-        mock.patch.object(guard, "start", lambda messages, group: sent.extend(messages) or begin(messages, group)),
-    ):
+    with mock.patch.object(guard, "ON", on), started(guard) as sent:
         trained(workers(size, lambda *given: train(*given, steps=1)))
     return len(sent)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.layers import TRAFFIC, Case
+from support.messages import started
 from support.nasty_graph import assignment, edges, share
 from support.setup import setup
 
@@ -277,9 +278,7 @@ def lonely(group, mode):
     edge_index, part = torch.tensor([[1, 1, 2, 0], [0, 0, 2, 0]]), torch.arange(3)
     mine = share(group, edge_index, part, mode=mode)
     x = torch.full((1, 2), float(dist.get_rank(group) + 1), requires_grad=True)
-    sent, begin = [], transfer.start
-    note = mock.patch.object(transfer, "start", lambda messages, group: sent.extend(messages) or begin(messages, group))
-    with record_traffic(mine.edge_index) as records, note:
+    with record_traffic(mine.edge_index) as records, started(transfer) as sent:
         reduce_rows(mine.edge_index.graph, x, "sum").sum().backward()
     return x.grad[0, 0].item(), len(sent), records[0].forward_received, records[0].backward_received
 

@@ -10,8 +10,8 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import global_sum, grouped
-from pyg_sar.edge_index import sharded
 from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.operations import sharded
 
 
 class HANConv(MessagePassing, torch_geometric.nn.HANConv):

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
 from pyg_sar.aggregate import SIMPLE
-from pyg_sar.edge_index import ShardedEdgeIndex, sharded
+from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.one_block import has_kernels, one_block, sizes
 from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.dispatch import replay
+from pyg_sar.operations import sharded
 from pyg_sar.refusals import refuse_table, wrong_rows
 from pyg_sar.watch import ROWS, gives
 

@@ -16,7 +16,7 @@ from pyg_sar.distributed.collectives import all_gather, all_reduce, global_sum, 
 from pyg_sar.distributed.gather import join
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.loss import global_mean
-from pyg_sar.edge_index import bind
+from pyg_sar.operations import bind
 
 
 class DeepGraphInfomax(torch_geometric.nn.DeepGraphInfomax):

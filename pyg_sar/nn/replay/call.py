@@ -12,9 +12,10 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.distributed.group import is_local
-from pyg_sar.edge_index import EDGES, ShardedEdgeIndex
+from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.trace import NotStreamable
+from pyg_sar.operations import EDGES
 from pyg_sar.reduce.base import flat
 from pyg_sar.refusals import wrong_rows
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed.reverse import reverse
-from pyg_sar.edge_index import EDGES, SOURCES, ShardedEdgeIndex
+from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
+from pyg_sar.operations import EDGES, SOURCES
 from pyg_sar.refusals import fail
 
 
