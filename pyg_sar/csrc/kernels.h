@@ -91,6 +91,29 @@ struct AttentionGrad {
   bool alone;                           // all edges, additive scores: no `inner`, and `d_value` are the values themselves
 };
 
+// Of the columns of x, [rows, width]: means and sums of squared deviations, both zero before.
+struct Moments {
+  Rows<const void> x;
+  double *mean, *m2;
+  int64_t rows, width;
+};
+
+// Of columns: sums of the gradient, and of its products with x - center. The centers have accumulator type.
+struct ColumnProducts {
+  Rows<const void> x, grad;
+  const void* center;
+  double *sums, *products;
+  int64_t rows, width;
+};
+
+// out = (x - center) * scale + shift, and + grad * factor if there is one. Vectors have accumulator type.
+struct ColumnAffine {
+  Rows<const void> x, grad;
+  const void *center, *scale, *shift, *factor;
+  Rows<void> out;  // of the type of x
+  int64_t rows, width;
+};
+
 // Runs `task(unit, context)` for all units on torch's threads, in any order.
 using Parallel = void (*)(int64_t units, void (*task)(int64_t, void*), void* context);
 
@@ -102,6 +125,9 @@ struct Kernels {
   void (*extremum_grad)(const ExtremumGrad&, Parallel);
   void (*attention)(const Attention&, Parallel);
   void (*attention_grad)(const AttentionGrad&, Parallel);
+  void (*moments)(const Moments&, Parallel);
+  void (*column_products)(const ColumnProducts&, Parallel);
+  void (*column_affine)(const ColumnAffine&, Parallel);
 };
 
 enum class Type { f32, f64, bf16, f16 };

@@ -50,8 +50,7 @@ ScalarType accumulator(const Tensor& x) {
 }
 
 // The best kernels that the processor runs; PYG_SAR_ISA chooses worse ones.
-const Kernels& kernels(const Tensor& x, const Tensor& ptr) {
-  const bool wide = ptr.scalar_type() == ScalarType::Long;
+const Kernels& kernels(const Tensor& x, bool wide = false) {
 #if defined(__x86_64__)
   static const int level = [] {
     const char* wish = std::getenv("PYG_SAR_ISA");
@@ -68,6 +67,7 @@ const Kernels& kernels(const Tensor& x, const Tensor& ptr) {
 #endif
   return plain::kernels(type_of(x), wide);
 }
+const Kernels& kernels(const Tensor& x, const Tensor& ptr) { return kernels(x, ptr.scalar_type() == ScalarType::Long); }
 
 // Threads take units one by one, as their costs differ.
 void parallel(int64_t units, void (*task)(int64_t, void*), void* context) {
@@ -312,6 +312,54 @@ void additive_grad_(Tensor value, Tensor d_key, Maybe d_query, Maybe d_edge, Ten
   kernels(value, ptr).attention_grad(op, parallel);
 }
 
+// A vector with a number for each column.
+const void* of_columns(Arguments& args, const char* name, const Tensor& t, int64_t width, ScalarType type) {
+  STD_TORCH_CHECK(t.is_contiguous(), "Expected '", name, "' to be contiguous");
+  return args.index(name, t, width, type);
+}
+double* sums_of_columns(Arguments& args, const char* name, const Tensor& t, int64_t width) {
+  return static_cast<double*>(const_cast<void*>(of_columns(args, name, t, width, ScalarType::Double)));
+}
+
+void moments_(Tensor mean, Tensor m2, Tensor x) {
+  Arguments args;
+  Moments op{};
+  op.rows = x.size(0), op.width = width_of("x", x);
+  op.x = args.rows("x", x, -1, op.width, x.scalar_type());
+  op.mean = sums_of_columns(args, "mean", mean, op.width);
+  op.m2 = sums_of_columns(args, "m2", m2, op.width);
+  kernels(x).moments(op, parallel);
+}
+
+void column_products_(Tensor sums, Tensor products, Tensor x, Tensor grad, Tensor center) {
+  Arguments args;
+  ColumnProducts op{};
+  op.rows = x.size(0), op.width = width_of("x", x);
+  op.x = args.rows("x", x, -1, op.width, x.scalar_type());
+  op.grad = args.rows("grad", grad, op.rows, op.width, x.scalar_type());
+  op.center = of_columns(args, "center", center, op.width, accumulator(x));
+  op.sums = sums_of_columns(args, "sums", sums, op.width);
+  op.products = sums_of_columns(args, "products", products, op.width);
+  kernels(x).column_products(op, parallel);
+}
+
+void column_affine_(Tensor out, Tensor x, Tensor center, Tensor scale, Tensor shift, Maybe grad, Maybe factor) {
+  Arguments args;
+  ColumnAffine op{};
+  const auto type = accumulator(x);
+  op.rows = x.size(0), op.width = width_of("x", x);
+  STD_TORCH_CHECK(grad.has_value() == factor.has_value(), "'grad' and 'factor' come together");
+  op.x = args.rows("x", x, -1, op.width, x.scalar_type());
+  op.grad = args.rows("grad", grad, op.rows, op.width, x.scalar_type());
+  op.center = of_columns(args, "center", center, op.width, type);
+  op.scale = of_columns(args, "scale", scale, op.width, type);
+  op.shift = of_columns(args, "shift", shift, op.width, type);
+  op.factor = factor ? of_columns(args, "factor", *factor, op.width, type) : nullptr;
+  op.out = args.out("out", out, op.rows, op.width, x.scalar_type());
+  ask_for_huge_pages(out);
+  kernels(x).column_affine(op, parallel);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
@@ -323,6 +371,9 @@ STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
   m.impl("attention_", TORCH_BOX(&attention_));
   m.impl("attention_grad_", TORCH_BOX(&attention_grad_));
   m.impl("additive_grad_", TORCH_BOX(&additive_grad_));
+  m.impl("moments_", TORCH_BOX(&moments_));
+  m.impl("column_products_", TORCH_BOX(&column_products_));
+  m.impl("column_affine_", TORCH_BOX(&column_affine_));
 }
 
 }  // namespace pyg_sar

@@ -50,6 +50,13 @@ SCHEMAS = (
     "Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor? query, Tensor? edge, Tensor peak, "
     "Tensor total, Tensor grad, float parameter, Tensor? e_id, int seed, float dropout, int head, "
     "Tensor? rows=None) -> ()",
+    # mean[c] = the mean of column c of x, m2[c] = the sum of squared deviations from it; both are given as zeros, double
+    "moments_(Tensor(a!) mean, Tensor(b!) m2, Tensor x) -> ()",
+    # sums[c] += sum of column c of grad, products[c] += that of grad * (x - center); both are double
+    "column_products_(Tensor(a!) sums, Tensor(b!) products, Tensor x, Tensor grad, Tensor center) -> ()",
+    # out = (x - center) * scale + shift, and + grad * factor if there is one
+    "column_affine_(Tensor(a!) out, Tensor x, Tensor center, Tensor scale, Tensor shift, Tensor? grad, "
+    "Tensor? factor) -> ()",
 )
 LIBRARY = torch.library.Library("pyg_sar", "DEF")
 
@@ -128,3 +135,6 @@ extremum_grad_ = torch.ops.pyg_sar.extremum_grad_
 attention_ = torch.ops.pyg_sar.attention_
 attention_grad_ = torch.ops.pyg_sar.attention_grad_
 additive_grad_ = torch.ops.pyg_sar.additive_grad_
+moments_ = torch.ops.pyg_sar.moments_
+column_products_ = torch.ops.pyg_sar.column_products_
+column_affine_ = torch.ops.pyg_sar.column_affine_

@@ -229,3 +229,39 @@ def segment_max(row: Tensor, num_rows: int, values: Tensor) -> Tensor:
     index = row.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
     lowest = values.new_full((num_rows, *values.shape[1:]), -torch.inf)
     return lowest.scatter_reduce_(0, index, values, "amax")
+
+
+def moments_(mean: Tensor, m2: Tensor, x: Tensor) -> None:
+    """Write means and sums of squared deviations of columns."""
+    n = max(x.size(0), 1)
+    guess = (x.sum(0, dtype=accumulator(x.dtype)) / n).to(accumulator(x.dtype))
+    total, squares = torch.zeros_like(mean), torch.zeros_like(m2)
+    for rows in pieces(x):
+        deviation = rows - guess
+        total += deviation.sum(0)
+        squares += deviation.square_().sum(0)
+    shift = total / n  # what the guess lacks
+    mean.copy_(guess + shift)
+    m2.copy_(squares - shift * total)
+
+
+def column_products_(sums: Tensor, products: Tensor, x: Tensor, grad: Tensor, center: Tensor) -> None:
+    """Add the sums of columns, piece by piece."""
+    for rows, g in zip(pieces(x), pieces(grad), strict=True):
+        sums += g.sum(0, dtype=center.dtype)
+        products += (g * (rows - center)).sum(0)
+
+
+def column_affine_(
+    out: Tensor, x: Tensor, center: Tensor, scale: Tensor, shift: Tensor, grad: Tensor | None, factor: Tensor | None
+) -> None:
+    """Scale and shift, piece by piece; on a GPU the pieces are large, as it takes time to be told of each."""
+    grads = [None] * len(pieces(x)) if grad is None else pieces(grad)
+    for rows, g, into in zip(pieces(x), grads, pieces(out), strict=True):
+        value = torch.addcmul(shift, rows - center, scale)
+        into.copy_(value if g is None else value.addcmul_(g, factor))
+
+
+def pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """Return rows in pieces that stay in a cache while several operations pass over them; a GPU has more of it."""
+    return x.split(max((2**17 if x.is_cpu else 2**24) // max(x.size(1), 1), 1))

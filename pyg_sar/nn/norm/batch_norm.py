@@ -8,8 +8,8 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.autograd import once_differentiable
-from pyg_sar.distributed.collectives import all_gather, all_reduce
+from pyg_sar.distributed.collectives import all_reduce
+from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments
 from pyg_sar.nn.together import together
 
 
@@ -46,15 +46,21 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
         """Normalise by the rows of all workers."""
         if x.dim() != 2 or x.size(1) != self.num_features:
             raise ValueError(f"Expected rows of shape [num_nodes, {self.num_features}] (got {list(x.shape)})")
-        count, mean, m2 = merge(self.group, *moments(x))
+        count, mean, m2 = moments = global_moments(x, self.group)
         if count <= 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got {count} rows on all workers together"
             )
         if self.training and self.track_running_stats:
             self.track(count, mean, m2)
-        mean, rstd = mean.to(wide(x)), (m2 / count + self.eps).rsqrt().to(wide(x))
-        return Normalize.apply(x, self.weight, self.bias, mean, rstd, count, self.group)
+        return NormaliseColumns.apply(x, moments, self.group, self.coefficients, self.weight, self.bias)
+
+    def coefficients(
+        self, count: int, mean: Tensor, m2: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return scale and shift."""
+        scale = (m2 / count + self.eps).rsqrt()
+        return scale if weight is None else scale * weight, torch.zeros_like(mean) if bias is None else bias
 
     @torch.no_grad()
     def track(self, count: int, mean: Tensor, m2: Tensor) -> None:
@@ -112,85 +118,3 @@ class BatchNorm(torch_geometric.nn.BatchNorm):
 def rows_of_all(x: Tensor, group: Any) -> int:
     """Return the number of rows on all workers together."""
     return int(all_reduce(torch.tensor(x.size(0), device=x.device), group))
-
-
-def moments(x: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return count, mean and sum of squared deviations of the local rows, in double precision."""
-    n, guess = x.size(0), x.detach().sum(0, dtype=wide(x)) / max(x.size(0), 1)
-    total, squares = torch.zeros(2, *guess.shape, dtype=torch.float64, device=x.device)
-    for rows in pieces(x.detach()):
-        deviation = rows - guess
-        total += deviation.sum(0)
-        squares += deviation.square_().sum(0)
-    shift = total / max(n, 1)  # what the guess lacks
-    return n, guess + shift, squares - shift * total
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """Return a type of single precision at least."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Return rows in pieces that stay in a cache while several operations pass over them; a GPU has more of it, and
-    takes time to be told of each piece.
-    """
-    return x.split(max((2**17 if x.is_cpu else 2**24) // max(x.size(1), 1), 1))
-
-
-def merge(group: Any, count: int, mean: Tensor, m2: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Merge the moments of all workers, in the same order everywhere (Chan, Golub & LeVeque 1979)."""
-    # Double precision holds counts beyond 2^24 exactly.
-    parts = all_gather(torch.cat([mean.new_tensor([count]), mean, m2]), group)
-    counts, (means, m2s) = parts[:, 0], parts[:, 1:].chunk(2, 1)
-    total = counts.sum()
-    weight = (counts / total.clamp(min=1)).unsqueeze(1)
-    center = (weight * means).sum(0)
-    spread = m2s.sum(0) + (counts.unsqueeze(1) * (means - center).square()).sum(0)
-    return int(total), center, spread
-
-
-class Normalize(torch.autograd.Function):
-    """Normalise by given statistics, whose gradient needs two sums over all workers' rows.
-
-    Both passes make one tensor as long as the rows, and nothing else.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, count: int,
-        group: Any,
-    ) -> Tensor:  # fmt: skip
-        """Normalise."""
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.count, ctx.group = count, group
-        scale = rstd if weight is None else rstd * weight.to(mean.dtype)
-        shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
-        out = torch.empty_like(x)
-        for rows, into in zip(pieces(x), pieces(out), strict=True):
-            torch.addcmul(shift, rows - mean, scale, out=into)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """Parameters get this worker's share, rows the exact gradient."""
-        once_differentiable()
-        x, weight, mean, rstd = ctx.saved_tensors
-        d_bias, d_weight = torch.zeros(2, *mean.shape, dtype=torch.float64, device=mean.device)
-        for rows, g in zip(pieces(x), pieces(grad), strict=True):
-            d_bias += g.sum(0, dtype=mean.dtype)
-            d_weight += (g * (rows - mean)).sum(0)
-        d_weight *= rstd
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            # (g - mean of g - normalised row * mean of their product) * scale
-            inner, product = all_reduce(torch.stack([d_bias, d_weight]), ctx.group) / ctx.count
-            scale = (rstd if weight is None else rstd * weight).to(mean.dtype)
-            inner, product = inner.to(mean.dtype), (product * rstd).to(mean.dtype)
-            d_x = torch.empty_like(x)
-            for rows, g, into in zip(pieces(x), pieces(grad), pieces(d_x), strict=True):
-                torch.mul((g - inner).sub_((rows - mean).mul_(product)), scale, out=into)
-        if weight is not None:
-            d_weight, d_bias = d_weight.to(weight.dtype), d_bias.to(weight.dtype)
-        wants = ctx.needs_input_grad
-        return d_x, d_weight if wants[1] else None, d_bias if wants[2] else None, None, None, None, None

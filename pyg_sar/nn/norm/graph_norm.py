@@ -2,10 +2,12 @@ r"""Normalisation of each graph's features."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.norm.statistics import NormalisesPerGraph, PerGraph
+from pyg_sar.nn.norm.statistics import NormalisesPerGraph
 
 
 class GraphNorm(NormalisesPerGraph, torch_geometric.nn.GraphNorm):
@@ -20,8 +22,10 @@ class GraphNorm(NormalisesPerGraph, torch_geometric.nn.GraphNorm):
     a batch must be numbered alike on all workers.
     """
 
-    def normalise(self, x: Tensor, per_graph: PerGraph) -> Tensor:
-        """Normalise by the rows of all workers."""
-        out = x - per_graph.of_rows(per_graph.mean(x)) * self.mean_scale
-        std = (per_graph.mean(out.pow(2)) + self.eps).sqrt()
-        return self.weight * out / per_graph.of_rows(std) + self.bias
+    def coefficients(
+        self, count: Any, mean: Tensor, m2: Tensor, weight: Tensor, bias: Tensor, mean_scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return scale and shift: what is left of the mean is squared with the deviations, and shifts the rows."""
+        rest = (1 - mean_scale) * mean
+        scale = weight / (m2 / count + rest.square() + self.eps).sqrt()
+        return scale, rest * scale + bias

@@ -18,6 +18,7 @@ class GraphSizeNorm(NormalisesPerGraph, torch_geometric.nn.GraphSizeNorm):
     Graphs of a batch must be numbered alike on all workers.
     """
 
-    def normalise(self, x: Tensor, per_graph: PerGraph) -> Tensor:
-        """Normalise by the rows of all workers."""
+    def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
+        """Normalise by the number of rows of all workers."""
+        per_graph = PerGraph(x, batch, batch_size, self.group)
         return x * per_graph.of_rows(per_graph.count.pow(-0.5))

@@ -2,11 +2,13 @@ r"""Normalisation of the features of each graph of a batch by themselves."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.norm.statistics import NormalisesPerGraph, PerGraph
+from pyg_sar.nn.norm.statistics import NormalisesPerGraph
 
 
 class InstanceNorm(NormalisesPerGraph, torch_geometric.nn.InstanceNorm):
@@ -21,23 +23,27 @@ class InstanceNorm(NormalisesPerGraph, torch_geometric.nn.InstanceNorm):
     a batch must be numbered alike on all workers.
     """
 
-    def normalise(self, x: Tensor, per_graph: PerGraph) -> Tensor:
-        """Normalise by the rows of all workers."""
+    def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
+        """Normalise by the rows of all workers, or by running statistics."""
         if self.training or not self.track_running_stats:
-            mean = per_graph.mean(x)
-            x = x - per_graph.of_rows(mean)
-            squares = per_graph.sum(x * x)
-            self.track(mean, squares / (per_graph.count - 1).clamp(min=1))
-            var = squares / per_graph.count.clamp(min=1)
-        else:
-            assert self.running_mean is not None and self.running_var is not None
-            x, var = x - self.running_mean, self.running_var.expand(per_graph.size, -1)
-        out = x / per_graph.of_rows((var + self.eps).sqrt())
-        return out if self.weight is None else out * self.weight + self.bias
+            return super().over_all(x, batch, batch_size)
+        assert self.running_mean is not None and self.running_var is not None
+        scale, shift = self.coefficients(1, self.running_mean, self.running_var, *self.parameters())
+        return (x - self.running_mean) * scale + shift
+
+    def coefficients(
+        self, count: Any, mean: Tensor, m2: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return scale and shift."""
+        scale = (m2 / count + self.eps).rsqrt()
+        return scale if weight is None else scale * weight, torch.zeros_like(mean) if bias is None else bias.expand_as(
+            mean
+        )
 
     @torch.no_grad()
-    def track(self, mean: Tensor, var: Tensor) -> None:
-        """Move the running statistics towards the mean of those of all graphs."""
+    def track(self, count: Any, mean: Tensor, m2: Tensor) -> None:
+        """Move the running statistics towards the mean of those of all graphs; with the unbiased variance, as PyG."""
+        var = m2 / (count - 1 if isinstance(count, Tensor) else torch.tensor(count - 1.0)).clamp(min=1)
         for running, now in ((self.running_mean, mean), (self.running_var, var)):
             if running is not None:
-                running.lerp_(now.mean(0).to(running.dtype), self.momentum)
+                running.lerp_(now.view(-1, now.size(-1)).mean(0).to(running.dtype), self.momentum)

@@ -2,10 +2,13 @@ r"""Normalisation of each graph of a batch, or of each node."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.norm.statistics import NormalisesPerGraph, PerGraph
+from pyg_sar.nn.norm.statistics import NormalisesPerGraph
 
 
 class LayerNorm(NormalisesPerGraph, torch_geometric.nn.LayerNorm):
@@ -26,10 +29,13 @@ class LayerNorm(NormalisesPerGraph, torch_geometric.nn.LayerNorm):
             return torch_geometric.nn.LayerNorm.forward(self, x, batch, batch_size)
         return super().forward(x, batch, batch_size)
 
-    def normalise(self, x: Tensor, per_graph: PerGraph) -> Tensor:
-        """Normalise by the rows of all workers."""
-        x = x - per_graph.of_rows(per_graph.mean(x).mean(1, keepdim=True))
-        var = per_graph.mean(x * x).mean(1, keepdim=True)
+    def coefficients(
+        self, count: Any, mean: Tensor, m2: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return scale and shift: all columns have one mean and one variance."""
+        rest = mean - mean.mean(-1, keepdim=True)
+        var = (m2 / count + rest.square()).mean(-1, keepdim=True)
         # As in PyG, which takes its constant inside the root for batches alone.
-        out = x / per_graph.of_rows(var.sqrt() + self.eps if per_graph.single else (var + self.eps).sqrt())
-        return out if self.weight is None else out * self.weight + self.bias
+        std = var.sqrt() + self.eps if mean.dim() == 1 else (var + self.eps).sqrt()
+        scale = torch.ones_like(mean) / std if weight is None else weight / std
+        return scale, rest * scale if bias is None else rest * scale + bias

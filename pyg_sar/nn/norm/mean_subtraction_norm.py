@@ -2,10 +2,13 @@ r"""Subtraction of the mean."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.norm.statistics import NormalisesPerGraph, PerGraph
+from pyg_sar.nn.norm.statistics import NormalisesPerGraph
 
 
 class MeanSubtractionNorm(NormalisesPerGraph, torch_geometric.nn.MeanSubtractionNorm):
@@ -22,6 +25,6 @@ class MeanSubtractionNorm(NormalisesPerGraph, torch_geometric.nn.MeanSubtraction
         """Normalise rows ``[n, channels]``."""
         return super().forward(x, batch, dim_size)
 
-    def normalise(self, x: Tensor, per_graph: PerGraph) -> Tensor:
-        """Normalise by the rows of all workers."""
-        return x - per_graph.of_rows(per_graph.mean(x))
+    def coefficients(self, count: Any, mean: Tensor, m2: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and shift."""
+        return torch.ones_like(mean), torch.zeros_like(mean)

@@ -2,10 +2,13 @@ r"""Normalisation that keeps the distances between all pairs of nodes."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.norm.statistics import NormalisesPerGraph, PerGraph
+from pyg_sar.nn.norm.statistics import NormalisesPerGraph
 
 
 class PairNorm(NormalisesPerGraph, torch_geometric.nn.PairNorm):
@@ -22,10 +25,14 @@ class PairNorm(NormalisesPerGraph, torch_geometric.nn.PairNorm):
     workers.
     """
 
-    def normalise(self, x: Tensor, per_graph: PerGraph) -> Tensor:
+    def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the rows of all workers."""
-        x = x - per_graph.of_rows(per_graph.mean(x))
+        x = super().over_all(x, batch, batch_size)
+        return self.scale * x / (self.eps + x.norm(2, -1, keepdim=True)) if self.scale_individually else x
+
+    def coefficients(self, count: Any, mean: Tensor, m2: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and shift."""
         if self.scale_individually:
-            return self.scale * x / (self.eps + x.norm(2, -1, keepdim=True))
-        square = per_graph.mean(x.pow(2).sum(-1, keepdim=True))
-        return self.scale * x / per_graph.of_rows((self.eps + square).sqrt())
+            return torch.ones_like(mean), torch.zeros_like(mean)
+        square = (m2 / count).sum(-1, keepdim=True)
+        return (self.scale / (self.eps + square).sqrt()).expand_as(mean), torch.zeros_like(mean)

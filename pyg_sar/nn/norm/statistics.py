@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
+from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments
 from pyg_sar.nn.together import together
 
 
@@ -19,7 +20,7 @@ class PerGraph:
     """
 
     def __init__(self, x: Tensor, batch: Tensor | None, batch_size: int | None, group: Any) -> None:
-        self.group, self.single = group, batch is None
+        self.group = group
         self.batch = x.new_zeros(x.size(0), dtype=torch.long) if batch is None else batch
         if batch is None:
             batch_size = 1
@@ -45,7 +46,11 @@ class PerGraph:
 
 
 class NormalisesPerGraph:
-    """What stands before a normalisation of PyG: with other workers :meth:`normalise` runs in its place."""
+    """What stands before a normalisation of PyG: with other workers all of their rows count.
+
+    Rows are scaled and shifted by :meth:`coefficients`, whose arguments are those of the graph as a whole, or, for a
+    batch, have a row for every graph.
+    """
 
     group: Any = None  # of workers
 
@@ -58,8 +63,22 @@ class NormalisesPerGraph:
     @torch.compiler.disable
     def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the rows of all workers."""
-        return self.normalise(x, PerGraph(x, batch, batch_size, self.group))
+        parameters = [*self.parameters(recurse=False)]  # type: ignore[attr-defined]
+        if batch is None:
+            moments = global_moments(x, self.group)
+            self.track(*moments)
+            return NormaliseColumns.apply(x, moments, self.group, self.coefficients, *parameters)
+        per_graph = PerGraph(x, batch, batch_size, self.group)
+        mean = per_graph.mean(x)
+        x = x - per_graph.of_rows(mean)
+        m2 = per_graph.sum(x * x)
+        self.track(per_graph.count, mean, m2)
+        scale, shift = self.coefficients(per_graph.count.clamp(min=1), mean, m2, *parameters)
+        return x * per_graph.of_rows(scale) + per_graph.of_rows(shift)
 
-    def normalise(self, x: Tensor, per_graph: PerGraph) -> Tensor:
-        """Normalise by the rows of all workers."""
+    def track(self, count: Any, mean: Tensor, m2: Tensor) -> None:
+        """Note the moments, if a normalisation does."""
+
+    def coefficients(self, count: Any, mean: Tensor, m2: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and shift, given how many rows there are, their mean, squared deviations and parameters."""
         raise NotImplementedError

@@ -8,9 +8,11 @@ or double precision, sums of single at least. Without a GPU, Triton's interprete
 from pyg_sar.ops.reference import zero_
 from pyg_sar.ops.triton.attention import attention_
 from pyg_sar.ops.triton.attention_grad import additive_grad_, attention_grad_
+from pyg_sar.ops.triton.columns import column_affine_, column_products_, moments_
 from pyg_sar.ops.triton.extremum import extremum_, extremum_grad_
 from pyg_sar.ops.triton.sum import sddmm_, spmm_
 
 __all__ = [
-    "additive_grad_", "attention_", "attention_grad_", "extremum_", "extremum_grad_", "sddmm_", "spmm_", "zero_"
+    "additive_grad_", "attention_", "attention_grad_", "column_affine_", "column_products_", "extremum_",
+    "extremum_grad_", "moments_", "sddmm_", "spmm_", "zero_",
 ]  # fmt: skip

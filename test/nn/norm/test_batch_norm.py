@@ -9,7 +9,7 @@ import torch_geometric.nn
 from support.nasty_graph import close
 
 from pyg_sar.nn import BatchNorm, BatchNorm1d
-from pyg_sar.nn.norm import batch_norm
+from pyg_sar.nn.norm import columns
 
 F = 5
 # Rows of each of four workers: none, one, most.
@@ -195,7 +195,7 @@ def test_low_precision(pool, weights, dtype):
 def counts(group, numbers):
     """Merge moments of batches that nobody could hold."""
     mean, m2 = torch.tensor([[float(dist.get_rank(group))], [2.0]], dtype=torch.float64)
-    return batch_norm.merge(group, numbers[dist.get_rank(group)], mean, m2)
+    return columns.merge(group, numbers[dist.get_rank(group)], mean, m2)
 
 
 @pytest.mark.parametrize("numbers", [[2**24 + 1, 2**24 + 1], [2**31 + 5, 1], [2**24 + 1, 0], [2**40 + 1, 2**24 - 1]])
@@ -206,13 +206,6 @@ def test_counts_are_exact_beyond_single_precision(pool, numbers):
         assert count == a + b
         close(mean, torch.tensor([b / (a + b)], dtype=torch.float64), "mean")
         close(m2, torch.tensor([4 + a * b / (a + b)], dtype=torch.float64), "squared deviations")
-
-
-def test_moments_of_nothing():
-    count, mean, m2 = batch_norm.moments(torch.empty(0, 3, dtype=torch.bfloat16))
-    assert count == 0
-    assert mean.tolist() == m2.tolist() == [0.0] * 3
-    assert mean.dtype == torch.float64
 
 
 def wrong_width(group):
@@ -241,7 +234,7 @@ def test_second_derivative_is_refused(pool):
 def test_without_a_group_it_is_the_parent():
     x = torch.rand(6, F)
     for ours, theirs in ((BatchNorm1d, torch.nn.BatchNorm1d), (BatchNorm, torch_geometric.nn.BatchNorm)):
-        with mock.patch.object(batch_norm.Normalize, "apply", side_effect=AssertionError):
+        with mock.patch.object(columns.NormaliseColumns, "apply", side_effect=AssertionError):
             assert torch.equal(ours(F)(x), theirs(F)(x))
             with pytest.raises(ValueError, match="more than 1 value"):
                 ours(F)(x[:1])
