@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
+from pyg_sar.ops.triton.tiles import program, tile
 
 ROWS, COLUMNS = 32, 64  # of a tile
 TILES = 32  # of a program, at least
@@ -28,13 +29,13 @@ def _moments(
     mean, m2, x, stride: tl.constexpr, num_rows, width: tl.constexpr, tiles: tl.constexpr, columns: tl.constexpr,
     type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    unit, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    unit, column = program(columns)
     c = column * C + tl.arange(0, C)
-    center, spread, count = tl.zeros([C], tl.float64), tl.zeros([C], tl.float64), tl.zeros([], tl.float64)
+    center, spread, count = tl.zeros([C], tl.float64), tl.zeros([C], tl.float64), 0.0
     for t in range(0, tiles):
         i, on = _rows_of(unit * tiles + t, num_rows, R)
         mask = on[:, None] & (c < width)[None, :]
-        value = tl.load(x + (i * stride)[:, None] + c[None, :], mask, 0).to(type)
+        value = tile(x, i, stride, c, mask, type)
         n = tl.sum(on.to(tl.float64), 0)
         some = tl.maximum(n, 1)
         guess = (tl.sum(value, 0) / some).to(type)
@@ -69,15 +70,15 @@ def _products(
     sums, products, x, grad, center, x_stride: tl.constexpr, grad_stride: tl.constexpr, num_rows, width: tl.constexpr,
     tiles: tl.constexpr, columns: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    unit, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    unit, column = program(columns)
     c = column * C + tl.arange(0, C)
     middle = tl.load(center + c, c < width, 0)
     total, product = tl.zeros([C], tl.float64), tl.zeros([C], tl.float64)
     for t in range(0, tiles):
         i, on = _rows_of(unit * tiles + t, num_rows, R)
         mask = on[:, None] & (c < width)[None, :]
-        g = tl.load(grad + (i * grad_stride)[:, None] + c[None, :], mask, 0).to(type)
-        value = tl.load(x + (i * x_stride)[:, None] + c[None, :], mask, 0).to(type)
+        g = tile(grad, i, grad_stride, c, mask, type)
+        value = tile(x, i, x_stride, c, mask, type)
         total += tl.sum(g, 0).to(tl.float64)
         product += tl.sum(g * (value - middle[None, :]), 0).to(tl.float64)
     tl.store(sums + unit * width + c, total, c < width)
@@ -108,14 +109,15 @@ def _affine(
     grad_stride: tl.constexpr, num_rows, width: tl.constexpr, columns: tl.constexpr, type: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(0) % columns * C + tl.arange(0, C)
-    i, on = _rows_of(tl.program_id(0) // columns, num_rows, R)
+    group, column = program(columns)
+    c = column * C + tl.arange(0, C)
+    i, on = _rows_of(group, num_rows, R)
     mask = on[:, None] & (c < width)[None, :]
-    value = tl.load(x + (i * x_stride)[:, None] + c[None, :], mask, 0).to(type)
+    value = tile(x, i, x_stride, c, mask, type)
     value = (value - tl.load(center + c, c < width, 0)[None, :]) * tl.load(scale + c, c < width, 0)[None, :]
     value += tl.load(shift + c, c < width, 0)[None, :]
     if grad is not None:
-        g = tl.load(grad + (i * grad_stride)[:, None] + c[None, :], mask, 0).to(type)
+        g = tile(grad, i, grad_stride, c, mask, type)
         value += g * tl.load(factor + c, c < width, 0)[None, :]
     tl.store(out + (i * out_stride)[:, None] + c[None, :], value.to(out.dtype.element_ty), mask)
 
