@@ -27,6 +27,7 @@ an ``__init__.py``.
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,21 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(params=["compiled", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Any:
+    """Operators of both sets of kernels. A test of bits or of rounding has a parameter ``dtype``."""
+    if request.param == "triton":
+        gpu = pytest.importorskip("support.gpu", reason="needs Triton")
+        if "bits" in request.node.name or "round" in request.node.name:
+            gpu.needs_rounding(request.node.callspec.params["dtype"])
+        return gpu.OPS
+    from pyg_sar import ops  # not before Triton was told to interpret
+
+    if not ops.KERNELS:
+        pytest.skip("the kernels were not built, or are turned off")
+    return torch.ops.pyg_sar
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

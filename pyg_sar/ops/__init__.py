@@ -50,7 +50,7 @@ SCHEMAS = (
     "Tensor col, Tensor src_ptr, Tensor dst, Tensor perm, Tensor key, Tensor? query, Tensor? edge, Tensor peak, "
     "Tensor total, Tensor grad, float parameter, Tensor? e_id, int seed, float dropout, int head, "
     "Tensor? rows=None) -> ()",
-    # mean[c] = the mean of column c of x, m2[c] = the sum of squared deviations from it; both are given as zeros, double
+    # mean[c] = mean of column c of x, m2[c] = sum of squared deviations from it; both are given as zeros, double
     "moments_(Tensor(a!) mean, Tensor(b!) m2, Tensor x) -> ()",
     # sums[c] += sum of column c of grad, products[c] += that of grad * (x - center); both are double
     "column_products_(Tensor(a!) sums, Tensor(b!) products, Tensor x, Tensor grad, Tensor center) -> ()",

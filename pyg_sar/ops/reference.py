@@ -256,10 +256,9 @@ def column_affine_(
     out: Tensor, x: Tensor, center: Tensor, scale: Tensor, shift: Tensor, grad: Tensor | None, factor: Tensor | None
 ) -> None:
     """Scale and shift, piece by piece; on a GPU the pieces are large, as it takes time to be told of each."""
-    grads = [None] * len(pieces(x)) if grad is None else pieces(grad)
-    for rows, g, into in zip(pieces(x), grads, pieces(out), strict=True):
+    for k, (rows, into) in enumerate(zip(pieces(x), pieces(out), strict=True)):
         value = torch.addcmul(shift, rows - center, scale)
-        into.copy_(value if g is None else value.addcmul_(g, factor))
+        into.copy_(value if grad is None or factor is None else value.addcmul_(pieces(grad)[k], factor))
 
 
 def pieces(x: Tensor) -> tuple[Tensor, ...]:

@@ -34,16 +34,26 @@ uint16_t half(float x, bool brain) {
   return uint16_t(x == 0 ? sign : sign | ((u >> 23 & 0xff) - 112) << 10 | (u >> 13 & 0x3ff));
 }
 
+double number(double x, bool) { return x; }
+double number(uint16_t bits, bool brain) {
+  const int exponent = brain ? bits >> 7 & 0xff : bits >> 10 & 0x1f, digits = brain ? 7 : 10, bias = brain ? 127 : 15;
+  const int fraction = bits & ((1 << digits) - 1);
+  double out = std::ldexp(fraction + (exponent > 0 ? 1 << digits : 0), std::max(exponent, 1) - bias - digits);
+  if (exponent == (brain ? 0xff : 0x1f)) out = fraction == 0 ? INFINITY : NAN;
+  return bits >> 15 ? -out : out;
+}
+
 // A matrix in the type of the rows, and in double; its rows may lie apart, and it has no byte more than it needs.
 template <class E>
 struct Matrix {
   int64_t rows, width, stride;
+  bool brain;
   std::unique_ptr<E[]> data;
   std::vector<double> exact;
 
   Matrix(int64_t rows, int64_t width, bool random, bool brain = false)
-      : rows(rows), width(width), stride(width + below(2) * 3), data(new E[rows == 0 ? 0 : (rows - 1) * stride + width]),
-        exact(rows * width) {
+      : rows(rows), width(width), stride(width + below(2) * 3), brain(brain),
+        data(new E[rows == 0 ? 0 : (rows - 1) * stride + width]), exact(rows * width) {
     for (int64_t k = 0; k < (rows == 0 ? 0 : (rows - 1) * stride + width); ++k) data[k] = E(77);  // what lies between
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < width; ++j) {
@@ -62,7 +72,7 @@ struct Matrix {
   void check(const char* name, double tolerance) const {
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < width; ++j) {
-        const double found = double(data[i * stride + j]), truth = (*this)(i, j);
+        const double found = number(data[i * stride + j], brain), truth = (*this)(i, j);
         if (found == truth) continue;
         expect(std::abs(found - truth) <= tolerance * (1 + std::abs(truth)), std::string(name) + "[" + std::to_string(i) + ", " +
                std::to_string(j) + "] is " + std::to_string(found) + " instead of " + std::to_string(truth));
@@ -72,19 +82,24 @@ struct Matrix {
   }
 };
 
+// With doubly compressed rows it stores none that are empty.
 template <class I>
 struct Graph {
-  int64_t dsts, srcs, edges = 0;
-  std::unique_ptr<I[]> ptr, col, row, src_ptr, dst, perm;
+  int64_t dsts, srcs, edges = 0, rows = 0;
+  std::unique_ptr<I[]> ptr, number, col, row, src_ptr, dst, perm;
 
-  Graph(const std::vector<int64_t>& degrees, int64_t srcs) : dsts(int64_t(degrees.size())), srcs(srcs) {
+  Graph(const std::vector<int64_t>& degrees, int64_t srcs, bool compressed)
+      : dsts(int64_t(degrees.size())), srcs(srcs), number(compressed ? new I[degrees.size()] : nullptr) {
     for (const int64_t d : degrees) edges += d;
     ptr.reset(new I[dsts + 1]), src_ptr.reset(new I[srcs + 1]());
     for (auto* p : {&col, &row, &dst, &perm}) p->reset(new I[edges]);
     ptr[0] = 0;
     for (int64_t i = 0; i < dsts; ++i) {
-      ptr[i + 1] = I(ptr[i] + degrees[i]);
-      for (int64_t e = ptr[i]; e < int64_t(ptr[i + 1]); ++e) row[e] = I(i), col[e] = I(below(3) == 0 ? 0 : below(srcs));
+      if (compressed && degrees[i] == 0) continue;
+      if (compressed) number[rows] = I(i);
+      const int64_t begin = ptr[rows], end = begin + degrees[i];
+      ptr[++rows] = I(end);
+      for (int64_t e = begin; e < end; ++e) row[e] = I(i), col[e] = I(below(3) == 0 ? 0 : below(srcs));
     }
     int64_t t = 0;
     for (int64_t j = 0; j < srcs; ++j) {
@@ -93,8 +108,8 @@ struct Graph {
       src_ptr[j + 1] = I(t);
     }
   }
-  Csr forward() const { return {dsts, edges, ptr.get(), col.get(), nullptr}; }
-  Csr transpose() const { return {srcs, edges, src_ptr.get(), dst.get(), perm.get()}; }
+  Csr forward() const { return {rows, edges, ptr.get(), col.get(), nullptr, number.get(), dsts}; }
+  Csr transpose() const { return {srcs, edges, src_ptr.get(), dst.get(), perm.get(), nullptr, srcs}; }
 };
 
 // Two threads, or one that takes the units in an order that no thread guarantees.
@@ -145,7 +160,7 @@ struct Checks {
           for (int64_t j = 0; j < H * C; ++j)
             out(reverse ? g.col[e] : g.row[e], j) += (weighted ? weight(e, j / C) : 1) * x(reverse ? g.row[e] : g.col[e], j);
         out.check("sum", tolerance);
-        Matrix<E> sums = rows(out.rows, H * C);
+        Matrix<E> sums(out.rows, H * C, reverse || !g.number, brain);  // rows that are not stored are not written
         std::fill(sums.exact.begin(), sums.exact.end(), 0);
         op.out = sums, op.once = true;
         kernels.sum(op, parallel);
@@ -341,6 +356,35 @@ struct Checks {
   }
 };
 
+// Moments of columns, products with a gradient, and rows that are scaled and shifted.
+template <class T, class A>
+void columns(const Kernels& kernels, bool brain, Parallel parallel, int64_t rows, int64_t width) {
+  const double loose = sizeof(A) == 8 ? 1e-12 : 1e-4;
+  const Matrix<T> x(rows, width, true, brain), grad(rows, width, true, brain);
+  const Matrix<A> center(1, width, true), scale(1, width, true), shift(1, width, true), factor(1, width, true);
+  Matrix<double> mean(1, width, false), m2(1, width, false), sums(1, width, false), products(1, width, false);
+  kernels.moments({x, mean.data.get(), m2.data.get(), rows, width}, parallel);
+  kernels.column_products({x, grad, center.data.get(), sums.data.get(), products.data.get(), rows, width}, parallel);
+  for (int64_t j = 0; j < width; ++j) {
+    for (int64_t i = 0; i < rows; ++i) {
+      mean(0, j) += x(i, j) / double(rows);
+      sums(0, j) += grad(i, j), products(0, j) += grad(i, j) * (x(i, j) - center(0, j));
+    }
+    for (int64_t i = 0; i < rows; ++i) m2(0, j) += (x(i, j) - mean(0, j)) * (x(i, j) - mean(0, j));
+  }
+  mean.check("mean", loose), m2.check("m2", loose), sums.check("sums", loose), products.check("products", loose);
+  for (const bool backward : {false, true}) {
+    Matrix<T> out(rows, width, false, brain);
+    kernels.column_affine({x, backward ? Rows<const void>(grad) : Rows<const void>{}, center.data.get(), scale.data.get(),
+                           shift.data.get(), backward ? factor.data.get() : nullptr, out, rows, width}, parallel);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < width; ++j) {
+        out(i, j) = (x(i, j) - center(0, j)) * scale(0, j) + shift(0, j) + (backward ? grad(i, j) * factor(0, j) : 0);
+      }
+    out.check(backward ? "affine with gradient" : "affine", sizeof(T) == 2 ? 1e-2 : loose);
+  }
+}
+
 // Every number that has 16 bits, through a sum of one edge, which is rounded to itself.
 void every_half(const Kernels& kernels, bool brain) {
   constexpr int64_t n = 1 << 16;
@@ -348,15 +392,11 @@ void every_half(const Kernels& kernels, bool brain) {
   std::vector<float> out(n);
   for (int64_t k = 0; k < n; ++k) x[k] = uint16_t(k);
   const int32_t ptr[]{0, 1}, col[]{0};
-  kernels.sum({{1, 1, ptr, col, nullptr}, {x.data(), n}, {}, {out.data(), n}, 1, 1, n, false, false, false}, backwards);
+  kernels.sum({{1, 1, ptr, col, nullptr, nullptr, 1}, {x.data(), n}, {}, {out.data(), n}, 1, 1, n, false, false, false}, backwards);
   std::vector<uint16_t> same(n);
-  kernels.sum({{1, 1, ptr, col, nullptr}, {x.data(), n}, {}, {same.data(), n}, 1, 1, n, false, false, true}, backwards);
+  kernels.sum({{1, 1, ptr, col, nullptr, nullptr, 1}, {x.data(), n}, {}, {same.data(), n}, 1, 1, n, false, false, true}, backwards);
   for (int64_t k = 0; k < n; ++k) {
-    const int exponent = brain ? int(k >> 7 & 0xff) : int(k >> 10 & 0x1f), bits = brain ? 7 : 10, bias = brain ? 127 : 15;
-    const int fraction = int(k & ((1 << bits) - 1));
-    double truth = std::ldexp(fraction + (exponent > 0 ? 1 << bits : 0), std::max(exponent, 1) - bias - bits);
-    if (exponent == (brain ? 0xff : 0x1f)) truth = fraction == 0 ? INFINITY : NAN;
-    if (k >> 15) truth = -truth;
+    const double truth = number(x[k], brain);
     expect(truth == double(out[k]) || (truth != truth && out[k] != out[k]), "bits " + std::to_string(k) + " are read as " +
            std::to_string(out[k]));
     if (truth == truth && truth != 0) expect(same[k] == k, "bits " + std::to_string(k) + " become " + std::to_string(same[k]));
@@ -371,8 +411,10 @@ void run(const char* isa, const Kernels& (*choose)(Type, bool)) {
       {{}, 3}, {{0}, 1}, {{1}, 1}, {{3, 0, 0, 7, 1, 5, 33, 2, 0}, 6}, {{0, 1024, 2, 1025, 0, 1023, 9}, 40}, {{2, 3100, 31, 0}, 25},
   };
   const std::vector<std::pair<int64_t, int64_t>> shapes{{1, 1}, {3, 5}, {2, 17}, {17, 2}};
-  for (const Problem& problem : problems) {
-    const Graph<I> g(problem.degrees, problem.srcs);
+  for (size_t p = 0; p < 2 * problems.size(); ++p) {
+    const Problem& problem = problems[p / 2];
+    const Graph<I> g(problem.degrees, problem.srcs, p % 2 == 1);
+    if (p % 2 == 1 && (g.rows == g.dsts || g.edges > 1000)) continue;
     const size_t shape_count = g.edges > 1000 ? 2 : shapes.size();  // the rest would take long with sanitizers
     for (size_t k = 0; k < shape_count; ++k) {
       const auto [H, C] = shapes[(k + 1) % shapes.size()];
@@ -386,6 +428,16 @@ void run(const char* isa, const Kernels& (*choose)(Type, bool)) {
         name("bf16"), Checks<uint16_t, float, I>{choose(Type::bf16, wide), true, parallel, g, H, C}.all();
         name("f16"), Checks<uint16_t, float, I>{choose(Type::f16, wide), false, parallel, g, H, C}.all();
       }
+    }
+  }
+  for (const auto& [rows, width] : std::vector<std::pair<int64_t, int64_t>>{{0, 3}, {1, 1}, {33, 257}, {2049, 17}, {4100, 560}}) {
+    if (wide) break;  // they have no index
+    for (const Parallel parallel : {Parallel(threads), Parallel(backwards)}) {
+      title = std::string(isa) + " " + std::to_string(rows) + " rows of " + std::to_string(width);
+      columns<float, float>(choose(Type::f32, wide), false, parallel, rows, width);
+      columns<double, double>(choose(Type::f64, wide), false, parallel, rows, width);
+      columns<uint16_t, float>(choose(Type::bf16, wide), true, parallel, rows, width);
+      columns<uint16_t, float>(choose(Type::f16, wide), false, parallel, rows, width);
     }
   }
   title = isa;

@@ -36,9 +36,8 @@ class InstanceNorm(NormalisesPerGraph, torch_geometric.nn.InstanceNorm):
     ) -> tuple[Tensor, Tensor]:
         """Return scale and shift."""
         scale = (m2 / count + self.eps).rsqrt()
-        return scale if weight is None else scale * weight, torch.zeros_like(mean) if bias is None else bias.expand_as(
-            mean
-        )
+        shift = torch.zeros_like(mean)
+        return scale if weight is None else scale * weight, shift if bias is None else shift + bias
 
     @torch.no_grad()
     def track(self, count: Any, mean: Tensor, m2: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
-from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments
+from pyg_sar.nn.norm.columns import Coefficients, NormaliseColumns, global_moments
 from pyg_sar.nn.together import together
 
 
@@ -48,11 +48,12 @@ class PerGraph:
 class NormalisesPerGraph:
     """What stands before a normalisation of PyG: with other workers all of their rows count.
 
-    Rows are scaled and shifted by :meth:`coefficients`, whose arguments are those of the graph as a whole, or, for a
-    batch, have a row for every graph.
+    Rows are scaled and shifted by ``coefficients``, whose arguments are those of the graph as a whole, or, for a batch,
+    have a row for every graph.
     """
 
     group: Any = None  # of workers
+    coefficients: Coefficients
 
     def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
         """Normalise rows ``[n, channels]``."""
@@ -78,7 +79,3 @@ class NormalisesPerGraph:
 
     def track(self, count: Any, mean: Tensor, m2: Tensor) -> None:
         """Note the moments, if a normalisation does."""
-
-    def coefficients(self, count: Any, mean: Tensor, m2: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale and shift, given how many rows there are, their mean, squared deviations and parameters."""
-        raise NotImplementedError
