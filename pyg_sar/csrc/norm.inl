@@ -3,36 +3,32 @@
 // Rows are dealt out in units of a size that depends on their number alone, so that results do not depend on the number of
 // threads. A unit is walked in blocks that stay in a cache: sums over a block are in the type A, those over blocks double.
 
-constexpr int64_t BLOCK_ROWS = 32, BLOCK_COLUMNS = 256;
+constexpr int64_t BLOCK = 32;  // rows
 
 inline int64_t unit_of_rows(int64_t rows) { return std::max<int64_t>(1024, (rows + 255) / 256); }
 
-// Calls f(unit, begin, end) for all units of rows.
+// Calls f(unit, begin, end) for all units of `size` rows.
 template <class F>
-void for_row_units(int64_t rows, Parallel parallel, F f) {
+void for_row_units(int64_t rows, int64_t size, Parallel parallel, F f) {
   struct Job {
     F& f;
     int64_t rows, size;
-  } job{f, rows, unit_of_rows(rows)};
+  } job{f, rows, size};
   parallel((rows + job.size - 1) / job.size, [](int64_t u, void* context) {
     const Job& job = *static_cast<Job*>(context);
     job.f(u, u * job.size, std::min(job.rows, (u + 1) * job.size));
   }, &job);
 }
 
-// Calls f(first row, rows, first column, columns) for all blocks of the rows [begin, end).
-template <class F>
-void for_blocks(int64_t begin, int64_t end, int64_t width, F f) {
-  for (int64_t i = begin; i < end; i += BLOCK_ROWS)
-    for (int64_t j = 0; j < width; j += BLOCK_COLUMNS)
-      f(i, std::min(BLOCK_ROWS, end - i), j, std::min(BLOCK_COLUMNS, width - j));
-}
-
-// Merge the moments of n more rows into those of `count` rows (Chan, Golub & LeVeque 1979).
-inline void merge_moments(double& mean, double& m2, double count, double more_mean, double more_m2, double n) {
-  const double delta = more_mean - mean, all = count + n;
-  mean += delta * (n / all);
-  m2 += more_m2 + delta * delta * (count * n / all);
+// Merge the moments of n more rows into those of `count` rows (Chan, Golub & LeVeque 1979), column by column.
+inline void merge_moments(double* __restrict mean, double* __restrict m2, double count, const double* __restrict more_mean,
+                          const double* __restrict more_m2, double n, int64_t width) {
+  const double share = n / (count + n), both = count * share;
+#pragma omp simd
+  for (int64_t c = 0; c < width; ++c) {
+    const double delta = more_mean[c] - mean[c];
+    mean[c] += delta * share, m2[c] += more_m2[c] + delta * delta * both;
+  }
 }
 
 template <class T>
@@ -42,35 +38,43 @@ void moments(const Moments& op, Parallel parallel) {
   const int64_t width = op.width, size = unit_of_rows(op.rows);
   // Means are counted from the first row, so that a large one costs no digits.
   std::vector<double> parts((op.rows + size - 1) / size * 2 * width);
-  for_row_units(op.rows, parallel, [&](int64_t u, int64_t begin, int64_t end) {
-    double *mean = parts.data() + u * 2 * width, *m2 = mean + width;
-    for_blocks(begin, end, width, [&](int64_t i, int64_t n, int64_t j, int64_t columns) {
-      A guess[BLOCK_COLUMNS]{}, sum[BLOCK_COLUMNS]{}, squares[BLOCK_COLUMNS]{};
-      for (int64_t k = 0; k < n; ++k) {
-        const T* __restrict row = x[i + k] + j;
+  for_row_units(op.rows, size, parallel, [&](int64_t u, int64_t begin, int64_t end) {
+    std::vector<A> sums(3 * width);
+    std::vector<double> block(2 * width);
+    for (int64_t i = begin; i < end; i += BLOCK) {
+      const int64_t n = std::min(BLOCK, end - i);
+      A *__restrict guess = sums.data(), *__restrict sum = guess + width, *__restrict squares = sum + width;
+      std::fill(sums.begin(), sums.end(), A(0));
+      for (int64_t k = i; k < i + n; ++k) {
+        const T* __restrict row = x[k];
 #pragma omp simd
-        for (int64_t c = 0; c < columns; ++c) guess[c] += A(row[c]);
+        for (int64_t c = 0; c < width; ++c) guess[c] += A(row[c]);
       }
-      for (int64_t c = 0; c < columns; ++c) guess[c] /= A(n);
-      for (int64_t k = 0; k < n; ++k) {  // the rows are in the cache by now
-        const T* __restrict row = x[i + k] + j;
 #pragma omp simd
-        for (int64_t c = 0; c < columns; ++c) {
+      for (int64_t c = 0; c < width; ++c) guess[c] /= A(n);
+      for (int64_t k = i; k < i + n; ++k) {  // the rows are in the cache by now
+        const T* __restrict row = x[k];
+#pragma omp simd
+        for (int64_t c = 0; c < width; ++c) {
           const A deviation = A(row[c]) - guess[c];
           sum[c] += deviation, squares[c] += deviation * deviation;
         }
       }
-      for (int64_t c = 0; c < columns; ++c) {
-        const double shift = double(sum[c]) / double(n);  // what the guess lacks
-        const double here = double(guess[c]) - double(A(x[0][j + c])) + shift;
-        merge_moments(mean[j + c], m2[j + c], double(i - begin), here, squares[c] - shift * sum[c], double(n));
+      double *__restrict mean = block.data(), *__restrict m2 = mean + width;
+      const T* __restrict first = x[0];
+      const double share = 1 / double(n);
+#pragma omp simd
+      for (int64_t c = 0; c < width; ++c) {
+        const double shift = double(sum[c]) * share;  // what the guess lacks
+        mean[c] = double(guess[c]) - double(A(first[c])) + shift, m2[c] = double(squares[c]) - shift * double(sum[c]);
       }
-    });
+      double* part = parts.data() + u * 2 * width;
+      merge_moments(part, part + width, double(i - begin), mean, m2, double(n), width);
+    }
   });
   for (int64_t u = 0; u * size < op.rows; ++u) {
-    const double *mean = parts.data() + u * 2 * width, *m2 = mean + width;
-    const double n = double(std::min(size, op.rows - u * size));
-    for (int64_t c = 0; c < width; ++c) merge_moments(op.mean[c], op.m2[c], double(u * size), mean[c], m2[c], n);
+    const double *part = parts.data() + u * 2 * width, n = double(std::min(size, op.rows - u * size));
+    merge_moments(op.mean, op.m2, double(u * size), part, part + width, n, width);
   }
   for (int64_t c = 0; c < width && op.rows > 0; ++c) op.mean[c] += double(A(x[0][c]));
 }
@@ -79,23 +83,26 @@ template <class T>
 void column_products(const ColumnProducts& op, Parallel parallel) {
   using A = Acc<T>;
   const Rows<const T> x = typed<T>(op.x), grad = typed<T>(op.grad);
-  const A* center = static_cast<const A*>(op.center);
+  const A* __restrict center = static_cast<const A*>(op.center);
   const int64_t width = op.width, size = unit_of_rows(op.rows);
   std::vector<double> parts((op.rows + size - 1) / size * 2 * width);
-  for_row_units(op.rows, parallel, [&](int64_t u, int64_t begin, int64_t end) {
-    double *sums = parts.data() + u * 2 * width, *products = sums + width;
-    for_blocks(begin, end, width, [&](int64_t i, int64_t n, int64_t j, int64_t columns) {
-      A sum[BLOCK_COLUMNS]{}, product[BLOCK_COLUMNS]{};
-      for (int64_t k = 0; k < n; ++k) {
-        const T *__restrict row = x[i + k] + j, *__restrict g = grad[i + k] + j;
+  for_row_units(op.rows, size, parallel, [&](int64_t u, int64_t begin, int64_t end) {
+    std::vector<A> here(2 * width);
+    double* __restrict part = parts.data() + u * 2 * width;
+    for (int64_t i = begin; i < end; i += BLOCK) {
+      A *__restrict sum = here.data(), *__restrict product = sum + width;
+      std::fill(here.begin(), here.end(), A(0));
+      for (int64_t k = i; k < std::min(i + BLOCK, end); ++k) {
+        const T *__restrict row = x[k], *__restrict g = grad[k];
 #pragma omp simd
-        for (int64_t c = 0; c < columns; ++c) {
+        for (int64_t c = 0; c < width; ++c) {
           const A value = A(g[c]);
-          sum[c] += value, product[c] += value * (A(row[c]) - center[j + c]);
+          sum[c] += value, product[c] += value * (A(row[c]) - center[c]);
         }
       }
-      for (int64_t c = 0; c < columns; ++c) sums[j + c] += double(sum[c]), products[j + c] += double(product[c]);
-    });
+#pragma omp simd
+      for (int64_t c = 0; c < 2 * width; ++c) part[c] += double(sum[c]);
+    }
   });
   for (int64_t u = 0; u * size < op.rows; ++u) {
     const double *sums = parts.data() + u * 2 * width, *products = sums + width;
@@ -113,7 +120,9 @@ void column_affine(const ColumnAffine& op, Parallel parallel) {
   // Large results go past the caches, where they would take the place of what is read.
   const bool past = op.rows * op.width * int64_t(sizeof(T)) >= 8 << 20 && out.stride * sizeof(T) % 16 == 0 &&
                     uintptr_t(out.data) % 16 == 0;
-  for_row_units(op.rows, parallel, [&](int64_t, int64_t begin, int64_t end) {
+  // Threads that write the same huge page for the first time wait for each other.
+  const int64_t size = std::max<int64_t>(64, std::min((op.rows + 15) / 16, (4 << 20) / (int64_t(sizeof(T)) * op.width + 1)));
+  for_row_units(op.rows, size, parallel, [&](int64_t, int64_t begin, int64_t end) {
     std::vector<A> sum(op.width);
     for (int64_t i = begin; i < end; ++i) {
       const T* __restrict row = x[i];

@@ -59,6 +59,7 @@ inline void stream(T* y, const A* x, int64_t n) {
   alignas(16) T rounded[size];
   for (int64_t j = 0; j < n; j += size) {
     const int64_t m = std::min(size, n - j);
+#pragma omp simd
     for (int64_t k = 0; k < m; ++k) rounded[k] = T(x[j + k]);
     int64_t k = 0;
 #if defined(__x86_64__)

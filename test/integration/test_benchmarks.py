@@ -34,6 +34,12 @@ def test_layers(tmp_path):
 
 
 @pytest.mark.grid
+def test_norm(tmp_path):
+    run("norm", "--rows", 300, "--widths", 8, "--threads", 1, "--repetitions", 1, "--out", tmp_path)
+    assert "| 8 | 1 |" in (tmp_path / "norm-cpu.md").read_text()
+
+
+@pytest.mark.grid
 def test_scaling(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--nodes", 300, "--edges", 2000, "--steps", 1, "--workers", 2]

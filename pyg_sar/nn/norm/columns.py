@@ -113,17 +113,17 @@ def global_moments(x: Tensor, group: Any) -> tuple[int, Tensor, Tensor]:
     """
     mean, m2 = torch.zeros(2, x.size(1), dtype=torch.float64, device=x.device)
     moments_(mean, m2, x.detach())
-    return merge(group, x.size(0), mean, m2)
+    total, mean, m2 = merge(group, torch.tensor(x.size(0), device=x.device), mean, m2)
+    return int(total), mean, m2
 
 
-def merge(group: Any, count: int, mean: Tensor, m2: Tensor) -> tuple[int, Tensor, Tensor]:
+def merge(group: Any, count: Tensor, mean: Tensor, m2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the moments of all workers, in the same order everywhere (Chan, Golub & LeVeque 1979): a large mean costs
-    no digits.
+    no digits. There is a count for each row of moments, or for a single one.
     """
     # Double precision holds counts beyond 2^24 exactly.
-    parts = all_gather(torch.cat([mean.new_tensor([count]), mean, m2]), group)
-    counts, (means, m2s) = parts[:, 0], parts[:, 1:].chunk(2, 1)
-    total = counts.sum()
-    weight = (counts / total.clamp(min=1)).unsqueeze(1)
-    center = (weight * means).sum(0)
-    return int(total), center, m2s.sum(0) + (counts.unsqueeze(1) * (means - center).square()).sum(0)
+    parts = all_gather(torch.cat([count.unsqueeze(-1).double(), mean, m2], -1), group)
+    counts, (means, m2s) = parts[..., :1], parts[..., 1:].chunk(2, -1)
+    total = counts.sum(0)
+    center = (counts / total.clamp(min=1) * means).sum(0)
+    return total.squeeze(-1).long(), center, m2s.sum(0) + (counts * (means - center).square()).sum(0)

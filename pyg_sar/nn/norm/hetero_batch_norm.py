@@ -8,8 +8,9 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import all_reduce
+from pyg_sar.nn.norm.columns import merge
 from pyg_sar.nn.together import together
+from pyg_sar.ops import moments_
 
 
 class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
@@ -39,12 +40,12 @@ class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
 
     def statistics(self, x: Tensor, type_vec: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return how many rows all workers have of every type, and their mean and variance."""
-        zeros = torch.zeros(self.num_types, x.size(1), dtype=torch.float64, device=x.device)
-        count = all_reduce(torch.bincount(type_vec, minlength=self.num_types), self.group)
-        n = count.clamp(min=1).unsqueeze(1)
-        mean = all_reduce(zeros.index_add(0, type_vec, x.double()), self.group) / n
-        squares = (x - mean[type_vec]).square()
-        return count, mean.to(x.dtype), (all_reduce(zeros.index_add(0, type_vec, squares), self.group) / n).to(x.dtype)
+        count = torch.bincount(type_vec, minlength=self.num_types)
+        mean, m2 = torch.zeros(2, self.num_types, x.size(1), dtype=torch.float64, device=x.device)
+        for k in range(self.num_types):
+            moments_(mean[k], m2[k], x[type_vec == k])
+        count, mean, m2 = merge(self.group, count, mean, m2)
+        return count, mean.to(x.dtype), (m2 / count.clamp(min=1).unsqueeze(1)).to(x.dtype)
 
     @torch.no_grad()
     def track(self, seen: Tensor, mean: Tensor, var: Tensor) -> None:

@@ -1,0 +1,112 @@
+"""Time of batch normalisation, forward and backward, against PyTorch's own and the memory that it moves.
+
+    python benchmarks/norm.py --out docs/results
+    python benchmarks/norm.py --out /tmp --rows 5000 --widths 64 --threads 1 --repetitions 3
+
+Every implementation lives in a child process of its own and they take turns, one repetition each; the table has
+medians. ``pyg_sar`` normalises by the statistics of all workers, here of one; ``plain`` is the same without its compiled
+kernels. A pass over the rows that reads them and writes as many is a *copy*: the bound is the time of the copies that
+forward (read for the moments, read, write) and backward (read rows and gradient twice, write) amount to. Writes
+``norm-cpu.md``.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness.rounds import Child, serve
+from layers import processor
+from tqdm import tqdm
+
+from pyg_sar.nn import BatchNorm1d
+
+SETTINGS = {"pyg_sar": {}, "plain": {"PYG_SAR_KERNELS": "0"}, "PyTorch": {}, "copy": {}}
+READS_AND_WRITES = {"forward": 3, "backward": 5}
+
+
+class Job:
+    """Rows and an implementation."""
+
+    def __init__(self, name: str, rows: int, width: int) -> None:
+        torch.manual_seed(0)
+        self.name, self.norm = name, BatchNorm1d(width)
+        self.x, self.grad = torch.randn(2, rows, width)
+        self.x.requires_grad_(name != "copy")
+        self.into = torch.empty_like(self.grad)
+
+    def run(self) -> dict[str, float]:
+        """Return the seconds of each pass."""
+        start = time.perf_counter()
+        if self.name == "copy":
+            self.into.copy_(self.grad)
+            seconds = time.perf_counter() - start
+            return {name: seconds * passes / 2 for name, passes in READS_AND_WRITES.items()}
+        norm = self.norm
+        if self.name == "PyTorch":
+            out = F.batch_norm(self.x, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=True)
+        else:
+            out = norm.over_all(self.x)
+        middle = time.perf_counter()
+        out.backward(self.grad)
+        found = {"forward": middle - start, "backward": time.perf_counter() - middle}
+        self.x.grad = None
+        return found
+
+
+def measure(rows: int, width: int, threads: int, repetitions: int) -> dict[str, dict[str, float]]:
+    """Return the median seconds of each pass of each implementation."""
+    children = {name: Child(__file__, [name, str(rows), str(width)], threads, **SETTINGS[name]) for name in SETTINGS}
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in SETTINGS}
+    for turn in range(-2, repetitions):
+        for name, child in children.items():
+            found = child.ask("run")
+            if turn >= 0:  # the first calls touch memory for the first time
+                times[name].append(found)
+    for child in children.values():
+        child.__exit__(None, None, None)
+    return {
+        name: {step: statistics.median(one[step] for one in found) for step in READS_AND_WRITES}
+        for name, found in times.items()
+    }
+
+
+def main(args: argparse.Namespace) -> None:
+    lines = [
+        "| width | threads | pyg_sar, ms | PyTorch, ms | plain, ms | PyTorch / pyg_sar | plain / pyg_sar | share of the bound |",
+        "|" + "---|" * 8,
+    ]
+    for width, threads in tqdm([(w, t) for w in args.widths for t in args.threads]):
+        found = measure(args.rows, width, threads, args.repetitions)
+        total = {name: sum(seconds.values()) for name, seconds in found.items()}
+        cells = [" + ".join(f"{1e3 * found[name][step]:.1f}" for step in found[name]) for name in list(found)[:3]]
+        cells = [cells[0], cells[2], cells[1]]
+        ratios = [f"{total[name] / total['pyg_sar']:.2f}" for name in ("PyTorch", "plain")]
+        lines.append(
+            f"| {width} | {threads} | {' | '.join([*cells, *ratios])} | {total['copy'] / total['pyg_sar']:.0%} |"
+        )
+    text = (
+        f"Batch normalisation of {args.rows:,} rows in single precision, training, forward + backward; medians of "
+        f"{args.repetitions} alternating runs. *Plain* is pyg_sar without its compiled kernels. The bound is the time in "
+        f"which the same bytes are copied. {processor()}, torch {torch.__version__}. Made by `benchmarks/norm.py`."
+    )
+    (Path(args.out) / "norm-cpu.md").write_text("\n".join([text, "", *lines]) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--worker":
+        arguments: list[Any] = sys.argv[2:]
+        serve(lambda: Job(arguments[0], int(arguments[1]), int(arguments[2])))
+        sys.exit()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--out", default="docs/results")
+    main(parser.parse_args())
