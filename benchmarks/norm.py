@@ -4,10 +4,9 @@
     python benchmarks/norm.py --out /tmp --rows 5000 --widths 64 --threads 1 --repetitions 3
 
 Every implementation lives in a child process of its own and they take turns, one repetition each; the table has
-medians. ``pyg_sar`` normalises by the statistics of all workers, here of one; ``plain`` is the same without its compiled
-kernels. A pass over the rows that reads them and writes as many is a *copy*: the bound is the time of the copies that
-forward (read for the moments, read, write) and backward (read rows and gradient twice, write) amount to. Writes
-``norm-cpu.md``.
+medians. ``pyg_sar`` normalises by the statistics of all workers, here of one; ``plain`` is the same without its
+compiled kernels. The bound is the time in which memory is copied that has as many bytes as forward (read for the
+moments, read, write) and backward (read rows and gradient twice, write) move. Writes ``norm-cpu.md``.
 """
 
 import argparse
@@ -77,20 +76,18 @@ def measure(rows: int, width: int, threads: int, repetitions: int) -> dict[str, 
 
 def main(args: argparse.Namespace) -> None:
     lines = [
-        "| width | threads | pyg_sar, ms | PyTorch, ms | plain, ms | PyTorch / pyg_sar | plain / pyg_sar | share of the bound |",
+        "| width | threads | pyg_sar, ms | PyTorch, ms | plain, ms | PyTorch / pyg_sar | plain / pyg_sar | of the bound |",
         "|" + "---|" * 8,
     ]
     for width, threads in tqdm([(w, t) for w in args.widths for t in args.threads]):
         found = measure(args.rows, width, threads, args.repetitions)
         total = {name: sum(seconds.values()) for name, seconds in found.items()}
-        cells = [" + ".join(f"{1e3 * found[name][step]:.1f}" for step in found[name]) for name in list(found)[:3]]
-        cells = [cells[0], cells[2], cells[1]]
-        ratios = [f"{total[name] / total['pyg_sar']:.2f}" for name in ("PyTorch", "plain")]
-        lines.append(
-            f"| {width} | {threads} | {' | '.join([*cells, *ratios])} | {total['copy'] / total['pyg_sar']:.0%} |"
-        )
+        names, ours = ("pyg_sar", "PyTorch", "plain"), total["pyg_sar"]
+        cells = [" + ".join(f"{1e3 * seconds:.1f}" for seconds in found[name].values()) for name in names]
+        cells += [f"{total[name] / ours:.2f}" for name in names[1:]]
+        lines.append(f"| {width} | {threads} | {' | '.join(cells)} | {total['copy'] / ours:.0%} |")
     text = (
-        f"Batch normalisation of {args.rows:,} rows in single precision, training, forward + backward; medians of "
+        f"Batch normalisation of {args.rows:,} rows in single precision, in training, forward + backward; medians of "
         f"{args.repetitions} alternating runs. *Plain* is pyg_sar without its compiled kernels. The bound is the time in "
         f"which the same bytes are copied. {processor()}, torch {torch.__version__}. Made by `benchmarks/norm.py`."
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments
 from pyg_sar.nn.together import together
+from pyg_sar.watch import ROWS, gives
 
 
 class BatchNorm1d(torch.nn.BatchNorm1d):
@@ -42,6 +43,7 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
         return self.over_all(x) if whole and together(self.group) else super().forward(x)
 
     @torch.compiler.disable
+    @gives(ROWS)
     def over_all(self, x: Tensor) -> Tensor:
         """Normalise by the rows of all workers."""
         if x.dim() != 2 or x.size(1) != self.num_features:

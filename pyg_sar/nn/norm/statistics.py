@@ -10,6 +10,7 @@ from torch import Tensor
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
 from pyg_sar.nn.norm.columns import Coefficients, NormaliseColumns, global_moments
 from pyg_sar.nn.together import together
+from pyg_sar.watch import ROWS, gives
 
 
 class PerGraph:
@@ -62,6 +63,7 @@ class NormalisesPerGraph:
         return self.over_all(x, batch, batch_size)
 
     @torch.compiler.disable
+    @gives(ROWS)
     def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the rows of all workers."""
         parameters = [*self.parameters(recurse=False)]  # type: ignore[attr-defined]
