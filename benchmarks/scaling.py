@@ -41,6 +41,7 @@ from pyg_sar.distributed.traffic import Traffic
 from pyg_sar.exchange import Received
 
 MODES = {1: "rematerialise", 2: "keep", 3: "one-shot"}
+NAMES = {"sage": "GraphSAGE", "gat": "GAT", "rgcn": "R-GCN"}
 FEATURES, CLASSES, RELATIONS = 100, 47, 8
 
 
@@ -185,7 +186,7 @@ def report(args: argparse.Namespace, found: dict[tuple[str, int, int], Found], p
     stem.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join([heading(args), "", *table(args, found, peers)])
     stem.with_suffix(".md").write_text(text + "\n")
-    plot(stem.with_suffix(".png"), found)
+    plot(stem.with_suffix(".png"), found, peers)
     return text
 
 
@@ -218,12 +219,13 @@ def table(args: argparse.Namespace, found: dict[tuple[str, int, int], Found], pe
     return lines
 
 
-def plot(path: Path, found: dict[tuple[str, int, int], Found]) -> None:
+def plot(path: Path, found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> None:
     """Draw memory and traffic of each model against the number of workers."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     models = list(dict.fromkeys(model for model, _, _ in found))
     figure, grid = plt.subplots(2, len(models), figsize=(4 * len(models), 7), squeeze=False)
@@ -233,8 +235,15 @@ def plot(path: Path, found: dict[tuple[str, int, int], Found]) -> None:
             lines = [(w, found[model, mode, w]) for w in counts if (model, mode, w) in found]
             memory.plot([w for w, _ in lines], [it.peak for _, it in lines], "o-", label=f"mode {mode}: {name}")
             traffic.plot([w for w, _ in lines], [it.received for _, it in lines], "o-", label=f"mode {mode}: {name}")
-        memory.set(xscale="log", yscale="log", title=f"{model}: peak MiB per worker")
-        traffic.set(xscale="log", xlabel="workers", title="MiB received by a worker in a step")
+        one = max(it.peak for (name, _, workers), it in found.items() if (name, workers) == (model, counts[0]))
+        memory.plot(counts, [one * counts[0] / w for w in counts], "--", color="grey", label="1 / workers")
+        if model in peers:
+            memory.axhline(peers[model].peak, linestyle=":", color="black", label="PyG in one process")
+        memory.set(xscale="log", yscale="log", title=NAMES[model], ylabel="peak MiB per worker")
+        memory.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        memory.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        traffic.set(ylabel="MiB received by a worker in a step")
+        traffic.set(xscale="log", xlabel="workers")
         for axes in (memory, traffic):
             axes.set(xticks=counts, xticklabels=counts)
             axes.minorticks_off()
@@ -246,7 +255,7 @@ def plot(path: Path, found: dict[tuple[str, int, int], Found]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="+", choices=["sage", "gat", "rgcn"], default=["sage", "gat", "rgcn"])
+    parser.add_argument("--models", nargs="+", choices=list(NAMES), default=list(NAMES))
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--modes", nargs="+", type=int, choices=[1, 2, 3], default=[1, 2, 3])
     parser.add_argument("--nodes", type=int, default=50_000)
