@@ -76,7 +76,7 @@ def measure(rows: int, width: int, threads: int, repetitions: int) -> dict[str, 
 
 def main(args: argparse.Namespace) -> None:
     lines = [
-        "| width | threads | pyg_sar, ms | PyTorch, ms | plain, ms | PyTorch / pyg_sar | plain / pyg_sar | of the bound |",
+        "| width | threads | pyg_sar, ms | PyTorch, ms | plain, ms | PyTorch / ours | plain / ours | of the bound |",
         "|" + "---|" * 8,
     ]
     for width, threads in tqdm([(w, t) for w in args.widths for t in args.threads]):
@@ -87,9 +87,9 @@ def main(args: argparse.Namespace) -> None:
         cells += [f"{total[name] / ours:.2f}" for name in names[1:]]
         lines.append(f"| {width} | {threads} | {' | '.join(cells)} | {total['copy'] / ours:.0%} |")
     text = (
-        f"Batch normalisation of {args.rows:,} rows in single precision, in training, forward + backward; medians of "
-        f"{args.repetitions} alternating runs. *Plain* is pyg_sar without its compiled kernels. The bound is the time in "
-        f"which the same bytes are copied. {processor()}, torch {torch.__version__}. Made by `benchmarks/norm.py`."
+        f"Batch normalisation of {args.rows:,} rows in single precision, training, forward + backward; medians of "
+        f"{args.repetitions} alternating runs. *Plain* is pyg_sar without its compiled kernels. The bound is the time "
+        f"in which the same bytes are copied. {processor()}, torch {torch.__version__}. Made by `benchmarks/norm.py`."
     )
     (Path(args.out) / "norm-cpu.md").write_text("\n".join([text, "", *lines]) + "\n")
     print("\n".join(lines))
