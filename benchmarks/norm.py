@@ -13,8 +13,8 @@ import argparse
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,15 +59,17 @@ class Job:
 
 def measure(rows: int, width: int, threads: int, repetitions: int) -> dict[str, dict[str, float]]:
     """Return the median seconds of each pass of each implementation."""
-    children = {name: Child(__file__, [name, str(rows), str(width)], threads, **SETTINGS[name]) for name in SETTINGS}
     times: dict[str, list[dict[str, float]]] = {name: [] for name in SETTINGS}
-    for turn in range(-2, repetitions):
-        for name, child in children.items():
-            found = child.ask("run")
-            if turn >= 0:  # the first calls touch memory for the first time
-                times[name].append(found)
-    for child in children.values():
-        child.__exit__(None, None, None)
+    with ExitStack() as stack:
+        children = {
+            name: stack.enter_context(Child(__file__, [name, str(rows), str(width)], threads, **settings))
+            for name, settings in SETTINGS.items()
+        }
+        for turn in range(-2, repetitions):
+            for name, child in children.items():
+                found = child.ask("run")
+                if turn >= 0:  # the first calls touch memory for the first time
+                    times[name].append(found)
     return {
         name: {step: statistics.median(one[step] for one in found) for step in READS_AND_WRITES}
         for name, found in times.items()
@@ -96,9 +98,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--worker":
-        arguments: list[Any] = sys.argv[2:]
-        serve(lambda: Job(arguments[0], int(arguments[1]), int(arguments[2])))
+    if sys.argv[1:2] == ["--worker"]:
+        name, *size = sys.argv[2:]
+        serve(lambda: Job(name, *map(int, size)))
         sys.exit()
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=50_000)

@@ -242,8 +242,7 @@ def plot(path: Path, found: dict[tuple[str, int, int], Found], peers: dict[str, 
         memory.set(xscale="log", yscale="log", title=NAMES[model], ylabel="peak MiB per worker")
         memory.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         memory.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        traffic.set(ylabel="MiB received by a worker in a step")
-        traffic.set(xscale="log", xlabel="workers")
+        traffic.set(xscale="log", xlabel="workers", ylabel="MiB received by a worker in a step")
         for axes in (memory, traffic):
             axes.set(xticks=counts, xticklabels=counts)
             axes.minorticks_off()

@@ -1,6 +1,6 @@
 // Normalisation by column: moments of columns, sums of products with a gradient, and rows scaled and shifted.
 //
-// Rows are dealt out in units of a size that depends on their number alone, so that results do not depend on the number of
+// Rows are dealt out in units of a size that depends on the matrix alone, so that results do not depend on the number of
 // threads. A unit is walked in blocks that stay in a cache: sums over a block are in the type A, those over blocks double.
 
 constexpr int64_t BLOCK = 32;  // rows

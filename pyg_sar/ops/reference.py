@@ -234,7 +234,7 @@ def segment_max(row: Tensor, num_rows: int, values: Tensor) -> Tensor:
 def moments_(mean: Tensor, m2: Tensor, x: Tensor) -> None:
     """Write means and sums of squared deviations of columns."""
     n = max(x.size(0), 1)
-    guess = (x.sum(0, dtype=accumulator(x.dtype)) / n).to(accumulator(x.dtype))
+    guess = x.sum(0, dtype=accumulator(x.dtype)) / n
     total, squares = torch.zeros_like(mean), torch.zeros_like(m2)
     for rows in pieces(x):
         deviation = rows - guess
@@ -256,9 +256,9 @@ def column_affine_(
     out: Tensor, x: Tensor, center: Tensor, scale: Tensor, shift: Tensor, grad: Tensor | None, factor: Tensor | None
 ) -> None:
     """Scale and shift, piece by piece; on a GPU the pieces are large, as it takes time to be told of each."""
-    for k, (rows, into) in enumerate(zip(pieces(x), pieces(out), strict=True)):
+    for rows, g, into in zip(pieces(x), pieces(x if grad is None else grad), pieces(out), strict=True):
         value = torch.addcmul(shift, rows - center, scale)
-        into.copy_(value if grad is None or factor is None else value.addcmul_(pieces(grad)[k], factor))
+        into.copy_(value if factor is None else value.addcmul_(g, factor))
 
 
 def pieces(x: Tensor) -> tuple[Tensor, ...]:

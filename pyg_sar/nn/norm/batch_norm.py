@@ -9,7 +9,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import all_reduce
-from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments
+from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments, standardise
 from pyg_sar.nn.together import together
 from pyg_sar.watch import ROWS, gives
 
@@ -61,8 +61,7 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
         self, count: int, mean: Tensor, m2: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return scale and shift."""
-        scale = (m2 / count + self.eps).rsqrt()
-        return scale if weight is None else scale * weight, torch.zeros_like(mean) if bias is None else bias
+        return standardise(count, m2, self.eps, weight, bias)
 
     @torch.no_grad()
     def track(self, count: int, mean: Tensor, m2: Tensor) -> None:

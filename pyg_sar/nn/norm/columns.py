@@ -83,6 +83,14 @@ class NormaliseColumns(torch.autograd.Function):
         return affine(x, mean, 2 * d_m2, shift, grad, scale), None, None, None, *given
 
 
+def standardise(
+    count: Any, m2: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return scale and shift that give columns a variance of 1, but for ``eps``, and then ``weight`` and ``bias``."""
+    scale, shift = (m2 / count + eps).rsqrt(), torch.zeros_like(m2)
+    return scale if weight is None else scale * weight, shift if bias is None else shift + bias
+
+
 def differentiate(
     out: list[Tensor], grads: list[Tensor], leaves: list[Any], wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:

@@ -8,6 +8,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
+from pyg_sar.nn.norm.columns import standardise
 from pyg_sar.nn.norm.statistics import NormalisesPerGraph
 
 
@@ -35,9 +36,7 @@ class InstanceNorm(NormalisesPerGraph, torch_geometric.nn.InstanceNorm):
         self, count: Any, mean: Tensor, m2: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return scale and shift."""
-        scale = (m2 / count + self.eps).rsqrt()
-        shift = torch.zeros_like(mean)
-        return scale if weight is None else scale * weight, shift if bias is None else shift + bias
+        return standardise(count, m2, self.eps, weight, bias)
 
     @torch.no_grad()
     def track(self, count: Any, mean: Tensor, m2: Tensor) -> None:
