@@ -15,7 +15,7 @@ local destinations, ``E`` edges of this worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Context:
 
     def __init__(self, graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows: Rows) -> None:
         self.graph, self.reduce, self.blocks, self.exchange = graph, reduce, graph.blocks, graph.exchange.begin()
-        self.like = source.like
+        self.like, self.projects = source.like, isinstance(source, ProjectedRows)
         self.tiles = reduce.tiles(self.like, rows, len(graph.blocks))
         self.num_inputs = (len(source.inputs), len(rows.dst), len(rows.edge), len(rows.const))
         # Asked here, because within a function of autograd gradients are always off.
@@ -75,16 +75,15 @@ class Context:
         return source, Rows(*others)
 
     def pull(
-        self, tiles: Iterable[Tensor], order: Schedule, meter: Meter, x: Tensor | None = None,
-        about: About | None = None,
+        self, source: LocalRows, order: Schedule, meter: Meter, about: About | None = None
     ) -> Blocks:  # fmt: skip
-        """Return source rows, tile by tile and block by block; those of cached input features ``x`` are fetched once.
+        """Return source rows, tile by tile and block by block; those of cached input features are fetched once.
 
         What is returned is the exchange's own iterator: a generator here would have a variable that keeps the last
         block alive while the next one is fetched.
         """
-        exchange = self.exchange if x is None else cached(self.exchange, self.graph, x)
-        return exchange.pull(tiles, order, meter, about)
+        exchange = self.exchange if self.projects else cached(self.exchange, self.graph, source.x)
+        return exchange.pull((source.tile(tile.source) for tile in self.tiles), order, meter, about)
 
     def arrive(self) -> list[Tensor | None]:
         """Wait for the gradients of local rows that are under way, and return those of what these are made of."""
@@ -102,16 +101,14 @@ class Saved(NamedTuple):
         finished: What ``finish`` of each tile returned besides the output.
         output: The output, ``[M, *]``, if the reduction reads it again.
         kept: The source rows of each tile and block (modes 2 and 3, case 2), ``[N_q, F of the tile]``.
-        sent: What backward sends again (mode 1, case 2): local rows ``[N, F]``, or all tiles of projected ones.
-        made_of: What projected rows are made of.
+        source: What backward sends again (mode 1, case 2): local rows ``[N, F]``; or what projected ones are made of.
         rows: What the reduction reads besides source rows.
     """
 
     finished: list[tuple[Tensor, ...]]
     output: Any
     kept: dict[tuple[int, int], Tensor]
-    sent: Sequence[Tensor]
-    made_of: Sequence[Tensor]
+    source: Sequence[Tensor]
     rows: Rows
 
     def save(self, ctx: Any, context: Context) -> None:
@@ -120,7 +117,7 @@ class Saved(NamedTuple):
         ctx.context = context
         ctx.save_for_backward(*tensors)
         if context.grads:
-            counted = tree_leaves((self.finished, self.output, self.kept, self.sent))
+            counted = tree_leaves((self.finished, self.output, self.kept, () if context.projects else self.source))
             context.traffic.saved = sum(t.nbytes for t in counted if t is not None)
 
     @staticmethod
@@ -153,14 +150,9 @@ class Forward(Walk):
         self.out: Any = None
         self.finished: list[tuple[Tensor, ...]] = []
         self.kept: dict[tuple[int, int], Tensor] = {}
-        self.sent: list[Tensor] = []  # projected tiles that backward sends again
-        projected = isinstance(source, ProjectedRows)
-        tiles: Iterable[Tensor] = (source.tile(tile.source) for tile in context.tiles)
-        if projected and context.fetches_again:
-            tiles = remember(tiles, self.sent)
         with torch.no_grad():
             order, about = context.exchange.order(len(context.tiles)), context.about(source)
-            fetched = context.pull(tiles, order, context.traffic.forward, None if projected else source.x, about)
+            fetched = context.pull(source, order, context.traffic.forward, about)
             first = [next(fetched)]  # local rows: when they come, the next ones are under way
         # Popped, because what `chain` is given lives as long as it.
         self.fetched: Blocks = chain((first.pop() for _ in range(1)), fetched)
@@ -186,10 +178,9 @@ class Forward(Walk):
         """Save what backward reads, and return the output."""
         context = self.context
         source, rows = context.split(inputs)
-        projected = len(source) > 1
-        sent = source if context.fetches_again and not projected else self.sent
         output = self.out if context.reduce.saves_output else None
-        Saved(self.finished, output, self.kept, sent, source if projected else (), rows).save(ctx, context)
+        source = source if context.fetches_again or context.projects else ()
+        Saved(self.finished, output, self.kept, source, rows).save(ctx, context)
         return self.out
 
 
@@ -219,19 +210,17 @@ class Backward(Walk):
 
     def pull(self, order: Sequence[Sequence[int]]) -> Blocks:
         """Return what backward reads of the source rows: what is fetched again, what was kept, or None."""
-        context, (sent, made_of) = self.context, (self.saved.sent, self.saved.made_of)
+        context, kept = self.context, self.saved.kept
         if not context.fetches_again:
-            kept = self.saved.kept
             return ((q, kept.get((k, q))) for k, blocks in enumerate(order) for q in blocks)
-        x = None if made_of else sent[0]
-        tiles = sent if x is None else [columns(x, tile.source) for tile in context.tiles]
-        return context.pull(tiles, order, context.traffic.backward, x)
+        source = ProjectedRows(*self.saved.source) if context.projects else LocalRows(*self.saved.source)
+        return context.pull(source, order, context.traffic.backward)
 
     def receive(self, wants: Sequence[bool]) -> LocalGrads | ProjectedGrads:
         """Return what takes the gradients of the local rows."""
         tiles = [tile.source for tile in self.context.tiles]
-        if self.saved.made_of:
-            return ProjectedGrads(ProjectedRows(*self.saved.made_of), wants, tiles)
+        if self.context.projects:
+            return ProjectedGrads(ProjectedRows(*self.saved.source), wants, tiles)
         return LocalGrads((self.context.graph.num_src, *self.context.like.shape[1:]), tiles)
 
     def prepare(self, tile: Tile) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -274,10 +263,3 @@ class Backward(Walk):
             else:  # where nobody asks for them, autograd does not come to `WaitForGrads`
                 Variable._execution_engine.queue_callback(context.arrive)  # type: ignore[arg-type]
         return [*grads, *self.total.dst, *self.total.edge, *self.total.const]
-
-
-def remember(tiles: Iterable[Tensor], sent: list[Tensor]) -> Iterator[Tensor]:
-    """Yield tiles and note them, for backward to send them again."""
-    for x in tiles:
-        sent.append(x)
-        yield x
