@@ -74,9 +74,7 @@ class Context:
         source, *others = (list(islice(it, n)) for n in self.num_inputs)
         return source, Rows(*others)
 
-    def pull(
-        self, source: LocalRows, order: Schedule, meter: Meter, about: About | None = None
-    ) -> Blocks:  # fmt: skip
+    def pull(self, source: LocalRows, order: Schedule, meter: Meter, about: About | None = None) -> Blocks:
         """Return source rows, tile by tile and block by block; those of cached input features are fetched once.
 
         What is returned is the exchange's own iterator: a generator here would have a variable that keeps the last
