@@ -192,7 +192,8 @@ class Backward(Walk):
 
     def __init__(self, ctx: Any, grad_out: Tensor) -> None:
         self.context = context = ctx.context
-        self.saved, self.grad_out = Saved.restore(ctx), grad_out
+        self.saved, self.grad_out = self.condense(Saved.restore(ctx), grad_out), grad_out
+        ctx.maybe_clear_saved_tensors()  # what is not read again dies now, unless the graph is retained
         wants, others = context.split(ctx.needs_input_grad[1:])
         self.needs = Needs(any(wants), others)
         self.fetched = self.pull(context.exchange.order(len(context.tiles), True, context.fetches_again))
@@ -206,11 +207,19 @@ class Backward(Walk):
         for c in context.reduce.optional:
             const[c] = None  # until a block has a gradient of it
 
+    def condense(self, saved: Saved, grad_out: Tensor) -> Saved:
+        """Replace what forward found by what backward reads of it, without the output where the loop reads none."""
+        condensed = []
+        for tile, finished in zip(self.context.tiles, saved.finished, strict=True):
+            output = None if saved.output is None else columns(saved.output, tile.out)
+            condensed.append(tile.reduce.condense(finished, output, columns(grad_out, tile.out)))
+        return saved._replace(finished=condensed, output=None)
+
     def pull(self, order: Sequence[Sequence[int]]) -> Blocks:
         """Return what backward reads of the source rows: what is fetched again, what was kept, or None."""
         context, kept = self.context, self.saved.kept
         if not context.fetches_again:
-            return ((q, kept.get((k, q))) for k, blocks in enumerate(order) for q in blocks)
+            return ((q, kept.pop((k, q), None)) for k, blocks in enumerate(order) for q in blocks)
         source = ProjectedRows(*self.saved.source) if context.projects else LocalRows(*self.saved.source)
         return context.pull(source, order, context.traffic.backward)
 
@@ -223,11 +232,10 @@ class Backward(Walk):
 
     def prepare(self, tile: Tile) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return what the gradients of a tile read of what was saved, and the gradient of its output."""
-        reduce, grad_out = self.context.reduce, columns(self.grad_out, tile.out)
-        if reduce.needs_source:  # read for every block, where rows far apart take many pages of memory
+        grad_out = columns(self.grad_out, tile.out)
+        if self.context.reduce.needs_source:  # read for every block, where rows far apart take many pages of memory
             grad_out = grad_out.contiguous()
-        output = columns(self.saved.output if reduce.saves_output else self.grad_out, tile.out)
-        return tile.reduce.prepare(self.saved.finished[tile.number], output, grad_out), grad_out
+        return tile.reduce.prepare(self.saved.finished[tile.number], grad_out), grad_out
 
     def add(self, tile: Tile, q: int, grads: Rows) -> None:
         """Add a block's gradients of what is read besides source rows."""

@@ -43,7 +43,7 @@ LEVELS = """
     data.*
     planner
 
-    nn.together
+    nn.together nn.shifted
     nn.norm.*
     nn.replay.*
     nn.pool.*

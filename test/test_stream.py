@@ -351,7 +351,7 @@ class Watched(Sum):
         self.note("finish", out=out)
         return out, ()
 
-    def prepare(self, saved, result, out):
+    def prepare(self, saved, out):
         prepared = out.clone()
         self.note("prepare", grad=out, prepared=prepared)
         return (prepared,)

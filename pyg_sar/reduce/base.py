@@ -83,11 +83,14 @@ class Reduce:
         """Return the output and what backward needs besides it."""
         raise NotImplementedError
 
-    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
-        """Turn what was saved, once, into what ``grad`` reads for every block.
-
-        ``result`` is the output, if it was saved, and ``out`` its gradient.
+    def condense(self, saved: tuple[Tensor, ...], result: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+        """Return what backward reads of what was saved, of the output ``result`` (None if it was not saved) and of its
+        gradient ``out``. It is called for all tiles before the first block, and what it does not return is dropped.
         """
+        return saved if result is None else (*saved, result)
+
+    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+        """Turn what ``condense`` returned, once, into what ``grad`` reads for every block, given the output's gradient."""
         return saved
 
     def grad(

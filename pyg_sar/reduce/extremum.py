@@ -47,9 +47,10 @@ class Extremum(Reduce):
         out = (best * self.sign).masked_fill_(best == -torch.inf, 0).to(dtype)
         return out, ((count + (out == 0)).to(dtype),)
 
-    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
         """Return the extrema and the share of each edge that attains one."""
-        return result, out / saved[0]
+        count, best = saved
+        return best, out / count
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs

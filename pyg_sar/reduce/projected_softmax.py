@@ -53,10 +53,6 @@ class ProjectedSoftmax(Softmax):
         """Return itself: all heads read the same columns."""
         return Reduce.tiles(self, like, rows, num_blocks)
 
-    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
-        """Return what was saved, and the dot product of output and gradient if there are several blocks."""
-        return saved if self.single_block else super().prepare(saved, result, out)
-
     def columns(self, heads: slice) -> slice:
         """Return the columns of the values of some heads."""
         return slice(heads.start * self.channels, heads.stop * self.channels)

@@ -137,8 +137,10 @@ class Softmax(Reduce):
         out.view(-1, self.heads, self.channels).div_(normaliser.unsqueeze(-1))
         return out.to(dtype), (row_max, normaliser)
 
-    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+    def condense(self, saved: tuple[Tensor, ...], result: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         """Return the maximum, the normaliser and the dot product of output and gradient (FlashAttention's D)."""
+        if result is None:
+            return saved
         row_max, normaliser = saved
         delta, ids = torch.empty_like(row_max), torch.arange(len(row_max) + 1, dtype=torch.int32, device=out.device)
         sddmm_(delta, ids, ids[:-1], out, result)  # [M, H], without a product as wide as the rows

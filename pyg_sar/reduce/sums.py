@@ -56,7 +56,7 @@ class Sum(Reduce):
             state.div_(divisor(self.count, state))
         return state.to(dtype), ()
 
-    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
         """Return the gradient of the sum."""
         return (out if self.count is None else out / divisor(self.count, out),)
 

@@ -656,7 +656,8 @@ def test_gradients_of_rows_are_of_their_type():
     for reduce in (Sum(), Sum(count=graph.degree), Extremum(1), attention):
         (tile,) = reduce.tiles(x[:0], Rows(), 1)
         out, saved = tile.finish(tile.step(tile.init(graph.num_dst), block, x, Rows()))
-        saved = reduce.prepare(saved, out, torch.ones_like(out))
+        saved = reduce.condense(saved, out if reduce.saves_output else None, torch.ones_like(out))
+        saved = reduce.prepare(saved, torch.ones_like(out))
         d_x, _ = tile.grad(block, x, Rows(), saved, torch.ones_like(out), Needs(True, Rows()))
         assert out.dtype == d_x.dtype == x.dtype, reduce
 

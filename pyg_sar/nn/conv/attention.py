@@ -11,6 +11,7 @@ from torch_geometric.utils import scatter
 from pyg_sar.aggregate import aggregate
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.message_passing import add
+from pyg_sar.nn.shifted import shifted
 from pyg_sar.ops.dropout import nothing_drops
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce import ProjectedSoftmax, Softmax, divisor, head_groups
@@ -61,9 +62,10 @@ def attend(
         out, own = out / divisor(graph.degree, out), True
     if not layer.concat:
         out, own = out.view(-1, layer.heads, layer.out_channels).mean(1), True
-    for term in (res, bias):
-        if term is not None:
-            out, own = add(out, term) if own else out + term, True
+    if res is not None:
+        out, own = add(out, res) if own else out + res, True
+    if bias is not None:
+        out, own = add(out, bias) if own else shifted(out, bias), True
     return out if own else out.clone()
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.distributed.collectives import all_gather, all_reduce
+from pyg_sar.nn.shifted import unshifted
 from pyg_sar.ops import column_affine_, column_products_, moments_
 from pyg_sar.ops.reference import accumulator
 
@@ -54,7 +55,8 @@ class NormaliseColumns(torch.autograd.Function):
         """Normalise."""
         count, mean, m2 = moments
         scale, shift = coefficients(count, mean, m2, *(None if p is None else p.double() for p in parameters))
-        ctx.save_for_backward(x, mean, m2, *parameters)
+        rows, bias = unshifted(x)
+        ctx.save_for_backward(rows, mean if bias is None else mean - bias, m2, *parameters)
         ctx.count, ctx.group, ctx.coefficients = count, group, coefficients
         return affine(x, mean, scale, shift)
 

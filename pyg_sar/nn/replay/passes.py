@@ -103,12 +103,15 @@ class Pass(Reduce):
             for k, (a, b) in zip(self.keys, pairwise(ends), strict=True)
         }
 
-    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
         """Share the gradients of extrema; return results, if they are needed, and gradients."""
         grads = self.split_results(out)
-        for k, count in zip(self.extrema, saved, strict=True):
+        if not self.extrema:
+            return tuple(grads.values())
+        *counts, result = saved
+        for k, count in zip(self.extrema, counts, strict=True):
             grads[k] = grads[k] / count
-        results = self.split_results(result) if self.extrema else {}
+        results = self.split_results(result)
         return (*(results[k] for k in self.extrema), *grads.values())
 
     def grad(
@@ -196,12 +199,17 @@ class SoftmaxPass(Pass):
         out, _ = super().finish(state, dtype)
         return out, (row_max, normaliser)
 
-    def prepare(self, saved: tuple[Tensor, ...], result: Tensor, out: Tensor) -> tuple[Tensor, ...]:
-        """Return maximum, normaliser and its gradient, and those of the sums."""
+    def condense(self, saved: tuple[Tensor, ...], result: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+        """Return maximum, normaliser and its gradient."""
+        assert result is not None
         row_max, normaliser = saved
         results, grads = self.split_results(result), self.split_results(out)
         delta = sum((fold(grads[k] * results[k], normaliser) for k in self.keys), torch.zeros_like(normaliser))
-        return (row_max, normaliser, -delta / normaliser, *grads.values())
+        return row_max, normaliser, -delta / normaliser
+
+    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+        """Add the gradients of the sums."""
+        return (*saved, *self.split_results(out).values())
 
     def grads(self, saved: tuple[Tensor, ...]) -> dict[int, Tensor]:
         """Return the gradients of the normaliser and of the sums."""

@@ -1,0 +1,26 @@
+r"""Rows plus a bias, of which a normalisation by column keeps the rows alone.
+
+Backward of attention reads its output :math:`\mathbf{o}`. A normalisation that follows keeps what it is given for
+backward, :math:`\mathbf{o} + \mathbf{b}`, but reads nothing of it other than deviations from the mean, which a bias
+does not change. So it keeps :math:`\mathbf{o}`, too, and the sum dies when the model drops it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def shifted(rows: Tensor, bias: Tensor) -> Tensor:
+    """Return ``rows + bias``; ``rows`` are read by backward and are never changed in place."""
+    out: Any = rows + bias
+    if out.requires_grad and out.dtype == rows.dtype:
+        out._sar_made_of = rows.detach(), bias.detach(), out._version
+    return out
+
+
+def unshifted(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the rows and the bias that ``x`` is the sum of; ``x`` alone if that is not known, or no longer true."""
+    rows, bias, version = getattr(x, "_sar_made_of", (x, None, None))
+    return (rows, bias) if bias is not None and version == x._version else (x, None)
