@@ -10,6 +10,7 @@ import torch.distributed as dist
 from support.layers import TRAFFIC, Case
 from support.nasty_graph import assignment, close, edges, share
 from support.setup import setup, whole
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pyg_sar import shard
 from pyg_sar.aggregate import aggregate, aggregate_async, reduce_rows
@@ -380,6 +381,40 @@ def test_nothing_outlives_its_block_or_its_tile():
     assert [event for event, _ in reduce.alive] == 2 * forward + 2 * backward
     for event, alive in reduce.alive:
         assert alive == expected[event], event
+
+
+class Condensed(Sum):
+    """A sum that saves its output, of which backward reads nothing after `condense`."""
+
+    saves_output = True
+
+    def __init__(self):
+        super().__init__()
+        self.output, self.dead = None, []
+
+    def condense(self, saved, result, out):
+        assert result.shape == out.shape
+        return saved
+
+    def grad(self, *args):
+        self.dead.append(self.output.expired())
+        return super().grad(*args)
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_the_output_dies_when_backward_begins(retain):
+    """Unless somebody may run backward again."""
+    graph, reduce = shard(edges(), 61, 3).graph, Condensed()
+    x = torch.rand(61, 4, requires_grad=True)
+    out = aggregate(graph, reduce, x)
+    reduce.output = StorageWeakRef(out.untyped_storage())
+    loss = out.sum()
+    del out
+    loss.backward(retain_graph=retain)
+    assert reduce.dead == [not retain] * 3
+    if retain:
+        loss.backward()
+        assert reduce.dead[3:] == [True] * 3
 
 
 class Half(Message):

@@ -90,7 +90,7 @@ class Reduce:
         return saved if result is None else (*saved, result)
 
     def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
-        """Turn what ``condense`` returned, once, into what ``grad`` reads for every block, given the output's gradient."""
+        """Turn what ``condense`` returned, once, into what ``grad`` reads for every block; ``out`` is as there."""
         return saved
 
     def grad(

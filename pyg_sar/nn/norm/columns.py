@@ -55,8 +55,7 @@ class NormaliseColumns(torch.autograd.Function):
         """Normalise."""
         count, mean, m2 = moments
         scale, shift = coefficients(count, mean, m2, *(None if p is None else p.double() for p in parameters))
-        rows, bias = unshifted(x)
-        ctx.save_for_backward(rows, mean if bias is None else mean - bias, m2, *parameters)
+        ctx.save_for_backward(*unshifted(x), mean, m2, *parameters)
         ctx.count, ctx.group, ctx.coefficients = count, group, coefficients
         return affine(x, mean, scale, shift)
 
@@ -64,11 +63,12 @@ class NormaliseColumns(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Parameters get this worker's share, rows the exact gradient."""
         once_differentiable()
-        x, mean, m2, *parameters = ctx.saved_tensors
+        x, bias, mean, m2, *parameters = ctx.saved_tensors
+        own_mean = mean if bias is None else mean - bias  # of what was kept, which lacks the bias
         sums, products = torch.zeros(2, *mean.shape, dtype=torch.float64, device=mean.device)
-        center = mean.to(accumulator(x.dtype))
+        center = own_mean.to(accumulator(x.dtype))
         column_products_(sums, products, x, grad, center)
-        products += (center - mean) * sums  # the mean has digits that the rows' type has not
+        products += (center - own_mean) * sums  # the mean has digits that the rows' type has not
         with torch.enable_grad():
             moments = [t.detach().requires_grad_() for t in (mean, m2)]
             leaves = [None if p is None else p.detach().double().requires_grad_() for p in parameters]
@@ -82,7 +82,7 @@ class NormaliseColumns(torch.autograd.Function):
         of_moments = differentiate(out, [products, sums], moments, (True, True))
         d_mean, d_m2 = (torch.zeros_like(mean) if g is None else g for g in of_moments)
         shift = (d_mean - scale * sums) / max(ctx.count, 1)
-        return affine(x, mean, 2 * d_m2, shift, grad, scale), None, None, None, *given
+        return affine(x, own_mean, 2 * d_m2, shift, grad, scale), None, None, None, *given
 
 
 def standardise(
