@@ -16,7 +16,7 @@ def shifted(rows: Tensor, bias: Tensor) -> Tensor:
     """Return ``rows + bias``; ``rows`` are read by backward and are never changed in place."""
     out: Any = rows + bias
     if out.requires_grad and out.dtype == rows.dtype:
-        out._sar_made_of = rows.detach(), bias.detach(), out._version
+        out._sar_made_of = rows.detach(), bias.detach().clone(), out._version
     return out
 
 

@@ -55,7 +55,9 @@ class NormaliseColumns(torch.autograd.Function):
         """Normalise."""
         count, mean, m2 = moments
         scale, shift = coefficients(count, mean, m2, *(None if p is None else p.double() for p in parameters))
-        ctx.save_for_backward(*unshifted(x), mean, m2, *parameters)
+        rows, bias = unshifted(x)
+        own_mean = mean if bias is None else mean - bias
+        ctx.save_for_backward(rows, own_mean, mean, m2, *parameters)
         ctx.count, ctx.group, ctx.coefficients = count, group, coefficients
         return affine(x, mean, scale, shift)
 
@@ -63,8 +65,7 @@ class NormaliseColumns(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Parameters get this worker's share, rows the exact gradient."""
         once_differentiable()
-        x, bias, mean, m2, *parameters = ctx.saved_tensors
-        own_mean = mean if bias is None else mean - bias  # of what was kept, which lacks the bias
+        x, own_mean, mean, m2, *parameters = ctx.saved_tensors  # rows, perhaps without a bias, and the mean of these
         sums, products = torch.zeros(2, *mean.shape, dtype=torch.float64, device=mean.device)
         center = own_mean.to(accumulator(x.dtype))
         column_products_(sums, products, x, grad, center)
