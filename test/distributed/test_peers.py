@@ -69,16 +69,25 @@ def test_every_layer_moves_the_boundary_rows_and_nothing_else(pool, workers, mod
             assert found == expected, name
 
 
+SAVING = {
+    **{name: TRAFFIC[name] for name in ("sage", "sage max", "gat")},
+    "gatv2": Case("GATv2Conv", (8, 4), {"heads": 3}),
+    "gatv2 shared": Case("GATv2Conv", (8, 4), {"heads": 3, "share_weights": True}),
+    "transformer": Case("TransformerConv", (8, 4), {"heads": 3}),
+    "rgcn bases": Case("RGCNConv", (8, 4, 5), {"num_bases": 2}, roles="t"),
+}
+
+
 def saves(group, mode):
-    """Bytes saved by layers, for each own and each remote row."""
+    """Numbers saved by layers, for each own and each remote row."""
     found = {}
-    for name in ("sage", "sage max", "gat"):
-        it = setup(group, TRAFFIC[name], mode=mode)
+    for name, case in SAVING.items():
+        it = setup(group, case, mode=mode)
         with record_traffic(it.share.edge_index) as records:
             it.loss()
             with torch.no_grad():
                 it.loss()
-        found[name] = records[0].saved
+        found[name] = records[0].saved / 8
         assert records[1].saved == 0
     return found, len(it.share.src), it.share.edge_index.graph.exchange.routes.num_halo
 
@@ -90,7 +99,16 @@ def test_what_is_saved(pool, mode):
     """
     for found, own, remote in pool.run(3, saves, mode):
         kept = 0 if mode == 1 else own + remote
-        assert found == {"sage": 0, "sage max": 8 * 8 * ((kept or own) + 2 * own), "gat": 8 * (15 * kept + 18 * own)}
+        softmax = 12 * own + 2 * 3 * own  # 3 heads of 4
+        assert found == {
+            "sage": 0,
+            "sage max": 8 * (kept or own) + 2 * 8 * own,
+            "gat": 15 * kept + softmax,
+            "gatv2": 12 * kept + softmax,
+            "gatv2 shared": 12 * (kept or own) + softmax,
+            "transformer": 24 * kept + softmax,
+            "rgcn bases": 8 * (kept or own),
+        }
 
 
 def sum_in_bf16(group, mode, prefetch):
