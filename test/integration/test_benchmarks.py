@@ -40,6 +40,15 @@ def test_norm(tmp_path):
 
 
 @pytest.mark.grid
+def test_zoo(tmp_path):
+    """It compares outputs before it measures."""
+    layers = ["--layers", "GCNConv", "EdgeConv", "RGCNConv"]
+    run("zoo", "--graphs", "300/2000", *layers, "--repetitions", 1, "--out", tmp_path)
+    table = (tmp_path / "zoo-cpu.md").read_text()
+    assert "| EdgeConv | streams by replay |" in table and table.count("| streams |") == 2
+
+
+@pytest.mark.grid
 def test_scaling(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--nodes", 300, "--edges", 2000, "--steps", 1, "--workers", 2]
