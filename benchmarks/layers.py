@@ -11,10 +11,11 @@ MiB and more back to the system. The bound is a loop that only reads the rows wh
 (``gather.cpp``). On a GPU the bound is the time in which it copies as many bytes, peaks are those of torch's allocator,
 and what is checked is the same layer on a smaller graph.
 
-DGL is measured where it can be imported. Its release 1.1.3 runs with current torch (besides what PyG needs, it imports
-scipy)::
+DGL and torch-scatter are measured where they can be imported. DGL's release 1.1.3 runs with current torch (besides what
+PyG needs, it imports scipy)::
 
     pip install --no-deps --target DIRECTORY dgl==1.1.3
+    pip install --no-deps --target DIRECTORY --no-build-isolation torch-scatter
     PYTHONPATH=DIRECTORY python benchmarks/layers.py --out docs/results
 
 Writes ``layers-cpu.md`` and ``layers-cpu.png`` (``layers-cuda.*``), with ``--order`` ``layers-cpu-ordered.*``, after
@@ -215,7 +216,7 @@ def heading(args: argparse.Namespace, edges: int) -> list[str]:
         f"One layer, forward and backward, in one process on {machine(args)}; medians of {args.repetitions} "
         f"alternating repetitions. float32; {args.nodes:,} nodes {order}, "
         f"{edges:,} edges (with self-loops, power-law degrees, sorted by destination), {FEATURES} input features. "
-        + ", ".join(f"{name} {release(name)}" for name in ("torch", "torch_geometric", "dgl", "triton"))
+        + ", ".join(f"{name} {release(name)}" for name in ("torch", "torch_geometric", "torch_scatter", "dgl", "triton"))
         + f", pyg_sar {pyg_sar.__version__}{f' (PYG_SAR_KERNELS={switch})' if switch else ''}. "
         "Made by `benchmarks/layers.py`.",
     ]
@@ -292,7 +293,8 @@ def legend() -> list[str]:
         "*with linear maps* adds the layer's dense products, measured alone. *Error*: the largest among "
         "the output and all gradients, norm of the difference from PyG in double precision by norm. "
         "*PyG CSR* is PyG with a sparse matrix instead of `edge_index`. PyG has none of its optional compiled "
-        "packages. DGL has graphs with 32-bit ids. On a GPU *gather* is the time in which the device copies as many "
+        "packages, but in rows that name it, torch-scatter."
+        " DGL has graphs with 32-bit ids. On a GPU *gather* is the time in which the device copies as many "
         "bytes, and *peak* that of torch's allocator."
     ]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
+import torch_geometric.typing
 from harness.process_memory import peak, settle
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,6 +23,7 @@ from pyg_sar.rewire import by_type
 
 FEATURES, RELATIONS, BASES = 100, 8, 4
 BF16 = " bf16"  # ends the names of implementations that hold rows of this type
+SCATTER = "PyG, torch-scatter"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Case:
             "GCNConv": ["PyG CSR", "PyG"],
             "RGCNConv": ["PyG", "PyG FastRGCNConv"],
         }.get(self.layer, ["PyG"])
+        if importlib.util.find_spec("torch_scatter"):
+            names.insert(names.index("PyG") + 1, SCATTER)
         return [*names, *["linear maps"] * (self.linear > 0), "gather"]
 
     def make(self, nn: Any, **options: Any) -> torch.nn.Module:
@@ -336,7 +340,7 @@ def needs(case: Case, implementation: str, edges: int) -> float:
     """Return about how many bytes an implementation needs for its messages, 0 if it keeps none."""
     if implementation == "PyG FastRGCNConv":
         return 2 * edges * FEATURES * FEATURES * 4  # a matrix for each edge, and its gradient
-    return pyg_memory(case, edges) if implementation == "PyG" else 0
+    return pyg_memory(case, edges) if implementation in ("PyG", SCATTER) else 0
 
 
 def make_job(case: Case, implementation: str, path: str, library: str, device: str) -> Any:
@@ -364,6 +368,7 @@ def ours(problem: Problem, kind: str) -> Job:
 
 
 def pyg(problem: Problem, kind: str) -> Job:
+    torch_geometric.typing.WITH_TORCH_SCATTER = kind == SCATTER  # which PyG asks whenever it reduces
     nn, extra = torch_geometric.nn, problem.extra()
     layer = problem.case.make(nn)
     if kind == "PyG FastRGCNConv":

@@ -4,13 +4,13 @@
 //   gatv2              s = <att, LeakyReLU(value_j + query_i + edge_ij)>      rows
 //   dot (Transformer)  s = parameter <query_i, key_j + edge_ij>               rows; edge_ij is added to the value, too
 //
-// No coefficient is written to memory in the forward pass. Backward first walks by source: an edge's row of the
-// output's gradient is read once for both the product with the source's value and the value's gradient; the gradients of
-// the scores go to a buffer of one number for each edge and head of a tile (two where a dot product has edge rows), from
-// which a second walk, by destination, makes the gradients of queries, edges and att. Of additive scores with all
-// edges in one block (`alone`) `inner`, the product of output and gradient, is made of what the first walk writes; the
+// No coefficient is written to memory in the forward pass. Backward of the first and the last kind walks by source: an
+// edge's row of the output's gradient is read once for both the product with the source's value and the value's gradient;
+// the gradients of the scores go to a buffer of one number for each edge and head of a tile (two where a dot product has
+// edge rows), from which a second walk, by destination, makes the gradients of queries and edges. Of additive scores with
+// all edges in one block (`alone`) `inner`, the product of output and gradient, is made of what the first walk writes; the
 // second walk finishes the gradients of the scores, a third adds them to those of keys. Then nobody needs the output, and
-// the values become their own gradient, row by row.
+// the values become their own gradient, row by row. Backward of gatv2 stands in gatv2.inl.
 //
 // Backward makes the scores again, to the last digit, on which coefficients depend where scores are large: a score is
 // written to memory before anything is subtracted from it, and no loop that makes one is compiled twice.
@@ -86,23 +86,48 @@ struct Edges {
     return s;
   }
 
-  // The score of an edge; an additive one is still without its LeakyReLU, which is taken of many at once.
-  A score(int64_t j, int64_t i, int64_t e, int64_t h) const {
+  // Scores of GATv2 of `n` rows of keys, and of edges if there are any.
+  template <int n>
+  static void wide(A* s, const A* a, const T* const* k, const T* q, const T* const* b, int64_t C, A p) {
+    const Tail<A> tail(C);
+    const auto term = [=](int64_t c, int r) {
+      Vector<A> t = load(k[r] + c) + load(q + c);
+      if (b != nullptr) t += load(b[r] + c);
+      return load(a + c) * (t > 0 ? t : p * t);
+    };
+    Vector<A> sum[n]{};
+    for (int64_t c = 0; c + lanes<A> <= C; c += lanes<A>) unrolled<n>([&](int r) { sum[r] += term(c, r); });
+    if (tail) unrolled<n>([&](int r) { sum[r] += tail(term(C - lanes<A>, r)); });
+    unrolled<n>([&](int r) { s[r] = total(sum[r]); });
+  }
+
+  // Not inlined: both passes run the same loop.
+  [[gnu::noinline]] static void gatv2(A* s, const A* a, const T* const* k, const T* q, const T* const* b, int n, int64_t C, A p) {
+    int r = 0;
+    if (C < lanes<A>) {
+      for (; r < n; ++r) s[r] = narrow(a, k[r], q, b == nullptr ? nullptr : b[r], C, p);
+      return;
+    }
+    for (; r + 4 <= n; r += 4) wide<4>(s + r, a, k + r, q, b == nullptr ? nullptr : b + r, C, p);
+    for (; r < n; ++r) wide<1>(s + r, a, k + r, q, b == nullptr ? nullptr : b + r, C, p);
+  }
+
+  // The scores of the edges e, e + 1, ..., CHUNK at most, from the sources j[0], j[1], ... to destination i; additive ones
+  // are still without their LeakyReLU.
+  void scores(A* s, const I* j, int64_t i, int64_t e, int n, int64_t h) const {
+    const A p = A(op.parameter);
     if constexpr (S == Score::additive) {
-      return sum(j, query ? A(query[i][h]) : A(0), e, h);
+      const A q = query ? A(query[i][h]) : A(0);
+      for (int k = 0; k < n; ++k) s[k] = sum(j[k], q, e + k, h);
+      return;
+    }
+    const T *keys[CHUNK], *features[CHUNK], *q = query[i] + h * C;
+    for (int k = 0; k < n; ++k) keys[k] = key[j[k]] + h * C, features[k] = edge ? edge[e + k] + h * C : nullptr;
+    if constexpr (S == Score::gatv2) {
+      gatv2(s, att + h * C, keys, q, edge ? features : nullptr, n, C, p);
     } else {
-      const A p = A(op.parameter);
-      const T *k = key[j] + h * C, *q = query[i] + h * C, *b = edge ? edge[e] + h * C : nullptr;
-      if constexpr (S == Score::dot) {
-        return p * (dot<A>(q, k, C) + (b == nullptr ? A(0) : dot<A>(q, b, C)));
-      } else {
-        const A* a = att + h * C;
-        if (C < lanes<A>) return narrow(a, k, q, b, C, p);
-        const Tail<A> tail(C);
-        const auto term = [=](int64_t c, Vector<A> t) { return load(a + c) * (t > 0 ? t : p * t); };
-        if (b == nullptr) return fold<A>(C, tail, [=](int64_t c) { return term(c, load(k + c) + load(q + c)); });
-        return fold<A>(C, tail, [=](int64_t c) { return term(c, load(k + c) + load(q + c) + load(b + c)); });
-      }
+      dot_rows<A>(s, q, keys, n, C);
+      for (int k = 0; k < n; ++k) s[k] = p * (s[k] + (edge ? dot<A>(q, features[k], C) : A(0)));
     }
   }
 };
@@ -156,8 +181,14 @@ struct AttentionBody {
     const A parameter = A(op.parameter);
     for (int64_t e = begin; e < end; e += CHUNK) {
       const int n = int(std::min<int64_t>(CHUNK, end - e));
-      for (int k = 0; k < n; ++k)
-        for (int64_t h = 0; h < edges.heads(); ++h) weight[h][k] = edges.score(col[e + k], i, e + k, edges.from + h);
+      // Rows of keys are asked for some edges before they are read.
+      constexpr int some = S == Score::additive ? CHUNK : 4;
+      for (int q = 0; q < n; q += some) {
+        const int m = std::min(some, n - q);
+        const int64_t ahead = e + q + AHEAD, last = std::min(ahead + m, op.csr.edges);
+        if (S != Score::additive) prefetch(edges.key, col, ahead, last, edges.from * C, edges.width());
+        for (int64_t h = 0; h < edges.heads(); ++h) edges.scores(weight[h] + q, col + e + q, i, e + q, m, edges.from + h);
+      }
       for (int64_t h = 0; h < edges.heads(); ++h) {
         A* w = weight[h];
         if constexpr (S == Score::additive) {
@@ -176,8 +207,8 @@ struct AttentionBody {
       }
       for (int q = 0; q < n; q += 4) {
         const int m = std::min(4, n - q);
-        for (int64_t k = e + q + AHEAD; k < std::min<int64_t>(e + q + AHEAD + m, op.csr.edges); ++k)
-          prefetch(edges.values(col[k]), edges.width());
+        const int64_t ahead = e + q + AHEAD, last = std::min(ahead + m, op.csr.edges);
+        if (S != Score::gatv2) prefetch(edges.value, col, ahead, last, edges.from * C, edges.width());
         for (int k = q; k < q + m; ++k) rows[k] = edges.values(col[e + k]);
         for (int64_t h = 0; h < edges.heads(); ++h) {
           add_rows<A>(s.out + h * C, rows + q, weight[h] + q, m, C);
@@ -235,8 +266,8 @@ struct SourceGradBody {
   const int64_t C = edges.C, H = edges.heads();
 
   static constexpr int64_t facts = S == Score::additive ? 4 : 3;
-  // The key of GATv2 is its value; `alone` keys come later.
-  int64_t keys() const { return op.alone || S == Score::gatv2 ? 0 : S == Score::additive ? H : H * C; }
+  // `alone` keys come later.
+  int64_t keys() const { return op.alone ? 0 : S == Score::additive ? H : H * C; }
 
   State home(int64_t j) const {
     return {keys() == 0 ? nullptr : d_key[j] + (S == Score::dot ? edges.from * C : edges.from), d_value[j] + edges.from * C};
@@ -252,6 +283,16 @@ struct SourceGradBody {
     for (int64_t k = 0; k < H * C; ++k) into.value[k] += s.value[k];
   }
 
+  // Asks for what some edges read and write elsewhere.
+  [[gnu::always_inline]] void ask(int64_t begin, int64_t end) const {
+    prefetch(grad, dst, begin, end, edges.from * C, H * C);
+    if (S == Score::dot) prefetch(edges.query, dst, begin, end, edges.from * C, H * C);
+    for (int64_t k = begin; k < end; ++k) {
+      __builtin_prefetch(destination + int64_t(dst[k]) * H * facts);
+      __builtin_prefetch(d_score + int64_t(perm[k]) * H, 1);
+    }
+  }
+
   void run(int64_t j, int64_t begin, int64_t end, State s, int64_t) const {
     constexpr int SHORT = 16;  // the rows are read twice in a chunk
     A weight[SHORT], slope[SHORT], ds[SHORT], factor[SHORT], peak[SHORT], total[SHORT], inner[SHORT];
@@ -259,20 +300,28 @@ struct SourceGradBody {
     const A parameter = A(edges.op.parameter);
     for (int64_t t = begin; t < end; t += SHORT) {
       const int n = int(std::min<int64_t>(SHORT, end - t));
-      for (int64_t k = t + SHORT; k < std::min<int64_t>(t + SHORT + n, op.transpose.edges); ++k) {
-        prefetch(grad[dst[k]] + edges.from * C, H * C);
-        __builtin_prefetch(d_score + int64_t(perm[k]) * H, 1);
-      }
       for (int64_t h = 0; h < H; ++h) {
         const int64_t head = edges.from + h;
-        for (int k = 0; k < n; ++k) rows[k] = grad[dst[t + k]] + head * C;
-        dot_rows<A>(inner, edges.values(j) + h * C, rows, n, C);
+        for (int q = 0; q < n; q += 4) {
+          const int m = std::min(4, n - q);
+          if (h == 0) ask(t + q + AHEAD, std::min(t + q + AHEAD + m, op.transpose.edges));
+          if constexpr (S == Score::dot) {
+            for (int k = q; k < q + m; ++k) rows[k] = edges.query[dst[t + k]] + head * C;
+            dot_rows<A>(weight + q, edges.key[j] + head * C, rows + q, m, C);
+          }
+          for (int k = q; k < q + m; ++k) rows[k] = grad[dst[t + k]] + head * C;
+          dot_rows<A>(inner + q, edges.values(j) + h * C, rows + q, m, C);
+        }
         for (int k = 0; k < n; ++k) {
           const int64_t i = dst[t + k], e = perm[t + k];
           const A* fact = destination + (i * H + h) * facts;
           peak[k] = fact[0], total[k] = fact[1], ds[k] = fact[2];
-          weight[k] = S == Score::additive ? edges.sum(j, fact[facts - 1], e, head) : edges.score(j, i, e, head);
-          if (S == Score::dot && edges.edge) inner[k] += dot<A>(rows[k], edges.edge[e] + head * C, C);
+          if constexpr (S == Score::additive) weight[k] = edges.sum(j, fact[3], e, head);
+          if constexpr (S == Score::dot) {
+            const T* b = edges.edge ? edges.edge[e] + head * C : nullptr;
+            weight[k] = parameter * (weight[k] + (b == nullptr ? A(0) : dot<A>(edges.query[i] + head * C, b, C)));
+            if (b != nullptr) inner[k] += dot<A>(rows[k], b, C);
+          }
         }
         if constexpr (S == Score::additive) {
 #pragma omp simd
@@ -301,41 +350,12 @@ struct SourceGradBody {
         for (int k = 0; k < n; ++k) d_score[int64_t(perm[t + k]) * H + h] = ds[k];
         if (alpha != nullptr)
           for (int k = 0; k < n; ++k) alpha[int64_t(perm[t + k]) * H + h] = weight[k];
-        if constexpr (S == Score::gatv2) {
-          for (int k = 0; k < n; k += 4) add_slopes(s.value + h * C, j, dst + t + k, perm + t + k, head, ds + k, std::min(4, n - k));
-        }
         if constexpr (S == Score::dot) {
           for (int k = 0; k < n; ++k) ds[k] *= parameter, rows[k] = edges.query[dst[t + k]] + head * C;
           add_rows<A>(s.key + h * C, rows, ds, n, C);
         }
       }
     }
-  }
-
-  // y += sum_k ds[k] att * LeakyReLU'(key_j + query_i + edge_ij), over at most four edges
-  void add_slopes(A* __restrict y, int64_t j, const I* i, const I* e, int64_t head, const A* ds, int n) const {
-    const T *key = edges.key[j] + head * C, *query[4], *edge[4];
-    const A *att = edges.att + head * C, p = A(edges.op.parameter);
-    for (int k = 0; k < n; ++k) {
-      query[k] = edges.query[i[k]] + head * C;
-      edge[k] = edges.edge ? edges.edge[e[k]] + head * C : nullptr;
-    }
-    if (C < lanes<A>) {
-      for (int k = 0; k < n; ++k)
-        for (int64_t c = 0; c < C; ++c)
-          y[c] += ds[k] * att[c] * (A(key[c]) + A(query[k][c]) + (edge[k] == nullptr ? A(0) : A(edge[k][c])) > 0 ? A(1) : p);
-      return;
-    }
-    add(y, C, Tail<A>(C), [&](int64_t c) {
-      const Vector<A> z = load(key + c);
-      Vector<A> sum{};
-      for (int k = 0; k < n; ++k) {
-        Vector<A> t = z + load(query[k] + c);
-        if (edge[k] != nullptr) t += load(edge[k] + c);
-        sum += t > 0 ? Vector<A>{} + ds[k] : Vector<A>{} + ds[k] * p;
-      }
-      return load(att + c) * sum;
-    });
   }
 };
 
@@ -386,7 +406,7 @@ struct ScoreSumBody {
   void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const { add_edges(s, d_score, perm, begin, end, heads); }
 };
 
-// By destination: the gradients of queries, edges and att from those of the scores.
+// By destination: the gradients of queries and edges from those of the scores.
 template <Score S, class T, class I>
 struct DestinationGradBody {
   using A = Acc<T>;
@@ -396,7 +416,6 @@ struct DestinationGradBody {
   const AttentionGrad& op;
   A* d_score;
   const A *alpha, *inner;  // inner of each destination and head, if scores are still to be finished
-  std::vector<double> d_att{};  // a row for each unit, so that it is summed in the same order by any number of threads
   const I* col = static_cast<const I*>(edges.op.csr.col);
   Rows<A> d_query = typed<A>(op.d_query), d_edge = typed<A>(op.d_edge);
   Rows<const T> grad = typed<T>(op.grad);
@@ -412,7 +431,7 @@ struct DestinationGradBody {
       for (int64_t k = 0; k < size(); ++k) into[k] += s[k];
   }
 
-  void run(int64_t i, int64_t begin, int64_t end, State s, int64_t unit) {
+  void run(int64_t i, int64_t begin, int64_t end, State s, int64_t) const {
     if constexpr (S == Score::additive) {
       for (int64_t h = 0; h < H && inner != nullptr; ++h) finish(i, begin, end, h);
       if (s != nullptr) add_edges<A, I>(s, d_score, nullptr, begin, end, H);
@@ -420,22 +439,30 @@ struct DestinationGradBody {
         for (int64_t h = 0; h < H; ++h) d_edge[e][edges.from + h] += d_score[e * H + h];
       return;
     }
+    const A parameter = A(edges.op.parameter);
+    const T* rows[4];
+    A ds[4];
     for (int64_t e = begin; e < end; e += 4) {
       const int n = int(std::min<int64_t>(4, end - e));
-      for (int64_t k = e + AHEAD; k < std::min<int64_t>(e + AHEAD + n, edges.op.csr.edges); ++k)
-        prefetch(edges.key[col[k]] + edges.from * C, H * C);
+      prefetch(edges.key, col, e + AHEAD, std::min(e + AHEAD + n, edges.op.csr.edges), edges.from * C, H * C);
       for (int64_t h = 0; h < H; ++h) {
         const int64_t at = (edges.from + h) * C;
-        A* query = s == nullptr ? nullptr : s + h * C;
-        if constexpr (S == Score::gatv2) {
-          gatv2(query, d_att.empty() ? nullptr : d_att.data() + unit * H * C + h * C, col + e, i, e, at, h, n);
-        } else {
-          for (int64_t k = e; k < e + n; ++k)
-            dot_product(query, d_edge ? d_edge[k] + at : nullptr, col[k], i, k, at, d_score[k * H + h] * A(edges.op.parameter),
-                        alpha == nullptr ? A(0) : alpha[k * H + h]);
+        for (int k = 0; k < n; ++k) ds[k] = d_score[(e + k) * H + h] * parameter, rows[k] = edges.key[col[e + k]] + at;
+        if (s != nullptr) add_rows<A>(s + h * C, rows, ds, n, C);
+        if (s != nullptr && edges.edge) {
+          for (int k = 0; k < n; ++k) rows[k] = edges.edge[e + k] + at;
+          add_rows<A>(s + h * C, rows, ds, n, C);
         }
+        for (int k = 0; k < n && d_edge; ++k) edge_grad(d_edge[e + k] + at, i, at, ds[k], alpha[(e + k) * H + h]);
       }
     }
+  }
+
+  // The gradient of an edge's row, which is added to the key and to the value.
+  void edge_grad(A* __restrict y, int64_t i, int64_t at, A ds, A alpha) const {
+    const T *__restrict q = edges.query[i] + at, *__restrict g = grad[i] + at;
+#pragma omp simd
+    for (int64_t c = 0; c < C; ++c) y[c] += ds * A(q[c]) + alpha * A(g[c]);
   }
 
   // From d <g, v>, times the exponential, to the gradient of the argument of the LeakyReLU.
@@ -455,61 +482,6 @@ struct DestinationGradBody {
       }
 #pragma omp simd
       for (int k = 0; k < n; ++k) ds[k * H] = (ds[k * H] - part * exponential(score[k] - peak)) / total * slope[k];
-    }
-  }
-
-  // Up to four edges of a destination.
-  void gatv2(A* query, double* att, const I* col, int64_t i, int64_t e, int64_t at, int64_t h, int n) const {
-    const T *z = edges.query[i] + at, *key[4], *edge[4];
-    A *into[4], ds[4];
-    for (int k = 0; k < n; ++k) {
-      ds[k] = d_score[(e + k) * H + h], key[k] = edges.key[col[k]] + at;
-      edge[k] = edges.edge ? edges.edge[e + k] + at : nullptr, into[k] = d_edge ? d_edge[e + k] + at : nullptr;
-    }
-    const A *a = edges.att + at, p = A(edges.op.parameter);
-    const Tail<A> tail(C);
-    // One vector, or one number of rows that do not fill a vector.
-    const auto columns = [&](int64_t c, auto value, bool last) {
-      using V = decltype(value);
-      const auto read = [&](const auto* row) { if constexpr (std::is_same_v<V, A>) return A(row[c]); else return load(row + c); };
-      const auto plus = [&](A* row, V x) { if constexpr (std::is_same_v<V, A>) row[c] += x; else store<A>(row + c, load(row + c) + x); };
-      V slopes{}, products{};
-      const V q = read(z), weight = read(a);
-      for (int k = 0; k < n; ++k) {
-        V t = q + read(key[k]);
-        if (edge[k] != nullptr) t += read(edge[k]);
-        V d = t > 0 ? V{} + ds[k] : V{} + ds[k] * p;
-        if constexpr (!std::is_same_v<V, A>) d = last ? tail(d) : d;
-        slopes += d, products += d * t;
-        if (into[k] != nullptr) plus(into[k], d * weight);
-      }
-      if (query != nullptr) plus(query, slopes * weight);
-      if (att == nullptr) return;
-      if constexpr (std::is_same_v<V, A>) att[c] += products;
-      else for (int64_t l = 0; l < lanes<A>; ++l) att[c + l] += double(products[l]);
-    };
-    if (C < lanes<A>) {
-      for (int64_t c = 0; c < C; ++c) columns(c, A(0), false);
-      return;
-    }
-    int64_t c = 0;
-    for (; c + lanes<A> <= C; c += lanes<A>) columns(c, Vector<A>{}, false);
-    if (tail) columns(C - lanes<A>, Vector<A>{}, true);
-  }
-
-  void dot_product(A* __restrict query, A* __restrict edge, int64_t j, int64_t i, int64_t e, int64_t at, A ds, A alpha) const {
-    const T *__restrict k = edges.key[j] + at, *__restrict q = edges.query[i] + at, *__restrict g = grad[i] + at;
-    const T* __restrict b = edges.edge ? edges.edge[e] + at : nullptr;
-    if (query != nullptr && b == nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < C; ++c) query[c] += ds * A(k[c]);
-    } else if (query != nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < C; ++c) query[c] += ds * (A(k[c]) + A(b[c]));
-    }
-    if (edge != nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < C; ++c) edge[c] += ds * A(q[c]) + alpha * A(g[c]);
     }
   }
 };
@@ -536,10 +508,10 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
   const Dropout<A> dropout(op.forward);
   const Attention& forward = op.forward;
   const int64_t step = group<T>(forward), C = forward.channels, dsts = forward.csr.all;
-  const std::unique_ptr<A[]> d_score(new A[forward.csr.edges * step]);
-  const std::unique_ptr<A[]> alpha(S == Score::dot && op.d_edge ? new A[forward.csr.edges * step] : nullptr);
-  const std::unique_ptr<A[]> facts(new A[dsts * step * SourceGradBody<S, T, I>::facts]);
-  const std::unique_ptr<A[]> inner(op.alone ? new A[dsts * step] : nullptr);
+  const Memory<A> d_score = allocate<A>(forward.csr.edges * step);
+  const Memory<A> alpha = S == Score::dot && op.d_edge ? allocate<A>(forward.csr.edges * step) : nullptr;
+  const Memory<A> facts = allocate<A>(dsts * step * SourceGradBody<S, T, I>::facts);
+  const Memory<A> inner = op.alone ? allocate<A>(dsts * step) : nullptr;
   Tile<T> keys, queries, grads;
   for (int64_t from = 0; from < forward.heads; from += step) {
     const int64_t to = std::min(from + step, forward.heads);
@@ -564,25 +536,19 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
       ScoreSumBody<T, I> body{d_score.get(), nullptr, {inner.get(), edges.heads()}, 0, edges.heads()};
       Walk<I, A, ScoreSumBody<T, I>>(forward.csr, body).run(parallel);
     }
-    if (!op.alone && !op.d_query && !op.d_edge && op.d_att == nullptr) continue;
+    if (!op.alone && !op.d_query && !op.d_edge) continue;
     if (step < forward.heads && S != Score::additive)
       edges.key = keys.copy(edges.key, forward.num_src, from * C, to * C, parallel);
     DestinationGradBody<S, T, I> body{edges, op, d_score.get(), alpha.get(), inner.get()};
-    Walk<I, A, DestinationGradBody<S, T, I>> walk(forward.csr, body);
-    const int64_t width = edges.width();
-    if (op.d_att != nullptr) body.d_att.assign(walk.units() * width, 0.0);
-    walk.run(parallel);
-    for (int64_t k = 0; op.d_att != nullptr && k < width; ++k) {
-      double sum = 0;
-      for (int64_t u = 0; u < walk.units(); ++u) sum += body.d_att[u * width + k];
-      static_cast<A*>(op.d_att)[from * C + k] += A(sum);
-    }
+    Walk<I, A, DestinationGradBody<S, T, I>>(forward.csr, body).run(parallel);
     if (op.alone) {
       ScoreSumBody<T, I> body{d_score.get(), static_cast<const I*>(op.transpose.perm), typed<A>(op.d_key), from, edges.heads()};
       Walk<I, A, ScoreSumBody<T, I>>(op.transpose, body).run(parallel);
     }
   }
 }
+
+#include "gatv2.inl"
 
 template <class T, class I>
 void attention(const Attention& op, Parallel parallel) {
@@ -597,7 +563,7 @@ template <class T, class I>
 void attention_grad(const AttentionGrad& op, Parallel parallel) {
   switch (op.forward.score) {
     case Score::additive: return attend_grad<Score::additive, T, I>(op, parallel);
-    case Score::gatv2: return attend_grad<Score::gatv2, T, I>(op, parallel);
+    case Score::gatv2: return gatv2_grad<T, I>(op, parallel);
     case Score::dot: return attend_grad<Score::dot, T, I>(op, parallel);
   }
 }

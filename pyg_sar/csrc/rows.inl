@@ -62,13 +62,26 @@ inline float exponential(float x) {
 }
 inline double exponential(double x) { return std::exp(x); }
 
+// Always inlined, as GCC leaves out calls of functions that do nothing but this.
 template <class T>
-inline void prefetch(const T* row, int64_t n) {
+[[gnu::always_inline]] inline void prefetch(const T* row, int64_t n) {
   const char* p = reinterpret_cast<const char*>(row);
   for (int64_t k = 0; k < n * int64_t(sizeof(T)); k += 64) __builtin_prefetch(p + k);
 }
 
+// Asks for some columns of the rows index[begin], ..., index[end - 1].
+template <class T, class I>
+[[gnu::always_inline]] inline void prefetch(Rows<const T> rows, const I* index, int64_t begin, int64_t end, int64_t from, int64_t width) {
+  for (int64_t k = begin; k < end; ++k) prefetch(rows[index[k]] + from, width);
+}
+
 #include "simd.inl"
+
+// f(0), ..., f(n - 1), one behind the other.
+template <int n, class F>
+inline void unrolled(F f) {
+  [&]<int... k>(std::integer_sequence<int, k...>) { (f(k), ...); }(std::make_integer_sequence<int, n>());
+}
 
 // y += f(j), a vector at column j.
 template <class A, class F>
@@ -274,6 +287,22 @@ inline int64_t tile_columns(const Csr& csr, int64_t num_cols, int64_t width, int
   return (width + tiles - 1) / tiles;
 }
 
+// Memory for `n` numbers.
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+template <class T>
+using Memory = std::unique_ptr<T[], Free>;
+template <class T>
+Memory<T> allocate(int64_t n) {
+  constexpr int64_t page = 2 << 20;
+  const int64_t bytes = std::max<int64_t>(n * int64_t(sizeof(T)), 1);
+  void* memory = bytes < page ? std::malloc(bytes) : std::aligned_alloc(page, (bytes + page - 1) / page * page);
+  if (memory == nullptr) throw std::bad_alloc();
+  ask_for_huge_pages(memory, bytes);
+  return Memory<T>(static_cast<T*>(memory));
+}
+
 template <class T>
 class Tile {
  public:
@@ -285,12 +314,12 @@ class Tile {
   template <class At>
   Rows<const T> copy(Rows<const T> x, int64_t rows, int64_t count, At at, int64_t from, int64_t to, Parallel parallel) {
     const int64_t width = to - from;
-    if (!memory_ || size_ < rows * width) memory_.reset(new T[size_ = rows * width]);
+    if (!memory_ || size_ < rows * width) memory_ = nullptr, memory_ = allocate<T>(size_ = rows * width);
     for_rows(count, parallel, [&, out = memory_.get()](int64_t k) { std::copy_n(x[at(k)] + from, width, out + at(k) * width); });
     return {memory_.get() - from, width};
   }
 
  private:
-  std::unique_ptr<T[]> memory_;
+  Memory<T> memory_;
   int64_t size_ = 0;
 };
