@@ -283,16 +283,6 @@ struct SourceGradBody {
     for (int64_t k = 0; k < H * C; ++k) into.value[k] += s.value[k];
   }
 
-  // Asks for what some edges read and write elsewhere.
-  [[gnu::always_inline]] void ask(int64_t begin, int64_t end) const {
-    prefetch(grad, dst, begin, end, edges.from * C, H * C);
-    if (S == Score::dot) prefetch(edges.query, dst, begin, end, edges.from * C, H * C);
-    for (int64_t k = begin; k < end; ++k) {
-      __builtin_prefetch(destination + int64_t(dst[k]) * H * facts);
-      __builtin_prefetch(d_score + int64_t(perm[k]) * H, 1);
-    }
-  }
-
   void run(int64_t j, int64_t begin, int64_t end, State s, int64_t) const {
     constexpr int SHORT = 16;  // the rows are read twice in a chunk
     A weight[SHORT], slope[SHORT], ds[SHORT], factor[SHORT], peak[SHORT], total[SHORT], inner[SHORT];
@@ -300,18 +290,18 @@ struct SourceGradBody {
     const A parameter = A(edges.op.parameter);
     for (int64_t t = begin; t < end; t += SHORT) {
       const int n = int(std::min<int64_t>(SHORT, end - t));
+      const int64_t ahead = t + SHORT, last = std::min(ahead + n, op.transpose.edges);
+      prefetch(grad, dst, ahead, last, edges.from * C, H * C);
+      if (S == Score::dot) prefetch(edges.query, dst, ahead, last, edges.from * C, H * C);
+      for (int64_t k = ahead; k < last; ++k) __builtin_prefetch(d_score + int64_t(perm[k]) * H, 1);
       for (int64_t h = 0; h < H; ++h) {
         const int64_t head = edges.from + h;
-        for (int q = 0; q < n; q += 4) {
-          const int m = std::min(4, n - q);
-          if (h == 0) ask(t + q + AHEAD, std::min(t + q + AHEAD + m, op.transpose.edges));
-          if constexpr (S == Score::dot) {
-            for (int k = q; k < q + m; ++k) rows[k] = edges.query[dst[t + k]] + head * C;
-            dot_rows<A>(weight + q, edges.key[j] + head * C, rows + q, m, C);
-          }
-          for (int k = q; k < q + m; ++k) rows[k] = grad[dst[t + k]] + head * C;
-          dot_rows<A>(inner + q, edges.values(j) + h * C, rows + q, m, C);
+        if constexpr (S == Score::dot) {
+          for (int k = 0; k < n; ++k) rows[k] = edges.query[dst[t + k]] + head * C;
+          dot_rows<A>(weight, edges.key[j] + head * C, rows, n, C);
         }
+        for (int k = 0; k < n; ++k) rows[k] = grad[dst[t + k]] + head * C;
+        dot_rows<A>(inner, edges.values(j) + h * C, rows, n, C);
         for (int k = 0; k < n; ++k) {
           const int64_t i = dst[t + k], e = perm[t + k];
           const A* fact = destination + (i * H + h) * facts;
