@@ -290,10 +290,11 @@ struct SourceGradBody {
     const A parameter = A(edges.op.parameter);
     for (int64_t t = begin; t < end; t += SHORT) {
       const int n = int(std::min<int64_t>(SHORT, end - t));
-      const int64_t ahead = t + SHORT, last = std::min(ahead + n, op.transpose.edges);
-      prefetch(grad, dst, ahead, last, edges.from * C, H * C);
-      if (S == Score::dot) prefetch(edges.query, dst, ahead, last, edges.from * C, H * C);
-      for (int64_t k = ahead; k < last; ++k) __builtin_prefetch(d_score + int64_t(perm[k]) * H, 1);
+      for (int64_t k = t + SHORT; k < std::min<int64_t>(t + SHORT + n, op.transpose.edges); ++k) {
+        prefetch(grad[dst[k]] + edges.from * C, H * C);
+        if (S == Score::dot) prefetch(edges.query[dst[k]] + edges.from * C, H * C);
+        __builtin_prefetch(d_score + int64_t(perm[k]) * H, 1);
+      }
       for (int64_t h = 0; h < H; ++h) {
         const int64_t head = edges.from + h;
         if constexpr (S == Score::dot) {
@@ -498,10 +499,10 @@ void attend_grad(const AttentionGrad& op, Parallel parallel) {
   const Dropout<A> dropout(op.forward);
   const Attention& forward = op.forward;
   const int64_t step = group<T>(forward), C = forward.channels, dsts = forward.csr.all;
-  const Memory<A> d_score = allocate<A>(forward.csr.edges * step);
-  const Memory<A> alpha = S == Score::dot && op.d_edge ? allocate<A>(forward.csr.edges * step) : nullptr;
-  const Memory<A> facts = allocate<A>(dsts * step * SourceGradBody<S, T, I>::facts);
-  const Memory<A> inner = op.alone ? allocate<A>(dsts * step) : nullptr;
+  const std::unique_ptr<A[]> d_score(new A[forward.csr.edges * step]);
+  const std::unique_ptr<A[]> alpha(S == Score::dot && op.d_edge ? new A[forward.csr.edges * step] : nullptr);
+  const std::unique_ptr<A[]> facts(new A[dsts * step * SourceGradBody<S, T, I>::facts]);
+  const std::unique_ptr<A[]> inner(op.alone ? new A[dsts * step] : nullptr);
   Tile<T> keys, queries, grads;
   for (int64_t from = 0; from < forward.heads; from += step) {
     const int64_t to = std::min(from + step, forward.heads);

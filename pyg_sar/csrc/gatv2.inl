@@ -178,7 +178,7 @@ void gatv2_grad(const AttentionGrad& op, Parallel parallel) {
   const Attention& forward = op.forward;
   const int64_t tile = group<T>(forward), C = forward.channels, dsts = forward.csr.all;
   const int64_t step = (tile + 1) / 2;  // half of the others' heads at a time, as an edge leaves two numbers
-  const Memory<A> left = allocate<A>(forward.csr.edges * step * 2);
+  const std::unique_ptr<A[]> left(new A[forward.csr.edges * step * 2]);
   Tile<T> first, second;
   for (int64_t from = 0; from < forward.heads; from += step) {
     const int64_t to = std::min(from + step, forward.heads);

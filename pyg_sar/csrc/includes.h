@@ -5,12 +5,10 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
-#include <new>
 #include <type_traits>
 #include <utility>
 #include <vector>

@@ -4,22 +4,7 @@
 
 #include <cstdint>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace pyg_sar {
-
-// Large memory asks for huge pages before anything is written to it: pages of 4 KiB cost more when they are touched for the
-// first time than to write them, and rows that are gathered from all over them miss the processor's table of pages.
-inline void ask_for_huge_pages(const void* memory, int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t huge = 2 << 20;
-  const uintptr_t first = uintptr_t(memory), begin = (first + huge - 1) / huge * huge, end = (first + bytes) / huge * huge;
-  // A hint that may be refused; it is lost on parts of huge pages.
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
 
 // Rows of a matrix, each contiguous, `stride` elements apart.
 template <class P>

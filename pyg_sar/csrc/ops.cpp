@@ -11,6 +11,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "kernels.h"
 
 namespace pyg_sar {
@@ -136,8 +140,16 @@ class Arguments {
   std::vector<Tensor> kept_;
 };
 
+// Fresh memory comes in pages of 4 KiB, and to touch each of them for the first time costs more than to write it: large
+// tensors ask for huge pages.
 void ask_for_huge_pages(const Tensor& t) {
-  if (t.is_contiguous()) pyg_sar::ask_for_huge_pages(t.const_data_ptr(), t.numel() * int64_t(t.element_size()));
+#if defined(__linux__)
+  constexpr uintptr_t huge = 2 << 20;
+  const uintptr_t first = uintptr_t(t.const_data_ptr()), bytes = t.is_contiguous() ? t.numel() * t.element_size() : 0;
+  const uintptr_t begin = (first + huge - 1) / huge * huge, end = (first + bytes) / huge * huge;
+  // A hint that may be refused; it is lost on parts of huge pages.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
 }
 
 void zero_(Tensor out) {

@@ -287,22 +287,6 @@ inline int64_t tile_columns(const Csr& csr, int64_t num_cols, int64_t width, int
   return (width + tiles - 1) / tiles;
 }
 
-// Memory for `n` numbers.
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-template <class T>
-using Memory = std::unique_ptr<T[], Free>;
-template <class T>
-Memory<T> allocate(int64_t n) {
-  constexpr int64_t page = 2 << 20;
-  const int64_t bytes = std::max<int64_t>(n * int64_t(sizeof(T)), 1);
-  void* memory = bytes < page ? std::malloc(bytes) : std::aligned_alloc(page, (bytes + page - 1) / page * page);
-  if (memory == nullptr) throw std::bad_alloc();
-  ask_for_huge_pages(memory, bytes);
-  return Memory<T>(static_cast<T*>(memory));
-}
-
 template <class T>
 class Tile {
  public:
@@ -314,12 +298,12 @@ class Tile {
   template <class At>
   Rows<const T> copy(Rows<const T> x, int64_t rows, int64_t count, At at, int64_t from, int64_t to, Parallel parallel) {
     const int64_t width = to - from;
-    if (!memory_ || size_ < rows * width) memory_ = nullptr, memory_ = allocate<T>(size_ = rows * width);
+    if (!memory_ || size_ < rows * width) memory_.reset(new T[size_ = rows * width]);
     for_rows(count, parallel, [&, out = memory_.get()](int64_t k) { std::copy_n(x[at(k)] + from, width, out + at(k) * width); });
     return {memory_.get() - from, width};
   }
 
  private:
-  Memory<T> memory_;
+  std::unique_ptr<T[]> memory_;
   int64_t size_ = 0;
 };
