@@ -27,6 +27,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.chunks import FEWEST, Chunks
 from pyg_sar.nn.replay.isolate import isolated, side_effects
+from pyg_sar.nn.replay.pieces import is_one_piece
 from pyg_sar.nn.replay.probe import BLOCKS, EDGES, KERNELS, Probe, Problem, close
 from pyg_sar.nn.replay.runner import Program, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
@@ -45,7 +46,8 @@ def choose(call: Call, graph: ShardedGraph, size: Any) -> Strategy:
     if counts:
         inferred.setdefault(kind, Strategy("one-shot", "it counts the nodes of two sets"))
     strategy = inferred.get(kind)
-    if strategy is None or not strategy.fits(call, graph) or not still_valid(strategy, call, graph):
+    valid = strategy is not None and strategy.fits(call, graph)
+    if not valid or not (is_one_piece(graph) or still_valid(strategy, call, graph)):
         edge, const = rows_of_edges(call, graph)
         strategy = inferred[kind] = agree(candidates(call, graph, edge), graph.exchange.all_reduce_max)
         strategy.const = const

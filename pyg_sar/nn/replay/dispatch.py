@@ -13,6 +13,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
+from pyg_sar.nn.replay.pieces import is_one_piece
 from pyg_sar.operations import EDGES, SOURCES
 from pyg_sar.refusals import fail
 
@@ -51,4 +52,6 @@ def along_edges(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, s
     if not edge_index.streams and (strategy.ordered or strategy.name == "padded"):
         fail(edge_index._graph, f"'{name}' needs all edges in their order, but some were added or left out since they "
              f"were loaded: do so before 'partition'")  # fmt: skip
+    if is_one_piece(graph) and not strategy.program.drops:  # what is dropped depends on ids of edges
+        return None
     return strategy.run(call, graph)

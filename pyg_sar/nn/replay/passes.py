@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyg_sar.aggregate import aggregate
 from pyg_sar.block import Block
+from pyg_sar.nn.replay.pieces import Totals, pieces
 from pyg_sar.nn.replay.runner import Pair, Runner
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
 from pyg_sar.ops.reference import accumulator
@@ -68,20 +69,27 @@ class Pass(Reduce):
                 state[k] = x.new_zeros(shape, dtype=accumulator(like.dtype))
         return state
 
-    def step(self, state: dict[int, Any], block: Block, x: Tensor, rows: Rows) -> dict[int, Any]:
-        """Merge the block."""
+    def step(self, state: Any, block: Block, x: Tensor, rows: Rows) -> Any:
+        """Merge the block, piece by piece."""
+        for piece in pieces(self.runner.graph, block):
+            self.merge(piece.narrow(state), piece.block, x, piece.rows(rows))
+        return state
+
+    def merge(self, state: dict[int, Any], block: Block, x: Tensor, rows: Rows) -> None:
+        """Merge a piece of a block into the state of its destinations."""
 
         def cut(k: int, found: Reduction) -> None:
             self.check(k, found)
             if k not in state:
                 return
             if k in self.extrema:
-                state[k] = _merge(found.op, state[k], found.extremum(block.num_dst))
+                merged = _merge(found.op, state[k], found.extremum(block.num_dst))
+                for t, new in zip(state[k], merged, strict=True):
+                    t.copy_(new)
             else:
                 found.add_to(state[k], block)
 
         self.runner.run_block(block, x, rows, cut, known=self.known(rows))
-        return state
 
     def finish(self, state: dict[int, Any], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return results side by side, and how many entries attain extrema; without any these are 0."""
@@ -117,8 +125,19 @@ class Pass(Reduce):
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
     ) -> Grads:
-        """Run once more under autograd: what is reduced, or updated, has the gradient of its result."""
+        """Run once more under autograd, piece by piece."""
         assert x is not None
+        totals = Totals(rows)
+        for piece in pieces(self.runner.graph, block):
+            some = piece.narrow(saved)
+            totals.add(piece, self.rebuild(piece.block, x, piece.rows(rows), some, out, needs))
+        source = totals.source
+        return torch.zeros_like(x) if source is None and needs.source else source, totals.total
+
+    def rebuild(
+        self, block: Block, x: Tensor, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+    ) -> Grads:
+        """Return the gradients of a piece: what is reduced, or updated, has the gradient of its result."""
         best, grads = dict(zip(self.extrema, saved, strict=False)), self.grads(saved)
 
         def run(leaf: Tensor, leaves: Rows) -> list[Pair]:
@@ -137,8 +156,7 @@ class Pass(Reduce):
                 pairs.append((result, out[block.edges]))
             return pairs
 
-        source, others = self.runner.rebuild(x, rows, needs, run)
-        return torch.zeros_like(x) if source is None and needs.source else source, others
+        return self.runner.rebuild(x, rows, needs, run)
 
     def grads(self, saved: tuple[Tensor, ...]) -> dict[int, Tensor]:
         """Return the gradients of results."""
@@ -163,8 +181,8 @@ class SoftmaxPass(Pass):
         ones = x.new_ones(self.shape(self.normaliser, num_dst), dtype=dtype)
         return {**state, self.row_max: torch.full_like(ones, -torch.inf), self.normaliser: ones}
 
-    def step(self, state: dict[int, Any], block: Block, x: Tensor, rows: Rows) -> dict[int, Any]:
-        """Merge the block; where all scores so far are minus infinity, the normaliser is 0."""
+    def merge(self, state: dict[int, Any], block: Block, x: Tensor, rows: Rows) -> None:
+        """Merge a piece; where all scores so far are minus infinity, the normaliser is 0."""
         new: dict[int, Tensor] = {}
         count: Any = None  # of entries that attain the maximum
 
@@ -188,8 +206,8 @@ class SoftmaxPass(Pass):
         weight = new[self.normaliser] * (new[self.row_max] - finite).exp_()
         for k in self.keys:
             state[k].mul_(heads(old, state[k])).add_(new[k].mul_(heads(weight, new[k])))
-        state[self.row_max], state[self.normaliser] = row_max, state[self.normaliser] * old + weight
-        return state
+        state[self.row_max].copy_(row_max)
+        state[self.normaliser].mul_(old).add_(weight)
 
     def finish(self, state: dict[int, Any], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Normalise; a destination without edges gets 0, and one of which all scores are minus infinity 0 / 0."""
@@ -231,9 +249,11 @@ class Update(Pass):
         return like.new_empty(self.runner.graph.num_edges, *like.shape[1:])
 
     def step(self, state: Any, block: Block, x: Tensor, rows: Rows) -> Any:
-        """Update those of the block."""
-        updated = self.runner.run_block(block, x, rows, self.check, known=self.known(rows))
-        self.runner.put(updated, state, block.edges)
+        """Update those of the block, piece by piece."""
+        for piece in pieces(self.runner.graph, block):
+            some = piece.rows(rows)
+            updated = self.runner.run_block(piece.block, x, some, self.check, known=self.known(some))
+            self.runner.put(updated, state, piece.block.edges)
         return state
 
     def finish(self, state: Any, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
