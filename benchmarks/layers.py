@@ -216,7 +216,9 @@ def heading(args: argparse.Namespace, edges: int) -> list[str]:
         f"One layer, forward and backward, in one process on {machine(args)}; medians of {args.repetitions} "
         f"alternating repetitions. float32; {args.nodes:,} nodes {order}, "
         f"{edges:,} edges (with self-loops, power-law degrees, sorted by destination), {FEATURES} input features. "
-        + ", ".join(f"{name} {release(name)}" for name in ("torch", "torch_geometric", "torch_scatter", "dgl", "triton"))
+        + ", ".join(
+            f"{name} {release(name)}" for name in ("torch", "torch_geometric", "torch_scatter", "dgl", "triton")
+        )
         + f", pyg_sar {pyg_sar.__version__}{f' (PYG_SAR_KERNELS={switch})' if switch else ''}. "
         "Made by `benchmarks/layers.py`.",
     ]

@@ -33,11 +33,11 @@ GROUPS = {
     "sums": {"spmm_", "sddmm_"},
     "attention, forward": {"attention_"},
     "attention, backward": {"attention_grad_", "additive_grad_"},
-    "normalisation": {"moments_", "column_products_", "column_affine_", "native_batch_norm", "native_batch_norm_backward"},
+    "normalisation": {"moments_", "column_products_", "column_affine_"},
     "ReLU": {"relu", "relu_", "clamp_min", "threshold_backward"},
     "fills": {"zero_", "fill_"},
     "copies": {"copy_", "cat", "index", "index_select", "index_put_", "_index_put_impl_"},
-    "additions and scalings": {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "sum", "addcmul_", "index_add_"},
+    "additions and scalings": {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "sum", "index_add_"},
 }  # fmt: skip
 REST, WAITING = "rest", "waiting for messages"
 ENTRIES = (*GROUPS, WAITING, REST)
@@ -133,15 +133,16 @@ def heading(args: argparse.Namespace) -> str:
         f"Shares of a training step, mode 1, of the slowest worker: 3-layer models (GraphSAGE, GCN and R-GCN with 8 "
         f"relations: 256 hidden; GAT and GATv2: 4 heads of 128) with batch normalisation and Adam; generated graph of "
         f"{args.nodes:,} nodes and {args.edges:,} edges, float32, 1 thread a worker; {processor()}, {os.cpu_count()} "
-        f"cores, torch {torch.__version__}; {args.steps} steps under torch's profiler. *Rest*: autograd, Python, and all "
-        "other operators. Made by `benchmarks/shares.py`."
+        f"cores, torch {torch.__version__}; {args.steps} steps under torch's profiler. *Rest*: autograd, Python, and "
+        "all other operators. Made by `benchmarks/shares.py`."
     )
 
 
 def table(workers: int, found: dict[str, dict[str, float]]) -> list[str]:
     count = f"{workers} workers" if workers > 1 else "1 worker"
     lines = [f"| {count} | {' | '.join(NAMES[kind] for kind in found)} |", "|---" * (len(found) + 1) + "|"]
-    lines.append(f"| seconds of a step | {' | '.join(f'{it["step"]:.2f}' for it in found.values())} |")
+    seconds = [f"{it['step']:.2f}" for it in found.values()]
+    lines.append(f"| seconds of a step | {' | '.join(seconds)} |")
     for entry in ENTRIES:
         cells = [f"{100 * it[entry] / it['step']:.1f}%" for it in found.values()]
         lines.append(f"| {entry} | {' | '.join(cells)} |")

@@ -89,7 +89,7 @@ class Block:
     @property
     def source(self) -> Tensor:
         """Local-first source number of each edge."""
-        return self.col.long() + self.ids.start if isinstance(self.ids, slice) else self.ids[self.col]
+        return self.col.long() + self.ids.start if isinstance(self.ids, slice) else rows_at(self.ids, self.col)
 
     @cached_property
     @ordinary_mode
@@ -171,6 +171,27 @@ def parts_of(rows: Tensor, ids: Sequence[Index], num_rows: int) -> Tensor:
     for q, i in enumerate(ids):
         part[i] = q
     return part[rows]
+
+
+def rows_at(t: Tensor, index: Index) -> Tensor:
+    """Return some rows; ``t[index]`` would take two to three times as long on a CPU."""
+    return t[index] if isinstance(index, slice) else t.index_select(0, index)
+
+
+def put_rows(t: Tensor, index: Index, rows: Tensor) -> None:
+    """Write rows, each to another place."""
+    if isinstance(index, slice):
+        t[index] = rows
+    else:
+        t.index_copy_(0, index, rows)
+
+
+def add_rows(t: Tensor, index: Index, rows: Tensor) -> None:
+    """Add to rows, each of another place."""
+    if isinstance(index, slice):
+        t[index] += rows
+    else:
+        t.index_add_(0, index, rows)
 
 
 def length(ids: Index) -> int:

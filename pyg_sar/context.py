@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pyg_sar import running
+from pyg_sar.block import add_rows
 from pyg_sar.cached import cached
 from pyg_sar.exchange import Meter, Schedule, Sink
 from pyg_sar.graph import ShardedGraph
@@ -248,7 +249,7 @@ class Backward(Walk):
             for t, grad in zip(getattr(total, name), getattr(grads, name), strict=False):
                 if t is not None and grad is not None:
                     if name == "edge":
-                        t[self.context.blocks[q].edges] += grad.to(t.dtype)
+                        add_rows(t, self.context.blocks[q].edges, grad.to(t.dtype))
                     else:
                         t += grad
 

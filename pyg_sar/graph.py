@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.block import Block, Index
+from pyg_sar.block import Block, Index, put_rows, rows_at
 from pyg_sar.exchange import Exchange
 from pyg_sar.memo import Memo
 
@@ -219,7 +219,7 @@ class ShardedGraph:
 
     def ids_of(self, block: Block) -> Tensor:
         """Return the global ids of the edges of a block."""
-        return positions(block) if self.e_id is None else self.e_id[block.edges]
+        return positions(block) if self.e_id is None else rows_at(self.e_id, block.edges)
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether ``x`` is a cached input feature and has no gradient."""
@@ -277,8 +277,8 @@ class ShardedGraph:
         """Return the edges as ``[2, num_edges]``: local-first sources and destinations, in the worker's edge order."""
         out = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
         for block in self.blocks:
-            out[0, block.edges] = block.source
-            out[1, block.edges] = block.row
+            put_rows(out[0], block.edges, block.source)
+            put_rows(out[1], block.edges, block.row)
         return out
 
     @property
@@ -286,7 +286,7 @@ class ShardedGraph:
         """Destination of each edge, in the worker's edge order."""
         out = torch.empty(self.num_edges, dtype=torch.int64, device=self.device)
         for block in self.blocks:
-            out[block.edges] = block.row
+            put_rows(out, block.edges, block.row)
         return out
 
     def merge(self) -> ShardedGraph:

@@ -251,8 +251,7 @@ def pick(func: Callable, edges: Tensor, which: Any, it: EdgeNumbers | None = Non
         raise wrong_rows(it._graph, found, count, "mask[data.e_id]")
     if not isinstance(edges, EdgeNumbers):
         return edges[which]
-    out = plain(edges)[which] if edges._kind == SOURCES else plain(edges)[:, which]
-    return edges.derive(edges._kind, out)
+    return edges.derive(edges._kind, plain(edges)[..., which])
 
 
 def everything(index: Any) -> bool:

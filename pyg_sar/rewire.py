@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.block import Block, compress, cut, parts_of, renumber
+from pyg_sar.block import Block, compress, cut, parts_of, put_rows, renumber, rows_at
 from pyg_sar.graph import ShardedGraph, edge_ids, positions
 
-KEPT = 2  # graphs with other edges, which layers make in every step
+KEPT = 2, 64  # graphs with other edges, which layers make in every step: at least, and at most
 MAX_IN_DEGREE = 1 << 24  # with other edges, whose ids hold the destination's id above these bits
 
 
@@ -41,7 +41,7 @@ def with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Tensor]:
 def _with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Tensor]:
     keep = torch.ones(graph.num_edges, dtype=torch.bool, device=graph.device)
     for block in graph.blocks:
-        keep[block.edges] = ~graph.loops_in(block)
+        put_rows(keep, block.edges, ~graph.loops_in(block))
     position = keep.cumsum(0) - 1
     num_kept = int(keep.sum())
     blocks = tuple(_loop_block(graph, block, keep, position, num_kept) for block in graph.blocks)
@@ -56,7 +56,7 @@ def _loop_block(graph: ShardedGraph, block: Block, keep: Tensor, position: Tenso
     ids = torch.arange(block.ids.start, block.ids.stop) if isinstance(block.ids, slice) else block.ids
     row = ids.to(graph.device) - graph.dst.start
     col = ((row >= 0) & (row < graph.num_dst)).nonzero().view(-1)  # source rows of this block that are destinations
-    stays = keep[block.edges]
+    stays = rows_at(keep, block.edges)
     if col.numel() == 0 and isinstance(block.edges, slice):
         start = num_kept if block.num_edges == 0 else int(position[block.edges.start])
         return dataclasses.replace(block, edges=slice(start, start + block.num_edges))
@@ -66,7 +66,7 @@ def _loop_block(graph: ShardedGraph, block: Block, keep: Tensor, position: Tenso
         block.ids,
         block.num_src,
         graph.num_dst,
-        torch.cat([position[block.edges][stays], num_kept + row[col]]),
+        torch.cat([rows_at(position, block.edges)[stays], num_kept + row[col]]),
     )
 
 
@@ -81,7 +81,8 @@ def loops_apart(graph: ShardedGraph) -> tuple[Tensor, Tensor]:
 def regroup(graph: ShardedGraph, coo: Tensor) -> ShardedGraph:
     """Return the graph with other edges ``[2, *]`` between the same rows, as :meth:`ShardedGraph.coo` has them.
 
-    It is kept until others are asked for several times. Ids of edges are new: they depend on the partition.
+    The last ones are kept, as many as together have no more edges than the graph: one for each relation, for example.
+    Ids of edges are new: they depend on the partition.
     """
     kept: list[tuple[Tensor, ShardedGraph]] = graph.derived("other edges", list)
     for edges, other in kept:
@@ -89,7 +90,9 @@ def regroup(graph: ShardedGraph, coo: Tensor) -> ShardedGraph:
             return other
     with torch.inference_mode(False):
         kept.append((coo, _regroup(graph, coo)))
-    del kept[:-KEPT]
+    least, most = KEPT
+    while len(kept) > most or (len(kept) > least and sum(edges.size(1) for edges, _ in kept) > graph.num_edges):
+        del kept[0]
     return kept[-1][1]
 
 
@@ -164,10 +167,11 @@ def _by_type(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> TypedGra
         )
     key = torch.empty(graph.num_edges, dtype=torch.int64, device=graph.device)
     for block in graph.blocks:
-        key[block.edges] = edge_type[block.edges].long() * graph.num_dst + block.row
+        put_rows(key, block.edges, rows_at(edge_type, block.edges).long() * graph.num_dst + block.row)
     pairs, pair = torch.unique(key, return_inverse=True)
     blocks = tuple(
-        Block.from_coo(pair[b.edges], b.col, b.ids, b.num_src, pairs.numel(), positions(b)) for b in graph.blocks
+        Block.from_coo(rows_at(pair, b.edges), b.col, b.ids, b.num_src, pairs.numel(), positions(b))
+        for b in graph.blocks
     )
     size = max(graph.num_dst, 1)
     typed = graph.replace(blocks=blocks, num_dst=pairs.numel(), dst=None)

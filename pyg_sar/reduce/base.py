@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_sar.block import Block
+from pyg_sar.block import Block, rows_at
 
 COLUMNS = 128  # of a column tile, about: as wide as a tile of the kernels, see csrc/rows.inl
 
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
     def of(self, block: Block) -> Rows:
         """Return the same with the edges of a block alone."""
-        return self._replace(edge=[e[block.edges] for e in self.edge])
+        return self._replace(edge=[rows_at(e, block.edges) for e in self.edge])
 
 
 class Needs(NamedTuple):

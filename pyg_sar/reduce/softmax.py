@@ -44,7 +44,8 @@ class Softmax(Reduce):
         - \langle \mathbf{g}_i, \mathbf{o}_i \rangle \right)
 
     with :math:`d_{ij}` the dropout factor. What is as long as the edges lives for one block: the mapped features, and
-    in backward a number for each edge and head (GATv2: two), for as many heads as have rows that fit the cache together.
+    in backward a number for each edge and head (two for GATv2), for as many heads as have rows that fit the cache
+    together.
 
     Args:
         heads: Number of heads :math:`H`.

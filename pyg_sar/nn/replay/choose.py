@@ -46,8 +46,7 @@ def choose(call: Call, graph: ShardedGraph, size: Any) -> Strategy:
     if counts:
         inferred.setdefault(kind, Strategy("one-shot", "it counts the nodes of two sets"))
     strategy = inferred.get(kind)
-    valid = strategy is not None and strategy.fits(call, graph)
-    if not valid or not (is_one_piece(graph) or still_valid(strategy, call, graph)):
+    if strategy is None or not strategy.fits(call, graph) or not still_valid(strategy, call, graph):
         edge, const = rows_of_edges(call, graph)
         strategy = inferred[kind] = agree(candidates(call, graph, edge), graph.exchange.all_reduce_max)
         strategy.const = const
@@ -58,10 +57,11 @@ def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
     """Whether a layer would still do what a kernel does in its place.
 
     Its code may depend on anything that changed meanwhile, of which no version number tells. So a layer that runs by a
-    kernel is probed at every call: its ``propagate`` runs twice or so on the 23 edges of the probe graph, which takes
-    1 to 2 ms on a CPU, however large the graph is. The layers of :mod:`pyg_sar.nn` need no probe.
+    kernel, unless all edges are one piece, is probed at every call: its ``propagate`` runs twice or so on the 23 edges
+    of the probe graph, which takes 1 to 2 ms on a CPU, however large the graph is. The layers of :mod:`pyg_sar.nn` need
+    no probe.
     """
-    if strategy.name != "kernel":
+    if strategy.name != "kernel" or is_one_piece(graph):
         return True
     try:
         with isolated(call.layer, graph.device):

@@ -52,6 +52,7 @@ def along_edges(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, s
     if not edge_index.streams and (strategy.ordered or strategy.name == "padded"):
         fail(edge_index._graph, f"'{name}' needs all edges in their order, but some were added or left out since they "
              f"were loaded: do so before 'partition'")  # fmt: skip
-    if is_one_piece(graph) and not strategy.program.drops:  # what is dropped depends on ids of edges
-        return None
+    # What is dropped depends on ids of edges, which PyG's code does not know.
+    if is_one_piece(graph) and edge_index.kind == EDGES and not call.backwards and not strategy.program.drops:
+        return call.run(graph.derived("coo", graph.coo), size, call.kwargs)
     return strategy.run(call, graph)

@@ -1,4 +1,4 @@
-r"""Cuts a block into pieces, some of its destinations with all their edges in it, so that messages live for one of them.
+r"""Cuts a block into pieces, some destinations with all their edges in it, so that messages live for one of them.
 
 A piece has at least as many edges as the block has source rows, because backward makes a gradient of all these rows for
 every piece; what messages take is then a few times what these rows do, however many edges there are.
@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyg_sar.block import Block
@@ -50,8 +49,9 @@ def fewest(graph: ShardedGraph) -> int:
 
 
 def is_one_piece(graph: ShardedGraph) -> bool:
-    """Whether a graph, which is then that of a single worker, is a block of one piece: no message need be dropped."""
-    return graph.exchange.alone and len(graph.blocks) == 1 and graph.num_edges <= fewest(graph)
+    """Whether all edges of the whole graph are one piece, so that PyG's code may run on them, and keep messages."""
+    whole = graph.exchange.alone and len(graph.blocks) == 1 and not graph.bipartite and graph.origin is None
+    return whole and graph.num_edges <= fewest(graph)
 
 
 @contextmanager
@@ -90,7 +90,8 @@ class Totals:
     """Gradients of what a block reads, put together of those of its pieces."""
 
     def __init__(self, rows: Rows) -> None:
-        self.rows, self.source = rows, None
+        self.rows = rows
+        self.source: Any = None
         self.total = Rows(*([None] * len(ts) for ts in rows))
 
     def add(self, piece: Piece, grads: Grads) -> None:

@@ -87,7 +87,7 @@ class Runner:
 
     def run_block(self, block: Block, x: Tensor, rows: Rows, cut: Any, **how: Any) -> Any:
         """Run on the edges of a block, to the end of the aggregation at most; return what becomes of edges."""
-        mask = self.mask(self.graph.ids_of(block)) if self.drops else None
+        mask = self.mask(lambda: self.graph.ids_of(block)) if self.drops else None
         tables, kwargs = self.arguments(self.inputs.unpacked(x), [t[block.ids] for t in self.tables], rows)
         how |= {"tables": tables, "backwards": self.call.backwards}
         trace = Trace(block.row, block.col.long(), block.num_dst, cut=cut, mask=mask, **how)
@@ -100,7 +100,7 @@ class Runner:
         self, edges: Tensor, ids: Tensor, x: Tensor, table: Sequence[Tensor], rows: Rows, num_dst: int
     ) -> Any:
         """Return the aggregate of all edges into some destinations, given the ids of edges for their dropout."""
-        mode = Dropout(edges.size(1), self.mask(ids) if self.drops else None)
+        mode = Dropout(edges.size(1), self.mask(lambda: ids) if self.drops else None)
         _, kwargs = self.arguments(self.inputs.unpacked(x), table, rows)
         name = "edge_update" if self.call.updates else "message"
         make = getattr(self.layer, name)
@@ -159,15 +159,15 @@ class Runner:
         with autocast, unchanged(self.layer, lost, **stubs), mode:
             return self.call.run(edges, size[::-1] if self.call.backwards else size, kwargs)
 
-    def mask(self, ids: Tensor) -> Callable[[int, int, float], Tensor]:
-        """Return what makes the factors of the ``k``-th dropout of edges with these ids."""
+    def mask(self, ids: Callable[[], Tensor]) -> Callable[[int, int, float], Tensor]:
+        """Return what makes the factors of the ``k``-th dropout of edges, given what returns their ids."""
 
         def mask(k: int, width: int, p: float) -> Tensor:
             self.dropped = True
             if self.seed is None:
                 self.seed = self.graph.seeds.draw()
             seed = (self.seed + k * 0x9E3779B97F4A7C15) % (1 << 62)
-            return dropout_factors(ids, width, p, seed, torch.float32)
+            return dropout_factors(ids(), width, p, seed, torch.float32)
 
         return mask
 
