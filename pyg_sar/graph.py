@@ -325,11 +325,13 @@ def _bytes(tensors: list[Tensor], seen: set[int]) -> int:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in graphs and collections."""
+    """Yield the tensors in graphs, blocks and collections."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, ShardedGraph):
         yield from _tensors_in(value._tensors())
+    elif isinstance(value, Block):
+        yield from _tensors_in(vars(value))
     elif isinstance(value, (Mapping, list, tuple)):
         for v in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors_in(v)

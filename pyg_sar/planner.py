@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pyg_sar import pieces
 from pyg_sar.block import compress_doubly
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import Topology
@@ -142,7 +143,8 @@ def plan(
             runs = []
             for factor in factors:
                 inputs = _make(share.scaled(factor), in_channels, mode, prefetch, comm_dtype, num_relations)
-                runs.append(_run(model, optimizer, *inputs))
+                with pieces.scaled(factor):
+                    runs.append(_run(model, optimizer, *inputs))
             (one, half), (f, h) = runs, factors
             whole = {k: round(half[k] + (one[k] - half[k]) * (1 - h) / (f - h)) for k in one}
             loaded, step, received = (whole.pop(k) for k in ("loaded", "step", "received"))

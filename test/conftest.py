@@ -52,6 +52,14 @@ def no_fsync() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def small_pieces() -> None:
+    """Not before Triton was told to interpret."""
+    from support.small_pieces import make_small
+
+    make_small()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     pool = Pool()

@@ -19,7 +19,7 @@ LEVELS = """
     graph
     rewire cached
     reduce.*
-    sources
+    sources pieces
     context
     stream
     aggregate

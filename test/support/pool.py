@@ -228,6 +228,9 @@ def _work(rank: int, size: int, store: Path, stack: Path, connection: Connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest gets the Ctrl-C too, and ends us
     faulthandler.register(signal.SIGUSR1, file=stack.open("w"))
     torch.set_num_threads(1)
+    from support.small_pieces import make_small  # not before Triton was told to interpret
+
+    make_small()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(store), size),

@@ -27,12 +27,12 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.chunks import FEWEST, Chunks
 from pyg_sar.nn.replay.isolate import isolated, side_effects
-from pyg_sar.nn.replay.pieces import is_one_piece
 from pyg_sar.nn.replay.probe import BLOCKS, EDGES, KERNELS, Probe, Problem, close
 from pyg_sar.nn.replay.runner import Program, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
 from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable
 from pyg_sar.nn.replay.verify import FEW, passing
+from pyg_sar.pieces import is_one_piece
 
 STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of every layer, by the kind of call
 CHUNKS_CANNOT = {"edge_index", "edge_index_i", "edge_index_j"}  # tell messages which nodes they are about

@@ -13,8 +13,8 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
-from pyg_sar.nn.replay.pieces import is_one_piece
 from pyg_sar.operations import EDGES, SOURCES
+from pyg_sar.pieces import is_one_piece
 from pyg_sar.refusals import fail
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pyg_sar.aggregate import aggregate
 from pyg_sar.block import Block
-from pyg_sar.nn.replay.pieces import Totals, pieces
 from pyg_sar.nn.replay.runner import Pair, Runner
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
 from pyg_sar.ops.reference import accumulator
+from pyg_sar.pieces import Totals, pieces
 from pyg_sar.reduce import Grads, Needs, Reduce, Rows
 from pyg_sar.reduce.base import flat
 
