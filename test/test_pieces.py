@@ -127,7 +127,8 @@ def test_messages_live_for_a_piece(monkeypatch):
     def message(self, x_j):
         out = x_j.sigmoid()
         alive.add(out.untyped_storage())
-        most.append(sum(storage.nbytes() for storage in alive))
+        if x_j.size(0) != PADDING:
+            most.append(sum(storage.nbytes() for storage in alive))
         return out
 
     degree, width = 50, 4

@@ -19,10 +19,12 @@ class Entry(NamedTuple):
     Args:
         make: Makes it, given the histogram of in-degrees.
         given: The names of its arguments, all attributes of the data.
+        most: The most edges for which PyG has memory.
     """
 
     make: Callable[[torch.Tensor], torch.nn.Module]
     given: str = "x edge_index"
+    most: float = float("inf")
 
 
 def mlp(width: int, out: int = WIDTH) -> Sequential:
@@ -62,7 +64,7 @@ LAYERS: dict[str, Entry] = {
     "RGCNConv": plain(nn.RGCNConv, W, W, TYPES, given=TYPED),
     "RGCNConv, bases": plain(nn.RGCNConv, W, W, TYPES, num_bases=4, given=TYPED),
     "FastRGCNConv": plain(nn.FastRGCNConv, W, 16, TYPES, given=TYPED),
-    "RGATConv": plain(nn.RGATConv, W, W // 2, TYPES, heads=2, given=TYPED),
+    "RGATConv": plain(nn.RGATConv, W, W // 2, TYPES, heads=2, given=TYPED)._replace(most=200_000),
     "PointNetConv": Entry(lambda degrees: nn.PointNetConv(mlp(W + 3), mlp(W)), POS),
     "GMMConv": plain(nn.GMMConv, W, W, dim=EDGE, kernel_size=2, given=D),
     "NNConv": Entry(lambda degrees: nn.NNConv(W, 8, Linear(EDGE, 8 * W)), D),
