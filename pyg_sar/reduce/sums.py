@@ -21,14 +21,17 @@ class Sum(Reduce):
     Args:
         learn_weight: Whether the weights need a gradient.
         sums: If given, the number of sums over the same rows, each with a column of the weights.
+        adds_heads: Whether rows have heads, :math:`[N, H, F]`, with a column of the weights each, that are added up.
         overwrite: Whether there is a single block, which has edges: then sums are written once, over any memory.
         count: What the sum of each destination is divided by (if it is more than 1), for means.
     """
 
     def __init__(
-        self, learn_weight: bool = False, sums: int | None = None, overwrite: bool = False, count: Tensor | None = None
-    ) -> None:
+        self, learn_weight: bool = False, sums: int | None = None, overwrite: bool = False,
+        count: Tensor | None = None, adds_heads: bool = False,
+    ) -> None:  # fmt: skip
         self.needs_source, self.sums, self.overwrite, self.count = learn_weight, sums, overwrite, count
+        self.adds_heads = adds_heads
 
     def tiles(self, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
         """Cut columns, unless each head of them has weights of its own."""
@@ -38,6 +41,7 @@ class Sum(Reduce):
     def init(self, x: Tensor, num_dst: int) -> Tensor:
         """Return zeros, or what will be written."""
         shape = x.shape[1:] if self.sums is None else (self.sums, *x.shape[1:])  # F, or [sums, F]
+        shape = shape[1:] if self.adds_heads else shape
         if self.overwrite:
             return x.new_empty(num_dst, *shape)
         return zeros(x, num_dst, *shape, dtype=accumulator(x.dtype))
@@ -69,12 +73,14 @@ class Sum(Reduce):
         if needs.source:
             ptr, row, perm = block.transpose
             shape = out.shape[1:] if self.sums is None else out.shape[2:]
+            shape = (weight.size(1), *shape) if self.adds_heads else shape
             source = out.new_empty(block.num_src, *shape)  # [N, F]
             spmm_(flat(source), ptr, row, flat(out), weight, perm, True)
         if self.needs_source:
             assert x is not None and weight is not None
             d_weight = torch.empty_like(weight)
-            sddmm_(d_weight, block.rowptr, block.col, flat(out), flat(x), block.dst)
+            y = flat(out).repeat(1, d_weight.size(1)) if self.adds_heads else flat(out)
+            sddmm_(d_weight, block.rowptr, block.col, y, flat(x), block.dst)
             d_weight = d_weight.view(rows.edge[0].shape)
         return source, Rows(edge=[d_weight] if rows.edge else [])
 

@@ -31,7 +31,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     (case 1 of the SAR paper). With fewer bases than relations they are aggregated for every basis instead, with
     coefficients that are learnt (case 2, as in the paper). Without input features (``x=None``, or node ids in place
     of ``x``) each node selects a row of the weights: ``in_channels`` is then the number of nodes of the whole graph.
-    There, without ``num_bases`` or with ``aggr="max"``, relations stream one by one, as each has rows of its own.
+    There, without fewer bases or with ``aggr="max"``, relations stream one by one, as each has rows of its own.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, global node ids :math:`(|\mathcal{V}|)` or None,
@@ -64,11 +64,10 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             )
         typed = by_type(graph, edge_type, self.num_relations)
         few_bases = self.num_bases is not None and self.num_bases < self.num_relations
-        if x_src.is_floating_point() and few_bases and self.aggr in SUMS:
-            out = self.compose(graph, typed, edge_type, x_src)
-            return self.finish(out, x_dst)
+        if few_bases and self.aggr in SUMS:
+            return self.finish(self.compose(graph, self.coefficients(typed, edge_type), x_src), x_dst)
 
-        messages = self.embed(typed, x_src) if not x_src.is_floating_point() else self.transform(typed, x_src)
+        messages = self.transform(typed, x_src) if x_src.is_floating_point() else self.embed(typed, x_src)
         out = messages.new_zeros(graph.num_dst, self.out_channels).index_add(0, typed.dst, messages)
         return self.finish(out, x_dst)
 
@@ -79,15 +78,23 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             out = out + (x_dst @ self.root if x_dst.is_floating_point() else self.root[x_dst])
         return out if self.bias is None else out + self.bias
 
-    def compose(self, graph: ShardedGraph, typed: TypedGraph, edge_type: Tensor, x: Tensor) -> Tensor:
-        """Aggregate rows for each basis, weighted by the coefficient of the edge's relation."""
+    def compose(self, graph: ShardedGraph, weight: Tensor, x: Tensor) -> Tensor:
+        """Aggregate rows for each basis, or the rows of each basis that nodes select, weighted by coefficients."""
+        learn = weight.requires_grad
+        if not x.is_floating_point():
+            rows = self.weight.transpose(0, 1).index_select(0, x)
+            return aggregate(graph, Sum(learn_weight=learn, adds_heads=True), rows, edge=[weight])
+        sums = aggregate(graph, Sum(learn_weight=learn, sums=self.num_bases), x, edge=[weight])
+        return sums.flatten(1) @ self.weight.flatten(0, 1)
+
+    def coefficients(self, typed: TypedGraph, edge_type: Tensor) -> Tensor:
+        """Return the coefficients of each edge: those of its relation, for each basis."""
         # The gradient of a coefficient is a sum over all edges of its relation: in double precision, basis by basis.
         columns = [column[edge_type].to(self.comp.dtype) for column in self.comp.double().unbind(1)]
         weight = torch.stack(columns, 1)
         if self.aggr == "mean":
             weight = weight * typed.norm.unsqueeze(-1).to(weight.dtype)
-        reduce = Sum(learn_weight=weight.requires_grad, sums=self.num_bases)
-        return aggregate(graph, reduce, x, edge=[weight]).flatten(1) @ self.weight.flatten(0, 1)
+        return weight
 
     def transform(self, typed: TypedGraph, x: Tensor) -> Tensor:
         """Aggregate rows for each pair, then multiply them by the weights of its relation."""
@@ -110,16 +117,9 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         return torch.einsum("abc,bcd->abd", h, weight).flatten(1)
 
     def embed(self, typed: TypedGraph, ids: Tensor) -> Tensor:
-        """Let each node select its row of the weights."""
+        """Let each node select its row of the weights: one relation after the other, as each has rows of its own."""
         if self.num_blocks is not None:
             raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
-        if self.num_bases is not None and self.aggr in SUMS:
-            rows = self.weight[:, ids].transpose(0, 1)  # one for each node and basis
-            h = reduce_rows(typed.graph, rows.contiguous(), self.aggr)
-            relation = torch.arange(self.num_relations, device=ids.device)
-            comp = self.comp[relation.repeat_interleave(torch.tensor(typed.ptr, device=ids.device).diff())]
-            return (h * comp.unsqueeze(-1)).sum(1)
-        # One relation after the other, as each has rows of its own.
         pairs = zip(typed.relations, self.relation_weights(), strict=True)
         return torch.cat([reduce_rows(graph, weight[ids], self.aggr) for graph, weight in pairs])
 
