@@ -132,6 +132,11 @@ class TypedGraph(NamedTuple):
     ptr: list[int]
 
     @property
+    def counts(self) -> list[int]:
+        """Number of pairs of every type."""
+        return [end - start for start, end in pairwise(self.ptr)]
+
+    @property
     def norm(self) -> Tensor:
         """One over the number of edges of the same type and destination, for each edge in the worker's order."""
         return self.graph.derived("norm", lambda: self.graph.degree.double().reciprocal()[self.graph.row])

@@ -73,8 +73,8 @@ class Sum(Reduce):
         if needs.source:
             ptr, row, perm = block.transpose
             shape = out.shape[1:] if self.sums is None else out.shape[2:]
-            shape = (weight.size(1), *shape) if self.adds_heads else shape
-            source = out.new_empty(block.num_src, *shape)  # [N, F]
+            heads = rows.edge[0].shape[1:] if self.adds_heads else ()
+            source = out.new_empty(block.num_src, *heads, *shape)  # [N, F], or [N, H, F]
             spmm_(flat(source), ptr, row, flat(out), weight, perm, True)
         if self.needs_source:
             assert x is not None and weight is not None

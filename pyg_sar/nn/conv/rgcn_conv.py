@@ -2,7 +2,7 @@ r"""Relational graph convolution."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -67,8 +67,11 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         if few_bases and self.aggr in SUMS:
             return self.finish(self.compose(graph, self.coefficients(typed, edge_type), x_src), x_dst)
 
-        messages = self.transform(typed, x_src) if x_src.is_floating_point() else self.embed(typed, x_src)
-        out = messages.new_zeros(graph.num_dst, self.out_channels).index_add(0, typed.dst, messages)
+        out = None
+        for messages, dst in zip(self.messages(typed, x_src), typed.dst.split(typed.counts), strict=True):
+            out = messages.new_zeros(graph.num_dst, self.out_channels) if out is None else out
+            out = out.index_add_(0, dst, messages)
+        assert out is not None, "no relations"
         return self.finish(out, x_dst)
 
     def finish(self, out: Tensor, x_dst: Tensor) -> Tensor:
@@ -96,13 +99,21 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             weight = weight * typed.norm.unsqueeze(-1).to(weight.dtype)
         return weight
 
-    def transform(self, typed: TypedGraph, x: Tensor) -> Tensor:
-        """Aggregate rows for each pair, then multiply them by the weights of its relation."""
-        h, weights = reduce_rows(typed.graph, x, self.aggr), self.relation_weights()
-        if self.num_blocks is not None:
-            h = h.view(-1, *weights.shape[1:3])
-        spans = pairwise(typed.ptr)
-        return torch.cat([self.product(h[a:b], weight) for (a, b), weight in zip(spans, weights, strict=True)])
+    def messages(self, typed: TypedGraph, x: Tensor) -> Iterator[Tensor]:
+        r"""Yield what each relation has for its pairs, :math:`(|\mathcal{V}_r|, F_{out})`."""
+        weights = self.relation_weights()
+        if not x.is_floating_point():
+            if self.num_blocks is not None:
+                raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
+            for graph, weight in zip(typed.relations, weights, strict=True):
+                yield reduce_rows(graph, weight[x], self.aggr)
+            return
+        if typed.graph.exchange.alone:  # what a relation needs in backward then comes and goes
+            sums: Iterable[Tensor] = (reduce_rows(graph, x, self.aggr) for graph in typed.relations)
+        else:  # rows are fetched once
+            sums = reduce_rows(typed.graph, x, self.aggr).split(typed.counts)
+        for h, weight in zip(sums, weights, strict=True):
+            yield self.product(h, weight)
 
     def relation_weights(self) -> Tensor:
         """Return the weights of every relation, composed of the bases if there are any."""
@@ -114,14 +125,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         """Multiply by one relation's weights, dense or block-diagonal."""
         if self.num_blocks is None:
             return h @ weight
-        return torch.einsum("abc,bcd->abd", h, weight).flatten(1)
-
-    def embed(self, typed: TypedGraph, ids: Tensor) -> Tensor:
-        """Let each node select its row of the weights: one relation after the other, as each has rows of its own."""
-        if self.num_blocks is not None:
-            raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
-        pairs = zip(typed.relations, self.relation_weights(), strict=True)
-        return torch.cat([reduce_rows(graph, weight[ids], self.aggr) for graph, weight in pairs])
+        return torch.einsum("abc,bcd->abd", h.unflatten(-1, weight.shape[:2]), weight).flatten(1)
 
 
 class FastRGCNConv(RGCNConv, torch_geometric.nn.FastRGCNConv):
