@@ -98,7 +98,6 @@ class Layers:
 
     def memory(self) -> float:
         """Return the peak of a pass above inputs, parameters and what is made once, in MiB."""
-        self.run()
         before = settle()
         self.run()
         return resident("VmHWM") - before

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyg_sar.aggregate import SUMS, reduce_rows
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.message_passing import MessagePassing, add, affine, multiply
 from pyg_sar.nn.replay.call import PAIR, check_destinations
 from pyg_sar.rewire import loops_apart, with_self_loops
 
@@ -50,12 +50,13 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
             graph, edge_weight = add_remaining_self_loops(graph, edge_weight, 2.0 if self.improved else 1.0)
         scale = degree(graph, edge_weight, x.dtype).pow(-0.5)  # of sources
         scale = scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
+        times = torch.mul if affine(self.lin) is None else multiply  # a hook may have kept the rows
         if edge_weight is None and graph.is_constant(x):
             out = self.lin(graph.recall(x, graph, self.aggr, lambda: reduce_rows(graph, x * scale, self.aggr)))
         else:
-            out = reduce_rows(graph, self.lin(x) * scale, self.aggr, edge_weight, self.node_dim)
-        out = out * graph.dst_rows(scale)
-        return out if self.bias is None else out + self.bias
+            out = reduce_rows(graph, times(self.lin(x), scale), self.aggr, edge_weight, self.node_dim)
+        out = times(out, graph.dst_rows(scale))
+        return out if self.bias is None else add(out, self.bias)
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``, weighted by ``edge_weight``."""

@@ -179,3 +179,9 @@ def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:
 def add(own: Tensor, term: Tensor) -> Tensor:
     """Return the sum, in the memory of ``own`` (which nobody else reads) if its type allows."""
     return own.add_(term) if torch.promote_types(own.dtype, term.dtype) == own.dtype else own + term
+
+
+def multiply(own: Tensor, factor: Tensor) -> Tensor:
+    """Return the product, in the memory of ``own`` (which nobody else reads) if its type and backward allow."""
+    alike = torch.promote_types(own.dtype, factor.dtype) == own.dtype
+    return own.mul_(factor) if alike and not factor.requires_grad else own * factor

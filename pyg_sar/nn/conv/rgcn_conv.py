@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_sar.aggregate import SIMPLE, SUMS, aggregate, reduce_rows
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.message_passing import MessagePassing, add
 from pyg_sar.reduce import Sum
 from pyg_sar.rewire import TypedGraph, by_type
 
@@ -78,8 +78,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         """Add the destinations' own term and the bias; PyG adds to zeros of the default type."""
         out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
         if self.root is not None:
-            out = out + (x_dst @ self.root if x_dst.is_floating_point() else self.root[x_dst])
-        return out if self.bias is None else out + self.bias
+            out = add(out, x_dst @ self.root if x_dst.is_floating_point() else self.root[x_dst])
+        return out if self.bias is None else add(out, self.bias)
 
     def compose(self, graph: ShardedGraph, weight: Tensor, x: Tensor) -> Tensor:
         """Aggregate rows for each basis, or the rows of each basis that nodes select, weighted by coefficients."""
