@@ -28,12 +28,13 @@ from tqdm import tqdm
 import pyg_sar
 
 NAMES = {"sage": "GraphSAGE", "gcn": "GCN", "gat": "GAT", "gatv2": "GATv2", "rgcn": "R-GCN"}
+BATCH_NORM = "native_batch_norm", "native_batch_norm_backward"  # which one worker runs
 GROUPS = {
     "dense products": {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "linear", "matmul"},
     "sums": {"spmm_", "sddmm_"},
     "attention, forward": {"attention_"},
     "attention, backward": {"attention_grad_", "additive_grad_"},
-    "normalisation": {"moments_", "column_products_", "column_affine_"},
+    "normalisation": {"moments_", "column_products_", "column_affine_", *BATCH_NORM},
     "ReLU": {"relu", "relu_", "clamp_min", "threshold_backward"},
     "fills": {"zero_", "fill_"},
     "copies": {"copy_", "cat", "index", "index_select", "index_put_", "_index_put_impl_"},
