@@ -49,6 +49,14 @@ def test_zoo(tmp_path):
 
 
 @pytest.mark.grid
+def test_shares(tmp_path):
+    run("shares", "--nodes", 300, "--edges", 2000, "--models", "gcn", "--workers", 1, "--steps", 1, "--out", tmp_path)
+    rows = [line.split(" | ") for line in (tmp_path / "shares-cpu.md").read_text().splitlines()[4:]]
+    shares = [float(share.rstrip("% |")) for _, share in rows[1:-1]]
+    assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares)) and max(shares) > 0
+
+
+@pytest.mark.grid
 def test_scaling(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--nodes", 300, "--edges", 2000, "--steps", 1, "--workers", 2]

@@ -2,7 +2,7 @@ r"""Relational graph convolution."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -108,10 +108,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             for graph, weight in zip(typed.relations, weights, strict=True):
                 yield reduce_rows(graph, weight[x], self.aggr)
             return
-        if typed.graph.exchange.alone:  # what a relation needs in backward then comes and goes
-            sums: Iterable[Tensor] = (reduce_rows(graph, x, self.aggr) for graph in typed.relations)
-        else:  # rows are fetched once
-            sums = reduce_rows(typed.graph, x, self.aggr).split(typed.counts)
+        sums = reduce_rows(typed.graph, x, self.aggr).split(typed.counts)
         for h, weight in zip(sums, weights, strict=True):
             yield self.product(h, weight)
 
