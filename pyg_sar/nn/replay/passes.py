@@ -78,6 +78,7 @@ class Pass(Reduce):
     def merge(self, state: dict[int, Any], block: Block, x: Tensor, rows: Rows) -> None:
         """Merge a piece of a block into the state of its destinations."""
 
+        @torch.no_grad()  # a layer's code may have switched gradients on
         def cut(k: int, found: Reduction) -> None:
             self.check(k, found)
             if k not in state:
@@ -186,6 +187,7 @@ class SoftmaxPass(Pass):
         new: dict[int, Tensor] = {}
         count: Any = None  # of entries that attain the maximum
 
+        @torch.no_grad()
         def cut(k: int, found: Reduction) -> Tensor:
             nonlocal count
             self.check(k, found)
