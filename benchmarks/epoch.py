@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from harness.launch import answer, launch
-from layers import processor
+from harness.report import processor, write
 from tqdm import tqdm
 
 import pyg_sar
@@ -86,11 +86,8 @@ def main(args: argparse.Namespace) -> None:
         for model, mode, _ in tqdm(runs):
             for key, seconds in measure(args, folder, model, mode).items():
                 times.setdefault((model, mode), {}).setdefault(key, []).extend(seconds)
-    text = "\n".join([heading(args, data.num_nodes, data.num_edges), "", *table(times, args.of)])
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{'guards' if args.of == 'guards' else 'epoch'}-cpu.md").write_text(text + "\n")
-    print(text)
+    lines = [heading(args, data.num_nodes, data.num_edges), "", *table(times, args.of)]
+    print(write(args.out, f"{'guards' if args.of == 'guards' else 'epoch'}-cpu.md", lines))
 
 
 def heading(args: argparse.Namespace, nodes: int, edges: int) -> str:

@@ -11,10 +11,10 @@ rates. Writes ``extrapolated.md``.
 import argparse
 from dataclasses import dataclass
 from itertools import pairwise, product
-from pathlib import Path
 
 import torch
 from harness.launch import GNN
+from harness.report import write
 from tqdm import tqdm
 
 import pyg_sar
@@ -122,11 +122,7 @@ def heading(args: argparse.Namespace) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    text = "\n".join([heading(args), "", *table(args)])
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "extrapolated.md").write_text(text + "\n")
-    print(text)
+    print(write(args.out, "extrapolated.md", [heading(args), "", *table(args)]))
 
 
 def parse() -> argparse.Namespace:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from harness.launch import GNN, answer, launch
 from harness.process_memory import RETURN_FREED_MEMORY, resident, settle
-from layers import processor
+from harness.report import processor, write
 from tqdm import tqdm
 
 import pyg_sar
@@ -110,10 +110,7 @@ def main(args: argparse.Namespace) -> None:
         "|---" * 5 + "|",
     ]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "large.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    print(write(args.out, "large.md", lines))
 
 
 def each(numbers: object) -> str:

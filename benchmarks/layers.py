@@ -25,7 +25,6 @@ every case.
 import argparse
 import contextlib
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -40,6 +39,7 @@ from typing import Any
 import torch
 from harness.layer_jobs import BF16, FEATURES, RELATIONS, Case, cases, make_job, needs
 from harness.process_memory import RETURN_FREED_MEMORY, available
+from harness.report import processor, write
 from harness.rounds import Child, Died, serve
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -199,13 +199,11 @@ def validate(implementation: str, errors: dict[str, float]) -> tuple[str, str]:
 
 def report(args: argparse.Namespace, edges: int, results: Results) -> str:
     """Write table and figure; return the table."""
-    stem = Path(args.out) / f"layers-{args.device}{'-ordered' * args.order}"
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([*heading(args, edges), "", *table(results), "", *legend()])
-    stem.with_suffix(".md").write_text(text + "\n")
+    name = f"layers-{args.device}{'-ordered' * args.order}"
+    text = write(args.out, f"{name}.md", [*heading(args, edges), "", *table(results), "", *legend()])
     gat = {name: found for name, found in results.items() if name.startswith("gat-")}
     if gat:
-        plot(stem.with_suffix(".png"), gat)
+        plot(Path(args.out) / f"{name}.png", gat)
     return text
 
 
@@ -229,14 +227,6 @@ def machine(args: argparse.Namespace) -> str:
     if args.device == "cuda":
         return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
     return f"{processor()}, {os.cpu_count()} cores, {args.threads} threads"
-
-
-def processor() -> str:
-    """Return the processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def release(package: str) -> str:

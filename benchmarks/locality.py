@@ -12,6 +12,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
+from harness.report import write
 from torch import Tensor
 from tqdm import tqdm
 
@@ -68,8 +69,7 @@ def main(args: argparse.Namespace) -> None:
         "order of the nodes: random, as the data set has them, reverse Cuthill-McKee (RCM), and "
         "`pyg_sar.locality_order`. Made by `benchmarks/locality.py`."
     )
-    (Path(args.out) / "locality.md").write_text("\n".join([text, "", *lines]) + "\n")
-    print("\n".join(lines))
+    print(write(args.out, "locality.md", [text, "", *lines]))
 
 
 if __name__ == "__main__":

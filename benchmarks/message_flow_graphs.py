@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness.launch import GNN, answer, launch
-from layers import processor
+from harness.report import processor, write
 from tqdm import tqdm
 
 import pyg_sar
@@ -107,11 +107,7 @@ def main(args: argparse.Namespace) -> None:
                 case = found.setdefault((degree, model, layers), {way: [] for way in WAYS})
                 case[way].append(measure(args, folder, model, layers, way))
                 bar.update()
-    text = "\n".join([heading(args), "", *table(found)])
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "message-flow-graphs.md").write_text(text + "\n")
-    print(text)
+    print(write(args.out, "message-flow-graphs.md", [heading(args), "", *table(found)]))
 
 
 def heading(args: argparse.Namespace) -> str:

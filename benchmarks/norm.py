@@ -14,12 +14,11 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from harness.report import processor, write
 from harness.rounds import Child, serve
-from layers import processor
 from tqdm import tqdm
 
 from pyg_sar.nn import BatchNorm1d
@@ -93,8 +92,7 @@ def main(args: argparse.Namespace) -> None:
         f"{args.repetitions} alternating runs. *Plain* is pyg_sar without its compiled kernels. The bound is the time "
         f"in which the same bytes are copied. {processor()}, torch {torch.__version__}. Made by `benchmarks/norm.py`."
     )
-    (Path(args.out) / "norm-cpu.md").write_text("\n".join([text, "", *lines]) + "\n")
-    print("\n".join(lines))
+    print(write(args.out, "norm-cpu.md", [text, "", *lines]))
 
 
 if __name__ == "__main__":

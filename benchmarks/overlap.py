@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from harness.launch import answer, environment, results
+from harness.report import processor, write
 from harness.timeline import (
     BACKWARD,
     COLLECTIVES,
@@ -35,7 +36,6 @@ from harness.timeline import (
     watch,
 )
 from hosts import LINK, SKIPPED, Hosts, Unavailable, end_in_order, links
-from layers import processor
 from scaling import graph, prepare, replay, step
 from tqdm import tqdm
 
@@ -106,12 +106,9 @@ def main(args: argparse.Namespace) -> int:
     except Unavailable as error:
         print(f"overlap.py: skipped: {error}", file=sys.stderr)
         return SKIPPED
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([heading(args), "", *table(found)])
-    (out / "overlap.md").write_text(text + "\n")
-    plot(out / "overlap.png", {run: workers for run, workers in found.items() if run[2] == drawn(args)})
-    print(text)
+    print(write(args.out, "overlap.md", [heading(args), "", *table(found)]))
+    drawings = {run: workers for run, workers in found.items() if run[2] == drawn(args)}
+    plot(Path(args.out) / "overlap.png", drawings)
     return 0
 
 

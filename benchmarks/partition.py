@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from harness.launch import answer, launch
 from harness.process_memory import RETURN_FREED_MEMORY, resident, settle
-from layers import processor
+from harness.report import processor, write
 from torch_geometric.data import Data
 from tqdm import tqdm
 
@@ -72,10 +72,7 @@ def main(args: argparse.Namespace) -> None:
         edges, parts = "both directions" if both else "directed", 1 if single else args.parts
         lines.append(f"| {method} | {order} | {edges} | {parts} | {peak:.1f} |")
     lines += ["", *cuts(args)]
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "partition.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    print(write(args.out, "partition.md", lines))
 
 
 def cuts(args: argparse.Namespace) -> list[str]:

@@ -15,6 +15,7 @@ traffic only and are not timed. Writes ``scaling-METHOD.md`` and ``scaling-METHO
 
 import argparse
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -30,8 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn
 from harness.launch import GNN, answer, launch
-from harness.process_memory import RETURN_FREED_MEMORY, resident, settle
-from layers import processor
+from harness.process_memory import RETURN_FREED_MEMORY, available, resident, settle
+from harness.report import processor, write
 from tqdm import tqdm
 
 import pyg_sar
@@ -70,6 +71,8 @@ def worker(args: argparse.Namespace) -> None:
             nn, data = pyg_sar.nn, pyg_sar.load(args.folder, remat=args.mode == 1, prefetch=args.prefetch)
             data.edge_index = data.edge_index.merge() if args.mode == 3 else data.edge_index
         else:
+            limit = int(0.9 * available() * 2**20)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # beyond which other processes would end, too
             nn, data = torch_geometric.nn, graph(args)
         model, optimizer = prepare(nn, *args.models, data)
         before, steps, layers = settle(), [], []
@@ -152,6 +155,16 @@ def measure(args: argparse.Namespace, model: str, workers: int, mode: int, folde
     return found
 
 
+def peer(args: argparse.Namespace, model: str) -> Found | None:
+    """Measure PyG in one process; return nothing if that needs more memory than there is."""
+    try:
+        return measure(args, model, 0, 0, None)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        return None
+
+
 def timed(args: argparse.Namespace, workers: int) -> bool:
     """Whether times mean something: every worker has a core."""
     return args.times and workers <= (os.cpu_count() or 1)
@@ -159,7 +172,7 @@ def timed(args: argparse.Namespace, workers: int) -> bool:
 
 def main(args: argparse.Namespace) -> None:
     found: dict[tuple[str, int, int], Found] = {}
-    peers: dict[str, Found] = {}
+    peers: dict[str, Found | None] = {}
     runs = list(product(args.workers, args.models, args.modes))
     with tempfile.TemporaryDirectory() as scratch, tqdm(total=len(runs) + len(args.models) * args.peer) as bar:
         data, folders = graph(args), {}
@@ -174,19 +187,16 @@ def main(args: argparse.Namespace) -> None:
             text = report(args, found, peers)
         for model in args.models if args.peer else []:
             bar.set_description(f"{model}, PyG")
-            peers[model] = measure(args, model, 0, 0, None)
+            peers[model] = peer(args, model)
             bar.update()
             text = report(args, found, peers)
     print(text)
 
 
-def report(args: argparse.Namespace, found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> str:
+def report(args: argparse.Namespace, found: dict[tuple[str, int, int], Found], peers: dict[str, Found | None]) -> str:
     """Write table and figure; return the table."""
-    stem = Path(args.out) / f"scaling-{args.method}"
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([heading(args), "", *table(args, found, peers)])
-    stem.with_suffix(".md").write_text(text + "\n")
-    plot(stem.with_suffix(".png"), found, peers)
+    text = write(args.out, f"scaling-{args.method}.md", [heading(args), "", *table(args, found, peers)])
+    plot(Path(args.out) / f"scaling-{args.method}.png", found, peers)
     return text
 
 
@@ -202,7 +212,9 @@ def heading(args: argparse.Namespace) -> str:
     )
 
 
-def table(args: argparse.Namespace, found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> list[str]:
+def table(
+    args: argparse.Namespace, found: dict[tuple[str, int, int], Found], peers: dict[str, Found | None]
+) -> list[str]:
     columns = ["model", "mode", "workers", "peak MiB", "planned", "x workers, by that of 2", "MiB received by a worker"]
     columns += ["step s", "waiting s", "messages alone s", "hidden"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -215,11 +227,12 @@ def table(args: argparse.Namespace, found: dict[tuple[str, int, int], Found], pe
         cells.append(f"{100 * (1 - it.waited / it.alone):.0f}%" if it.alone > 0 else "")
         lines.append(f"| {' | '.join(cells)} |")
     for model, it in peers.items():
-        lines.append(f"| {model} | PyG | one process | {it.peak:.0f} | | | | {it.step:.2f} | | | |")
+        took = ("more than there is", "") if it is None else (f"{it.peak:.0f}", f"{it.step:.2f}")
+        lines.append(f"| {model} | PyG | one process | {took[0]} | | | | {took[1]} | | | |")
     return lines
 
 
-def plot(path: Path, found: dict[tuple[str, int, int], Found], peers: dict[str, Found]) -> None:
+def plot(path: Path, found: dict[tuple[str, int, int], Found], peers: dict[str, Found | None]) -> None:
     """Draw memory and traffic of each model against the number of workers."""
     import matplotlib
 
@@ -237,8 +250,8 @@ def plot(path: Path, found: dict[tuple[str, int, int], Found], peers: dict[str, 
             traffic.plot([w for w, _ in lines], [it.received for _, it in lines], "o-", label=f"mode {mode}: {name}")
         one = max(it.peak for (name, _, workers), it in found.items() if (name, workers) == (model, counts[0]))
         memory.plot(counts, [one * counts[0] / w for w in counts], "--", color="grey", label="1 / workers")
-        if model in peers:
-            memory.axhline(peers[model].peak, linestyle=":", color="black", label="PyG in one process")
+        if (it := peers.get(model)) is not None:
+            memory.axhline(it.peak, linestyle=":", color="black", label="PyG in one process")
         memory.set(xscale="log", yscale="log", title=NAMES[model], ylabel="peak MiB per worker")
         memory.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         memory.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from harness.layer_jobs import clock
 from harness.process_memory import peak, settle
+from harness.report import write
 from layers import machine
 from torch import Tensor
 from tqdm import tqdm
@@ -99,11 +100,7 @@ def main(args: argparse.Namespace) -> None:
         f"in one process on {machine(args)}: {args.nodes:,} nodes, {data.num_edges:,} edges, {FEATURES} features; "
         f"torch {torch.__version__}. Made by `benchmarks/shards.py`."
     )
-    text = "\n".join([head, "", *lines])
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"shards-{args.device}.md").write_text(text + "\n")
-    print(text)
+    print(write(args.out, f"shards-{args.device}.md", [head, "", *lines]))
 
 
 if __name__ == "__main__":

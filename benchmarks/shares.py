@@ -14,12 +14,11 @@ import os
 import tempfile
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from harness.launch import answer, launch
-from layers import processor
+from harness.report import processor, write
 from scaling import CLASSES, FEATURES, graph, step
 from scaling import network as paper_network
 from torch.profiler import ProfilerActivity, profile
@@ -123,10 +122,7 @@ def main(args: argparse.Namespace) -> None:
                 found[kind] = max(ranks, key=lambda rank: rank["step"])
                 bar.update()
             lines += ["", *table(workers, found)]
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "shares-cpu.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    print(write(args.out, "shares-cpu.md", lines))
 
 
 def heading(args: argparse.Namespace) -> str:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import torch_geometric
 import torch_geometric.nn as gnn
 from harness.launch import answer, launch
+from harness.report import write
 from torch_geometric.transforms import RandomLinkSplit
 from torch_geometric.utils import negative_sampling
 
@@ -191,8 +192,7 @@ def main(args: argparse.Namespace) -> None:
             differs = max(float((curve - losses[0]).abs().max()) for curve in losses)
             cells.append("drawn anew" if kind == "link, drawn" else f"{differs:.0e}")
             lines.append(f"| {task} | {kind} | {METRIC[task]} | {' | '.join(cells)} |")
-    (Path(args.out) / "tasks.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    print(write(args.out, "tasks.md", lines))
 
 
 if __name__ == "__main__":

@@ -18,15 +18,14 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from harness.launch import answer, launch
 from harness.process_memory import RETURN_FREED_MEMORY, resident, settle
+from harness.report import processor, write
 from harness.rounds import Child, serve
 from harness.zoo_layers import EDGE, LAYERS, WIDTH, in_degrees, make_graph
-from layers import processor
 from torch import Tensor
 from tqdm import tqdm
 
@@ -162,10 +161,8 @@ def main(args: argparse.Namespace) -> None:
     with tqdm(total=len(args.graphs) * len(args.layers)) as bar:
         for size in args.graphs:
             lines += ["", *table(size, measure(args, size, bar))]
-            out = Path(args.out)
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "zoo-cpu.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+            text = write(args.out, "zoo-cpu.md", lines)
+    print(text)
 
 
 def heading(args: argparse.Namespace) -> str:

@@ -12,11 +12,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.reduce import Grads, Rows
+
+Place = slice | Tensor  # where rows of a part are among all
 
 EDGES = 1 << 16  # of a piece, at least; on a GPU, which waits for the host between pieces, 16 times
 
@@ -87,27 +90,34 @@ def cut(block: Block, size: int) -> list[Piece]:
 
 
 class Totals:
-    """Gradients of what a block reads, put together of those of its pieces."""
+    """Gradients of source rows ``x`` and of other ``rows``, put together of those of parts of them."""
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-        self.source: Any = None
-        self.total = Rows(*([None] * len(ts) for ts in rows))
+    def __init__(self, x: Tensor, rows: Rows) -> None:
+        self.x, self.rows = x, rows
+        self.source: Tensor | None = None
+        self.others = Rows(*([None] * len(ts) for ts in rows))
 
-    def add(self, piece: Piece, grads: Grads) -> None:
-        """Add those of a piece."""
+    def add(self, grads: Grads, dst: Place, edge: Place, src: Place = slice(None)) -> None:
+        """Add those of a part, given where its rows are; ranges of parts do not overlap, indices may."""
         source, others = grads
-        if source is not None:
-            self.source = source if self.source is None else self.source.add_(source)
-        for name, place in (("dst", piece.dst), ("edge", piece.edges)):
-            total: Any = getattr(self.total, name)
-            for k, grad in enumerate(getattr(others, name)):
-                if grad is not None and place == slice(None):
-                    total[k] = grad
-                elif grad is not None:
-                    total[k] = torch.zeros_like(getattr(self.rows, name)[k]) if total[k] is None else total[k]
-                    total[k][place] = grad
-        const: Any = self.total.const
-        for k, grad in enumerate(others.const):
-            if grad is not None:
-                const[k] = grad if const[k] is None else const[k] + grad
+        if source is not None and self.source is not None and isinstance(src, slice):
+            self.source.add_(source)  # in place, since it is large and shares its memory with no other gradient
+        else:
+            self.source = added(self.source, source, src, self.x)
+        for totals, found, like, place in zip(self.others, others, self.rows, (dst, edge, slice(None)), strict=True):
+            for k, grad in enumerate(found):
+                totals[k] = added(totals[k], grad, place, like[k])  # type: ignore[index]
+
+
+def added(total: Tensor | None, grad: Tensor | None, place: Place, like: Tensor) -> Tensor | None:
+    """Add the gradient of some rows to that of all, which looks ``like`` these; what stood in for no row has none."""
+    if grad is None:
+        return total
+    if isinstance(place, slice) and place == slice(None):
+        return grad if total is None else total + grad
+    total = torch.zeros_like(like) if total is None else total
+    if isinstance(place, slice):
+        total[place] = grad
+    elif total.size(0) > 0:
+        total.index_add_(0, place, grad)
+    return total

@@ -67,14 +67,28 @@ def test_pieces_have_as_many_edges_as_there_are_source_rows(monkeypatch):
 def test_gradients_of_a_block_are_those_of_its_pieces():
     whole = block(BLOCKS["all rows"], 40)
     dst, edge = torch.randn(40, 3), torch.randn(120, 2)
-    totals, source = pieces.Totals(Rows([dst, dst], [edge], [dst, edge])), torch.zeros(5, 3)
+    ones, source = torch.ones(3), torch.zeros(5, 3)
+    totals = pieces.Totals(source, Rows([dst, dst], [edge], [ones, ones, ones]))
     for piece in pieces.cut(whole, 30):
-        some = piece.rows(Rows([dst, dst], [edge]))
-        totals.add(piece, (torch.ones(5, 3), Rows([some.dst[0], None], some.edge, [torch.ones(3), None])))
+        some, shared = piece.rows(Rows([dst, dst], [edge])), torch.ones(3)
+        grads = torch.ones(5, 3), Rows([some.dst[0], None], some.edge, [shared, None, shared])
+        totals.add(grads, piece.dst, piece.edges)
         source += 1
-    assert torch.equal(totals.source, source) and torch.equal(totals.total.dst[0], dst)
-    assert totals.total.dst[1] is None and torch.equal(totals.total.edge[0], edge)
-    assert totals.total.const[0].tolist() == [len(pieces.cut(whole, 30))] * 3 and totals.total.const[1] is None
+    count = [len(pieces.cut(whole, 30))] * 3
+    assert torch.equal(totals.source, source) and torch.equal(totals.others.dst[0], dst)
+    assert totals.others.dst[1] is None and torch.equal(totals.others.edge[0], edge)
+    assert [t if t is None else t.tolist() for t in totals.others.const] == [count, None, count]
+
+
+def test_gradients_at_indices_add_up():
+    x, none = torch.zeros(3, 2), torch.zeros(0, 2)
+    totals = pieces.Totals(x, Rows([none], [x, x]))
+    for src, dst in (([0, 2], [0, 0]), ([2], [0])):
+        grad = torch.ones(len(src), 2)
+        src = torch.tensor(src)
+        totals.add((grad, Rows([grad], [grad, None])), torch.tensor(dst), src, src)
+    assert totals.source.tolist() == totals.others.edge[0].tolist() == [[1, 1], [0, 0], [2, 2]]
+    assert totals.others.dst[0].shape == (0, 2) and totals.others.edge[1] is None
 
 
 LAYERS = {

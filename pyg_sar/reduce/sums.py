@@ -21,7 +21,8 @@ class Sum(Reduce):
     Args:
         learn_weight: Whether the weights need a gradient.
         sums: If given, the number of sums over the same rows, each with a column of the weights.
-        adds_heads: Whether rows have heads, :math:`[N, H, F]`, with a column of the weights each, that are added up.
+        adds_heads: Whether rows have heads, :math:`[N, H, F]`, with a column of the weights each, that are added up;
+            not with ``sums``.
         overwrite: Whether there is a single block, which has edges: then sums are written once, over any memory.
         count: What the sum of each destination is divided by (if it is more than 1), for means.
     """
@@ -30,6 +31,7 @@ class Sum(Reduce):
         self, learn_weight: bool = False, sums: int | None = None, overwrite: bool = False,
         count: Tensor | None = None, adds_heads: bool = False,
     ) -> None:  # fmt: skip
+        assert sums is None or not adds_heads
         self.needs_source, self.sums, self.overwrite, self.count = learn_weight, sums, overwrite, count
         self.adds_heads = adds_heads
 

@@ -23,6 +23,7 @@ from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph, positions
 from pyg_sar.nn.replay.runner import Pair, Runner
 from pyg_sar.nn.replay.trace import NotStreamable
+from pyg_sar.pieces import Totals
 from pyg_sar.reduce import Grads, Needs, Reduce, Rows
 
 CELLS = 1 << 16  # of a chunk, about: messages, padded; on a GPU, which waits for the host between chunks, 16 times
@@ -81,18 +82,11 @@ class Chunks(Reduce):
         """Run once more under autograd, chunk by chunk."""
         assert x is not None
         ids = self.runner.graph.ids_of(block)
-        source = torch.zeros_like(x) if needs.source else None
-        dst, edge = ([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
-                     for ts, ns in zip(rows[:2], needs.rows[:2], strict=True))  # fmt: skip
-        const: list[Tensor | None] = [None] * len(rows.const)
+        totals = Totals(x, rows)
         for chunk in self.chunks(block, ids):
-            d_x, d_rows = self.rebuild(chunk, block, ids, x, rows, out, needs)
-            add(source, chunk.src, d_x)
-            for totals, found, index in ((dst, d_rows.dst, chunk.dst), (edge, d_rows.edge, chunk.edges)):
-                for t, g in zip(totals, found, strict=True):
-                    add(t, index, g)
-            const = [g if t is None else t if g is None else t + g for t, g in zip(const, d_rows.const, strict=True)]
-        return source, Rows(dst, edge, const)
+            totals.add(self.rebuild(chunk, block, ids, x, rows, out, needs), chunk.dst, chunk.edges, chunk.src)
+        source = totals.source
+        return torch.zeros_like(x) if source is None and needs.source else source, totals.others
 
     def rebuild(
         self, chunk: Chunk, block: Block, ids: Tensor, x: Tensor, rows: Rows, out: Tensor, needs: Needs
@@ -159,12 +153,6 @@ def take(t: Tensor, index: Tensor) -> Tensor:
     if t.size(0) > 0:
         return t[index]
     return t.new_full((index.numel(), *t.shape[1:]), 1 if t.is_floating_point() else 0)
-
-
-def add(total: Tensor | None, index: Tensor, grad: Tensor | None) -> None:
-    """Add up gradients of rows, unless these were padding."""
-    if total is not None and grad is not None and total.size(0) > 0:
-        total.index_add_(0, index, grad)
 
 
 def largest_degree(graph: ShardedGraph) -> int:

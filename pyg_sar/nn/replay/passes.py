@@ -128,12 +128,13 @@ class Pass(Reduce):
     ) -> Grads:
         """Run once more under autograd, piece by piece."""
         assert x is not None
-        totals = Totals(rows)
+        totals = Totals(x, rows)
         for piece in pieces(self.runner.graph, block):
             some = piece.narrow(saved)
-            totals.add(piece, self.rebuild(piece.block, x, piece.rows(rows), some, out, needs))
+            grads = self.rebuild(piece.block, x, piece.rows(rows), some, out, needs)
+            totals.add(grads, piece.dst, piece.edges)
         source = totals.source
-        return torch.zeros_like(x) if source is None and needs.source else source, totals.total
+        return torch.zeros_like(x) if source is None and needs.source else source, totals.others
 
     def rebuild(
         self, block: Block, x: Tensor, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
