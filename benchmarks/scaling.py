@@ -246,6 +246,8 @@ def plot(path: Path, found: dict[tuple[str, int, int], Found], peers: dict[str, 
         counts = sorted({workers for name, _, workers in found if name == model})
         for mode, name in MODES.items():
             lines = [(w, found[model, mode, w]) for w in counts if (model, mode, w) in found]
+            if not lines:
+                continue
             memory.plot([w for w, _ in lines], [it.peak for _, it in lines], "o-", label=f"mode {mode}: {name}")
             traffic.plot([w for w, _ in lines], [it.received for _, it in lines], "o-", label=f"mode {mode}: {name}")
         one = max(it.peak for (name, _, workers), it in found.items() if (name, workers) == (model, counts[0]))
