@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pyg_sar.block import Block
+from pyg_sar.block import Block, Index
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.reduce import Grads, Rows
-
-Place = slice | Tensor  # where rows of a part are among all
+from pyg_sar.reduce import Grads, Needs, Rows
 
 EDGES = 1 << 16  # of a piece, at least; on a GPU, which waits for the host between pieces, 16 times
 
@@ -97,7 +95,7 @@ class Totals:
         self.source: Tensor | None = None
         self.others = Rows(*([None] * len(ts) for ts in rows))
 
-    def add(self, grads: Grads, dst: Place, edge: Place, src: Place = slice(None)) -> None:
+    def add(self, grads: Grads, dst: Index, edge: Index, src: Index = slice(None)) -> None:
         """Add those of a part, given where its rows are; ranges of parts do not overlap, indices may."""
         source, others = grads
         if source is not None and self.source is not None and isinstance(src, slice):
@@ -108,8 +106,13 @@ class Totals:
             for k, grad in enumerate(found):
                 totals[k] = added(totals[k], grad, place, like[k])  # type: ignore[index]
 
+    def grads(self, needs: Needs) -> Grads:
+        """Return them; somebody may wait for those of source rows, also where there are none."""
+        source = torch.zeros_like(self.x) if self.source is None and needs.source else self.source
+        return source, self.others
 
-def added(total: Tensor | None, grad: Tensor | None, place: Place, like: Tensor) -> Tensor | None:
+
+def added(total: Tensor | None, grad: Tensor | None, place: Index, like: Tensor) -> Tensor | None:
     """Add the gradient of some rows to that of all, which looks ``like`` these; what stood in for no row has none."""
     if grad is None:
         return total

@@ -85,8 +85,7 @@ class Chunks(Reduce):
         totals = Totals(x, rows)
         for chunk in self.chunks(block, ids):
             totals.add(self.rebuild(chunk, block, ids, x, rows, out, needs), chunk.dst, chunk.edges, chunk.src)
-        source = totals.source
-        return torch.zeros_like(x) if source is None and needs.source else source, totals.others
+        return totals.grads(needs)
 
     def rebuild(
         self, chunk: Chunk, block: Block, ids: Tensor, x: Tensor, rows: Rows, out: Tensor, needs: Needs

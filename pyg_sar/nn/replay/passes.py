@@ -133,8 +133,7 @@ class Pass(Reduce):
             some = piece.narrow(saved)
             grads = self.rebuild(piece.block, x, piece.rows(rows), some, out, needs)
             totals.add(grads, piece.dst, piece.edges)
-        source = totals.source
-        return torch.zeros_like(x) if source is None and needs.source else source, totals.others
+        return totals.grads(needs)
 
     def rebuild(
         self, block: Block, x: Tensor, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
