@@ -2,7 +2,6 @@ r"""Relational graph convolution."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.aggregate import SIMPLE, SUMS, aggregate, reduce_rows
+from pyg_sar.autograd import once_differentiable
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.message_passing import MessagePassing, add
@@ -67,12 +67,14 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         if few_bases and self.aggr in SUMS:
             return self.finish(self.compose(graph, self.coefficients(typed, edge_type), x_src), x_dst)
 
-        out = None
-        for messages, dst in zip(self.messages(typed, x_src), typed.dst.split(typed.counts), strict=True):
-            out = messages.new_zeros(graph.num_dst, self.out_channels) if out is None else out
-            out = out.index_add_(0, dst, messages)
-        assert out is not None, "no relations"
-        return self.finish(out, x_dst)
+        weights = self.relation_weights()
+        if not x_src.is_floating_point():
+            return self.finish(self.select(graph, typed, x_src, weights), x_dst)
+        sums, device = reduce_rows(typed.graph, x_src, self.aggr), graph.device.type
+        if torch.is_autocast_enabled(device) and sums.dtype != torch.float64:
+            sums, weights = (t.to(torch.get_autocast_dtype(device)) for t in (sums, weights))
+        weights = weights.unsqueeze(1) if self.num_blocks is None else weights
+        return self.finish(Multiply.apply(typed, graph.num_dst, sums, weights), x_dst)
 
     def finish(self, out: Tensor, x_dst: Tensor) -> Tensor:
         """Add the destinations' own term and the bias; PyG adds to zeros of the default type."""
@@ -99,18 +101,14 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             weight = weight * typed.norm.unsqueeze(-1).to(weight.dtype)
         return weight
 
-    def messages(self, typed: TypedGraph, x: Tensor) -> Iterator[Tensor]:
-        r"""Yield what each relation has for its pairs, :math:`(|\mathcal{V}_r|, F_{out})`."""
-        weights = self.relation_weights()
-        if not x.is_floating_point():
-            if self.num_blocks is not None:
-                raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
-            for graph, weight in zip(typed.relations, weights, strict=True):
-                yield reduce_rows(graph, weight[x], self.aggr)
-            return
-        sums = reduce_rows(typed.graph, x, self.aggr).split(typed.counts)
-        for h, weight in zip(sums, weights, strict=True):
-            yield self.product(h, weight)
+    def select(self, graph: ShardedGraph, typed: TypedGraph, ids: Tensor, weights: Tensor) -> Tensor:
+        """Aggregate the rows of each relation's weights that nodes select."""
+        if self.num_blocks is not None:
+            raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
+        out = weights.new_zeros(graph.num_dst, self.out_channels)
+        for relation, dst, weight in zip(typed.relations, typed.dst.split(typed.counts), weights, strict=True):
+            out = out.index_add_(0, dst, reduce_rows(relation, weight[ids], self.aggr))
+        return out
 
     def relation_weights(self) -> Tensor:
         """Return the weights of every relation, composed of the bases if there are any."""
@@ -118,11 +116,46 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             return self.weight
         return (self.comp @ self.weight.flatten(1)).view(self.num_relations, *self.weight.shape[1:])
 
-    def product(self, h: Tensor, weight: Tensor) -> Tensor:
-        """Multiply by one relation's weights, dense or block-diagonal."""
-        if self.num_blocks is None:
-            return h @ weight
-        return torch.einsum("abc,bcd->abd", h.unflatten(-1, weight.shape[:2]), weight).flatten(1)
+
+class Multiply(torch.autograd.Function):
+    """Multiply the rows of each relation's pairs by the relation's weights, and add them up by destination.
+
+    It is one function since the gradients of all rows are one tensor, of which each relation writes its part.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, typed: TypedGraph, num_dst: int, rows: Tensor, weights: Tensor) -> Tensor:
+        """Multiply and add up; ``weights`` are those of the diagonal blocks of every relation."""
+        ctx.typed = typed
+        ctx.save_for_backward(rows, weights)
+        out = rows.new_zeros(num_dst, weights.size(1) * weights.size(3))
+        pieces = zip(typed.dst.split(typed.counts), rows.split(typed.counts), weights, strict=True)
+        for dst, h, weight in pieces:
+            out.index_add_(0, dst, (by_block(h, weight) @ weight).transpose(0, 1).flatten(1))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Write the gradients of each relation's rows and weights into those of all."""
+        once_differentiable()
+        typed, (rows, weights) = ctx.typed, ctx.saved_tensors
+        d_rows, d_weights = (
+            torch.empty_like(t) if need else None
+            for t, need in zip((rows, weights), ctx.needs_input_grad[2:], strict=True)
+        )
+        for r, dst in enumerate(typed.dst.split(typed.counts)):
+            pairs, weight = slice(typed.ptr[r], typed.ptr[r + 1]), weights[r]
+            g = by_block(grad.index_select(0, dst), weight)
+            if d_rows is not None:
+                torch.bmm(g, weight.mT, out=by_block(d_rows[pairs], weight))
+            if d_weights is not None:
+                torch.bmm(by_block(rows[pairs], weight).mT, g, out=d_weights[r])
+        return None, None, d_rows, d_weights
+
+
+def by_block(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return a view of rows by the diagonal blocks that their columns belong to: dense weights are one block."""
+    return rows.unflatten(-1, (weight.size(0), -1)).transpose(0, 1)
 
 
 class FastRGCNConv(RGCNConv, torch_geometric.nn.FastRGCNConv):
