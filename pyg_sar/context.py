@@ -29,6 +29,7 @@ from pyg_sar.block import add_rows
 from pyg_sar.cached import cached
 from pyg_sar.exchange import Meter, Schedule, Sink
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.ops import empty
 from pyg_sar.reduce.base import Needs, Reduce, Rows, Tile, columns
 from pyg_sar.running import About
 from pyg_sar.sources import LocalGrads, LocalRows, ProjectedGrads, ProjectedRows
@@ -170,7 +171,7 @@ class Forward(Walk):
             self.out = out
             return
         if self.out is None:
-            self.out = out.new_empty(*out.shape[:-1], tiles[-1].out.stop)
+            self.out = empty(out, *out.shape[:-1], tiles[-1].out.stop)
         self.out[..., tile.out] = out
 
     def save(self, ctx: Any, inputs: Sequence[Tensor]) -> Tensor:

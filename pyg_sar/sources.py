@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar.linear import linear, linear_grad, product
+from pyg_sar.ops import empty
 from pyg_sar.reduce.base import columns
-from pyg_sar.reduce.linear import linear, linear_grad
 
 
 class LocalRows:
@@ -57,11 +57,11 @@ class ProjectedRows(LocalRows):
 
     def tile(self, which: slice) -> Tensor:
         """Make some columns of the rows."""
-        return linear(self.x, *(t[which] for t in self.inputs[1:]))
+        return product(self.x, *(t[which] for t in self.inputs[1:]))
 
     def project(self) -> Tensor:
         """Make all columns at once, under autograd."""
-        return F.linear(*self.inputs)
+        return linear(*self.inputs)
 
 
 class LocalGrads:
@@ -82,7 +82,7 @@ class LocalGrads:
             self.d_x = grad
             return
         if self.d_x is None:
-            self.d_x = grad.new_empty(self.shape)
+            self.d_x = empty(grad, *self.shape)
         self.d_x[..., self.tiles[tile]] = grad
 
     def grads(self) -> list[Tensor | None]:
@@ -100,16 +100,19 @@ class ProjectedGrads:
     """
 
     def __init__(self, rows: ProjectedRows, wants: Sequence[bool], tiles: Sequence[slice]) -> None:
-        self.rows, self.tiles = rows, tiles
-        # Every tile adds to the gradient of the features, and writes its rows of the others.
-        self.d_x = torch.zeros_like(rows.x) if wants[0] else None
+        self.rows, self.tiles, self.wants_x = rows, tiles, wants[0]
+        # The first tile writes the gradient of the features, to which others add; each writes its rows of the others.
+        self.d_x: Tensor | None = None
         self.d_w = [torch.empty_like(t) if want else None for t, want in zip(rows.inputs[1:], wants[1:], strict=True)]
 
     def add_grad(self, tile: int, grad: Tensor) -> None:
         """Take the gradient of a tile, ``[N, F of the tile]``, which comes once."""
         which = self.tiles[tile]
-        into = [None if d is None else d[which] for d in self.d_w]
-        linear_grad(self.rows.x, grad, self.rows.weight[which], self.d_x, *into)
+        d_weight, d_bias = ([None if d is None else d[which] for d in self.d_w] + [None])[:2]
+        first = self.d_x is None
+        if first and self.wants_x:
+            self.d_x = empty(self.rows.x, *self.rows.x.shape)
+        linear_grad(self.rows.x, grad, self.rows.weight[which], self.d_x, d_weight, d_bias, add=not first)
 
     def grads(self) -> list[Tensor | None]:
         """Return the gradient of each input."""

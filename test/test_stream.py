@@ -17,9 +17,9 @@ from pyg_sar.aggregate import aggregate, aggregate_async, reduce_rows
 from pyg_sar.context import Backward
 from pyg_sar.distributed.transfer import Channel, Transfer
 from pyg_sar.exchange import Wrapped
+from pyg_sar.linear import linear_grad, product
 from pyg_sar.nn import GATConv, GCNConv, RGCNConv, SAGEConv
 from pyg_sar.reduce import Extremum, Message, Sum, Tile
-from pyg_sar.reduce.linear import linear, linear_grad
 
 MODES = (1, 2, 3)
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -95,7 +95,7 @@ def meanwhile(group):
 
     with (
         mock.patch("pyg_sar.reduce.base.COLUMNS", 2),
-        mock.patch("pyg_sar.sources.linear", tell("make", linear)),
+        mock.patch("pyg_sar.sources.product", tell("make", product)),
         mock.patch("pyg_sar.sources.linear_grad", tell("take", linear_grad)),
         mock.patch.object(Channel, "swap", tell("send", Channel.swap)),
         mock.patch.object(Transfer, "wait", tell("wait", Transfer.wait)),
@@ -473,11 +473,6 @@ def test_messages_are_made_without_autocast():
     expected = aggregate(graph, reduce, x, const=[weight])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(aggregate(graph, reduce, x, const=[weight]), expected)
-
-
-def test_rows_are_multiplied_elsewhere_than_on_a_cpu():
-    x, weight = torch.empty(3, 4, device="meta"), torch.empty(5, 4, device="meta")
-    assert linear(x, weight).shape == (3, 5)
 
 
 class Asked(Wrapped):

@@ -166,6 +166,8 @@ void zero_(Tensor out) {
   }, &range);
 }
 
+void huge_pages_(Tensor out) { ask_for_huge_pages(out); }
+
 // Columns of a head, when `heads` heads lie side by side in `wide` columns.
 int64_t channels_of(int64_t wide, int64_t heads) {
   STD_TORCH_CHECK(heads > 0 ? wide % heads == 0 : wide == 0, "Expected rows of ", heads, " equal heads (got ", wide, " columns)");
@@ -364,6 +366,7 @@ void column_affine_(Tensor out, Tensor x, Tensor center, Tensor scale, Tensor sh
 
 STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
   m.impl("zero_", TORCH_BOX(&zero_));
+  m.impl("huge_pages_", TORCH_BOX(&huge_pages_));
   m.impl("spmm_", TORCH_BOX(&spmm_));
   m.impl("sddmm_", TORCH_BOX(&sddmm_));
   m.impl("extremum_", TORCH_BOX(&extremum_));

@@ -9,15 +9,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from pyg_sar.ops import empty
+from pyg_sar.watch import ROWS, gives
 
+
+@gives(ROWS)
 def shifted(rows: Tensor, bias: Tensor) -> Tensor:
     """Return ``rows + bias``; ``rows`` are read by backward and are never changed in place."""
-    out: Any = rows + bias
+    out: Any = Shift.apply(rows, bias) if rows.dtype == bias.dtype else rows + bias
     if out.requires_grad and out.dtype == rows.dtype:
         out._sar_made_of = rows.detach(), bias.detach().clone(), out._version
     return out
+
+
+class Shift(torch.autograd.Function):
+    """The sum, whose memory is asked for as that of other large results."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor) -> Tensor:
+        """Add."""
+        return torch.add(rows, bias, out=empty(rows, *rows.shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Add up for the bias."""
+        return grad, grad.sum(0) if ctx.needs_input_grad[1] else None
 
 
 def unshifted(x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -27,6 +27,8 @@ from pyg_sar.ops import reference
 SCHEMAS = (
     # out = 0, for memory that is touched for the first time
     "zero_(Tensor(a!) out) -> ()",
+    # nothing to the numbers of out; memory that will be touched for the first time comes in large pages
+    "huge_pages_(Tensor(a!) out) -> ()",
     # out[i] += sum over e in i of weight[perm[e]] * x[col[e]]; if `once`, out[i] = the sum, rounded to the type of x
     "spmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor x, Tensor? weight, Tensor? perm, bool once, "
     "Tensor? rows=None) -> ()",
@@ -119,6 +121,13 @@ def load() -> bool:
 
 register()
 KERNELS = load()
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return memory for what will be written on the device of ``like``, of its type by default."""
+    out = like.new_empty(shape, dtype=dtype)
+    torch.ops.pyg_sar.huge_pages_(out)
+    return out
 
 
 def zeros(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -23,6 +23,10 @@ def zero_(out: Tensor) -> None:
     out.zero_()
 
 
+def huge_pages_(out: Tensor) -> None:
+    """Change nothing: a hint to the system."""
+
+
 def spmm_(
     out: Tensor, ptr: Tensor, col: Tensor, x: Tensor, weight: Tensor | None, perm: Tensor | None, once: bool,
     rows: Tensor | None = None,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_sar.block import Block
-from pyg_sar.ops import additive_grad_, attention_grad_, zeros
+from pyg_sar.linear import linear_grad, product
+from pyg_sar.ops import additive_grad_, attention_grad_, empty, zeros
 from pyg_sar.ops.reference import ADDITIVE, accumulator
 from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile
-from pyg_sar.reduce.linear import linear_grad
 from pyg_sar.reduce.softmax import Softmax, gradient_buffers, of_heads, row_gradients
 
 
@@ -62,10 +61,10 @@ class ProjectedSoftmax(Softmax):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Merge the block into the running softmax."""
         (*_, weight, key_weight), (row_max, normaliser, out) = rows.const, state
-        keys = F.linear(x, key_weight)  # [N, H]
+        keys = product(x, key_weight)  # [N, H]
         for heads in self.groups:
             group = (row_max[:, heads], normaliser[:, heads], out[:, self.columns(heads)])
-            value = F.linear(x, weight[self.columns(heads)])  # [N, heads * C]
+            value = product(x, weight[self.columns(heads)])  # [N, heads * C]
             self.merge(group, block, keys[:, heads].contiguous(), value, self.of_heads(rows, heads), heads.start)
             del value  # or it would outlive the making of the next one
         return state
@@ -76,23 +75,23 @@ class ProjectedSoftmax(Softmax):
         """Make the rows again, and their gradients, and from those the gradients of features and maps."""
         assert x is not None
         *_, weight, key_weight = rows.const
-        keys = F.linear(x, key_weight)  # [N, H]
+        keys = product(x, key_weight)  # [N, H]
         d_keys = zeros(keys, *keys.shape, dtype=accumulator(x.dtype))
-        source = torch.zeros_like(x) if needs.source else None
+        source = empty(x, *x.shape) if needs.source else None
         d_weight, groups = torch.empty_like(weight), []
         for heads in self.groups:
             columns = self.columns(heads)
             grad = out[:, columns]  # [M, heads * C]
             if len(self.groups) > 2:  # rows far apart take many pages of memory: to copy them is faster
                 grad = grad.contiguous()
-            value = F.linear(x, weight[columns])
+            value = product(x, weight[columns])
             found = [t[:, heads] for t in saved]
             d_value, others = self.grad_of_heads(
                 value, d_keys[:, heads], block, keys[:, heads].contiguous(), self.of_heads(rows, heads), found, grad,
                 needs, heads.start,
             )  # fmt: skip
             groups.append(others)
-            linear_grad(x, d_value, weight[columns], source, d_weight[columns])
+            linear_grad(x, d_value, weight[columns], source, d_weight[columns], add=heads.start > 0)
             del value, d_value, grad  # or they would outlive the making of the next ones
         d_key_weight = torch.empty_like(key_weight)
         linear_grad(x, d_keys, key_weight, source, d_key_weight)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pyg_sar.block import Block
+from pyg_sar.linear import embed, embed_grad
 from pyg_sar.ops import attention_, attention_grad_, sddmm_, zeros
 from pyg_sar.ops.reference import ADDITIVE, GATV2, accumulator
 from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile
-from pyg_sar.reduce.linear import embed, embed_grad
 
 
 class Softmax(Reduce):

@@ -684,7 +684,7 @@ def test_values_of_one_group_of_heads_are_alive(monkeypatch, blocks):
         known.append(weakref.ref(made))
         return made
 
-    def linear(*args):
+    def product(*args):
         most.append(sum(ref() is not None for ref in known))
         return note(F.linear(*args))
 
@@ -692,7 +692,7 @@ def test_values_of_one_group_of_heads_are_alive(monkeypatch, blocks):
         d_value, others = grad_of_heads(reduce, value, d_key, block, key, rows, saved, note(out), *args)
         return note(d_value), others
 
-    monkeypatch.setattr("pyg_sar.reduce.projected_softmax.F", SimpleNamespace(linear=linear))
+    monkeypatch.setattr("pyg_sar.reduce.projected_softmax.product", product)
     monkeypatch.setattr(ProjectedSoftmax, "grad_of_heads", grad)
     graph, groups = shard(edges(), NUM_NODES, blocks).graph, [slice(k, k + 1) for k in range(3)]
     x, weight, keys = (leaf(torch.randn(*shape)) for shape in ((NUM_NODES, 5), (9, 5), (3, 5)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.aggregate import SUMS
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.linear import linear
 from pyg_sar.nn.conv.attention import attend, pack, replace_self_loops, travelling
 from pyg_sar.nn.conv.message_passing import MessagePassing, affine, loops_between_sets
 from pyg_sar.ops.reference import ADDITIVE
@@ -69,7 +69,7 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         """Return source rows, terms of destinations, and the maps that have yet to be applied to rows."""
         lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
         if is_matrix(lin_src) and is_matrix(lin_dst) and not torch.is_autocast_enabled(x_src.device.type):
-            query = None if x_dst is None else F.linear(x_dst, through(lin_dst.weight, self.att_dst))
+            query = None if x_dst is None else linear(x_dst, through(lin_dst.weight, self.att_dst))
             rows, project = self.rows(graph, lin_src.weight, x_src)
             return rows, query, project
         # Under autocast, too, as PyG does it: terms of half the digits are not near enough.

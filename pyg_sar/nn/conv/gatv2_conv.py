@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyg_sar.aggregate import SUMS
 from pyg_sar.nn.conv.attention import attend, replace_self_loops
-from pyg_sar.nn.conv.message_passing import MessagePassing, affine, loops_between_sets
+from pyg_sar.nn.conv.message_passing import MessagePassing, affine, loops_between_sets, project
 from pyg_sar.ops.reference import GATV2
 from pyg_sar.sources import ProjectedRows
 
@@ -51,8 +51,8 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
         assert x_dst is not None
         res = None if self.res is None else self.res(x_dst)
         shared, lin = self.share_weights and x_dst is x_src, affine(self.lin_l)
-        rows: Any = self.lin_l(x_src) if shared or lin is None else ProjectedRows(x_src, *lin)
-        query = rows if shared else self.lin_r(x_dst)
+        rows: Any = project(self.lin_l, x_src) if shared or lin is None else ProjectedRows(x_src, *lin)
+        query = rows if shared else project(self.lin_r, x_dst)
         if self.add_self_loops:
             graph, edge_attr = replace_self_loops(graph, edge_attr, self.fill_value)
         edge = None

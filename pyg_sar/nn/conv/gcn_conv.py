@@ -11,7 +11,7 @@ from torch import Tensor
 from pyg_sar.aggregate import SUMS, reduce_rows
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.conv.message_passing import MessagePassing, add, affine, multiply
+from pyg_sar.nn.conv.message_passing import MessagePassing, add, affine, multiply, project
 from pyg_sar.nn.replay.call import PAIR, check_destinations
 from pyg_sar.rewire import loops_apart, with_self_loops
 
@@ -52,9 +52,9 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
         scale = scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
         times = torch.mul if affine(self.lin) is None else multiply  # a hook may have kept the rows
         if edge_weight is None and graph.is_constant(x):
-            out = self.lin(graph.recall(x, graph, self.aggr, lambda: reduce_rows(graph, x * scale, self.aggr)))
+            out = project(self.lin, graph.recall(x, graph, self.aggr, lambda: reduce_rows(graph, x * scale, self.aggr)))
         else:
-            out = reduce_rows(graph, times(self.lin(x), scale), self.aggr, edge_weight, self.node_dim)
+            out = reduce_rows(graph, times(project(self.lin, x), scale), self.aggr, edge_weight, self.node_dim)
         out = times(out, graph.dst_rows(scale))
         return out if self.bias is None else add(out, self.bias)
 

@@ -14,6 +14,7 @@ from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 from pyg_sar.aggregate import SIMPLE
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.linear import linear
 from pyg_sar.nn.conv.one_block import has_kernels, one_block, sizes
 from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.dispatch import replay
@@ -174,6 +175,12 @@ def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:
     if type(lin) is not torch_geometric.nn.Linear or any(hooks) or is_uninitialized_parameter(lin.weight):
         return None
     return lin.weight, lin.bias
+
+
+def project(lin: Any, x: Tensor) -> Tensor:
+    """Return ``lin(x)``, by the faster product where the linear layer does nothing else."""
+    pair = affine(lin)
+    return lin(x) if pair is None else linear(x, *pair)
 
 
 def add(own: Tensor, term: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from pyg_sar.aggregate import SIMPLE, SUMS, aggregate, reduce_rows
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.linear import linear, linear_grad, product
 from pyg_sar.nn.conv.message_passing import MessagePassing, add
+from pyg_sar.ops import empty, zeros
 from pyg_sar.reduce import Sum
 from pyg_sar.rewire import TypedGraph, by_type
 
@@ -80,7 +82,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         """Add the destinations' own term and the bias; PyG adds to zeros of the default type."""
         out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
         if self.root is not None:
-            out = add(out, x_dst @ self.root if x_dst.is_floating_point() else self.root[x_dst])
+            out = add(out, linear(x_dst, self.root.t()) if x_dst.is_floating_point() else self.root[x_dst])
         return out if self.bias is None else add(out, self.bias)
 
     def compose(self, graph: ShardedGraph, weight: Tensor, x: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             rows = self.weight.transpose(0, 1).index_select(0, x)
             return aggregate(graph, Sum(learn_weight=learn, adds_heads=True), rows, edge=[weight])
         sums = aggregate(graph, Sum(learn_weight=learn, sums=self.num_bases), x, edge=[weight])
-        return sums.flatten(1) @ self.weight.flatten(0, 1)
+        return linear(sums.flatten(1), self.weight.flatten(0, 1).t())
 
     def coefficients(self, typed: TypedGraph, edge_type: Tensor) -> Tensor:
         """Return the coefficients of each edge: those of its relation, for each basis."""
@@ -128,10 +130,10 @@ class Multiply(torch.autograd.Function):
         """Multiply and add up; ``weights`` are those of the diagonal blocks of every relation."""
         ctx.typed = typed
         ctx.save_for_backward(rows, weights)
-        out = rows.new_zeros(num_dst, weights.size(1) * weights.size(3))
+        out = zeros(rows, num_dst, weights.size(1) * weights.size(3))
         pieces = zip(typed.dst.split(typed.counts), rows.split(typed.counts), weights, strict=True)
         for dst, h, weight in pieces:
-            out.index_add_(0, dst, (by_block(h, weight) @ weight).transpose(0, 1).flatten(1))
+            out.index_add_(0, dst, times(h, weight))
         return out
 
     @staticmethod
@@ -140,21 +142,34 @@ class Multiply(torch.autograd.Function):
         once_differentiable()
         typed, (rows, weights) = ctx.typed, ctx.saved_tensors
         d_rows, d_weights = (
-            torch.empty_like(t) if need else None
+            empty(t, *t.shape) if need else None
             for t, need in zip((rows, weights), ctx.needs_input_grad[2:], strict=True)
         )
         for r, dst in enumerate(typed.dst.split(typed.counts)):
             pairs, weight = slice(typed.ptr[r], typed.ptr[r + 1]), weights[r]
-            g = by_block(grad.index_select(0, dst), weight)
+            g = grad.index_select(0, dst)
             if d_rows is not None:
-                torch.bmm(g, weight.mT, out=by_block(d_rows[pairs], weight))
-            if d_weights is not None:
-                torch.bmm(by_block(rows[pairs], weight).mT, g, out=d_weights[r])
+                times(g, weight.mT, d_rows[pairs])
+            if d_weights is None:
+                continue
+            if len(weight) == 1:
+                linear_grad(rows[pairs], g, weight[0].t(), None, d_weights[r, 0].t())
+            else:
+                torch.bmm(by_block(rows[pairs], weight).mT, by_block(g, weight), out=d_weights[r])
         return None, None, d_rows, d_weights
 
 
+def times(rows: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply rows by the diagonal blocks of a relation's weights; dense weights are one block."""
+    if len(weight) == 1:
+        return product(rows, weight[0].t(), out=out)
+    out = empty(rows, len(rows), weight.size(0) * weight.size(2)) if out is None else out
+    torch.bmm(by_block(rows, weight), weight, out=by_block(out, weight))
+    return out
+
+
 def by_block(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return a view of rows by the diagonal blocks that their columns belong to: dense weights are one block."""
+    """Return a view of rows by the diagonal blocks that their columns belong to."""
     return rows.unflatten(-1, (weight.size(0), -1)).transpose(0, 1)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyg_sar.aggregate import SIMPLE, SUMS, reduce_rows, reduce_rows_async
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.linear import linear
 from pyg_sar.nn.conv.message_passing import MessagePassing, add, affine
 from pyg_sar.sources import ProjectedRows
 
@@ -54,7 +55,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         rows = ProjectedRows(x_src, weight) if before else x_src
         pending = reduce_rows_async(graph, rows, self.aggr, node_dim=self.node_dim)
         root = self.root(x_dst, bias)
-        out = pending.wait() if before else F.linear(pending.wait(), weight)
+        out = pending.wait() if before else linear(pending.wait(), weight)
         if root is not None:
             out = add(root, out)
         elif bias is not None:
@@ -67,7 +68,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
             return None
         lin = affine(self.lin_r)
         if lin is not None and lin[1] is None:
-            return F.linear(x, lin[0], bias)
+            return linear(x, lin[0], bias)
         return self.lin_r(x) if bias is None else self.lin_r(x) + bias
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:

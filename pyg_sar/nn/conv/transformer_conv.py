@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_sar.aggregate import SUMS
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.attention import attend, pack, travelling
-from pyg_sar.nn.conv.message_passing import MessagePassing, affine
+from pyg_sar.nn.conv.message_passing import MessagePassing, affine, project
 from pyg_sar.ops.reference import DOT
 from pyg_sar.sources import ProjectedRows
 
@@ -55,10 +55,10 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
         edge = None if self.lin_edge is None else (edge_attr, self.lin_edge.weight)
         factor = 1 / math.sqrt(self.out_channels)
         rows = self.rows(graph, x_src)
-        out = attend(self, graph, DOT, factor, rows, self.lin_query(x_dst), edge)  # type: ignore[arg-type]
+        out = attend(self, graph, DOT, factor, rows, project(self.lin_query, x_dst), edge)  # type: ignore[arg-type]
         if not self.root_weight:
             return out
-        x_dst = self.lin_skip(x_dst)
+        x_dst = project(self.lin_skip, x_dst)
         if self.lin_beta is None:
             return out + x_dst
         beta = self.lin_beta(torch.cat([out, x_dst, out - x_dst], dim=-1)).sigmoid()

@@ -5,7 +5,7 @@ One operator family a file; :mod:`~pyg_sar.ops.triton.schedule` shares edges out
 or double precision, sums of single at least. Without a GPU, Triton's interpreter runs them (``TRITON_INTERPRET=1``).
 """
 
-from pyg_sar.ops.reference import zero_
+from pyg_sar.ops.reference import huge_pages_, zero_
 from pyg_sar.ops.triton.attention import attention_
 from pyg_sar.ops.triton.attention_grad import additive_grad_, attention_grad_
 from pyg_sar.ops.triton.columns import column_affine_, column_products_, moments_
@@ -14,5 +14,5 @@ from pyg_sar.ops.triton.sum import sddmm_, spmm_
 
 __all__ = [
     "additive_grad_", "attention_", "attention_grad_", "column_affine_", "column_products_", "extremum_",
-    "extremum_grad_", "moments_", "sddmm_", "spmm_", "zero_",
+    "extremum_grad_", "huge_pages_", "moments_", "sddmm_", "spmm_", "zero_",
 ]  # fmt: skip

@@ -1,0 +1,142 @@
+r"""Products of rows with a matrix, and their gradients.
+
+On a CPU, PyTorch multiplies by MKL, which runs its code for AVX2 on processors that are not Intel's, at half the speed
+of those with AVX-512. There single precision runs by oneDNN, which every PyTorch for these processors contains; what
+else there is runs by PyTorch's own products, and all of it if ``torch.backends.mkldnn.enabled`` is False.
+
+The comments give shapes for ``N`` rows of ``I`` columns that become ``O`` columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyg_sar.autograd import once_differentiable
+from pyg_sar.ops import empty
+from pyg_sar.watch import ROWS, gives
+
+ROWS_AT_A_TIME, SUMMANDS_AT_A_TIME = 1024, 256
+HAS_ONEDNN = (
+    torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and "AVX512" in torch.backends.cpu.get_cpu_capability()
+)
+
+
+@gives(ROWS)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, under autograd."""
+    if not by_onednn(x, weight) or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    return Linear.apply(x, weight, bias)
+
+
+class Linear(torch.autograd.Function):
+    """A product of rows with a matrix, of which neither pass runs by PyTorch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Multiply the gradient by the matrix, and by the rows."""
+        once_differentiable()
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        d_x = empty(x, *x.shape) if needs[0] else None
+        d_weight = torch.empty_like(weight) if needs[1] else None
+        d_bias = x.new_empty(weight.size(0)) if needs[2] else None
+        linear_grad(x, grad, weight, d_x, d_weight, d_bias, add=False)
+        return d_x, d_weight, d_bias
+
+
+def by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN multiplies them: it knows no empty ones."""
+    alike = x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu and x.dim() == 2
+    return HAS_ONEDNN and alike and x.numel() > 0 and weight.numel() > 0 and bool(torch.backends.mkldnn.enabled)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, not under autograd, or write it over ``out``.
+
+    MKL multiplies some rows at a time, up to 1.5 times as fast where rows of the result are no multiple of 64 bytes.
+    """
+    if not x.is_cpu and out is None:
+        return F.linear(x, weight, bias)
+    out = empty(x, x.size(0), weight.size(0)) if out is None else out
+    if by_onednn(x, weight):
+        multiply(out, x, weight, bias)
+        return out
+    for rows, into in zip(x.split(ROWS_AT_A_TIME), out.split(ROWS_AT_A_TIME), strict=True):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=into)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=into)
+    return out
+
+
+def linear_grad(
+    x: Tensor, grad: Tensor, weight: Tensor, source: Tensor | None, d_weight: Tensor | None,
+    d_bias: Tensor | None = None, add: bool = True,
+) -> None:  # fmt: skip
+    """Add to the gradient of ``x``, or write it, and write those of weight and bias, given that of
+    ``F.linear(x, weight, bias)``.
+    """
+    grad = grad.to(x.dtype)  # [N, O]
+    fast = by_onednn(x, weight)
+    if source is not None and fast:
+        multiply(source, grad, weight.t(), add=add)
+    elif source is not None:
+        source.addmm_(grad, weight, beta=1 if add else 0)
+    if d_weight is not None and fast:
+        multiply(d_weight, grad.t(), x.t())
+    elif d_weight is not None:
+        torch.mm(grad.t(), x, out=d_weight)
+    if d_bias is not None:
+        torch.sum(grad, 0, out=d_bias)
+
+
+def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, add: bool = False) -> None:
+    """Write ``F.linear(x, weight, bias)`` over ``out``, or add it, by oneDNN: what it makes at a time stays in a cache.
+
+    It adds up products one after the other: a long sum of them has twice the error of MKL's, which adds up sums.
+    """
+    for rows, into in zip(x.split(ROWS_AT_A_TIME), out.split(ROWS_AT_A_TIME), strict=True):
+        for k in range(0, x.size(1), SUMMANDS_AT_A_TIME):
+            which = slice(k, k + SUMMANDS_AT_A_TIME)
+            terms = onednn(rows[:, which], dense(weight[:, which]), None if k else bias)
+            if add or k:
+                into.add_(terms)
+            else:
+                into.copy_(terms)
+
+
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)`` by what PyTorch's compiler calls, here with nothing fused to it."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def dense(weight: Tensor) -> Tensor:
+    """Return a matrix without gaps: with them, oneDNN takes a thousand times as long."""
+    return weight if weight.is_contiguous() or weight.t().is_contiguous() else weight.contiguous()
+
+
+def embed(edge: Tensor, weight: Tensor) -> Tensor:
+    """Map the features of edges, ``[num_edges, D]`` or ``[num_edges]``, by a matrix ``[*, D]``."""
+    return edge.view(edge.size(0), -1).to(weight.dtype) @ weight.t()
+
+
+def embed_grad(grad: Tensor, edge: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both.
+
+    That of the matrix is one sum over all edges of a block: in double precision it has no larger error than PyG's way.
+    """
+    features = edge.view(edge.size(0), -1)
+    d_weight = grad.double().t() @ features.double() if grad.size(1) <= 64 else grad.t() @ features.to(grad.dtype)
+    return (grad.to(weight.dtype) @ weight).to(edge.dtype).view_as(edge), d_weight.to(weight.dtype)
