@@ -84,6 +84,9 @@ def aggregate_async(
     """
     source = x if isinstance(x, LocalRows) else LocalRows(x)
     check(graph, source.x, Rows(dst, edge))
+    elsewhere = getattr(source.x, "aggregate", None)
+    if elsewhere is not None:  # rows that are not in the memory of the device, such as `offload.rows.HostRows`
+        return Pending(None, out=elsewhere(graph, reduce, source, Rows(dst, edge, const)))
     if isinstance(source, ProjectedRows) and (
         len(graph.blocks) == 1 or source.x.dim() != 2 or torch.is_autocast_enabled(source.x.device.type)
     ):

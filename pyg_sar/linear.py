@@ -59,6 +59,7 @@ class Linear(torch.autograd.Function):
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies them: it knows no empty ones."""
     alike = x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu and x.dim() == 2
+    alike = alike and type(x) in (Tensor, torch.nn.Parameter)  # not what only stands for rows
     return HAS_ONEDNN and alike and x.numel() > 0 and weight.numel() > 0 and bool(torch.backends.mkldnn.enabled)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.block import Block, rows_at
+from pyg_sar.graph import ShardedGraph
 
 COLUMNS = 128  # of a column tile, about: as wide as a tile of the kernels, see csrc/rows.inl
 
@@ -66,6 +67,10 @@ class Reduce:
             num_blocks: The number of source blocks.
         """
         return [Tile(0, self, slice(None), slice(None), like)]
+
+    def into(self, graph: ShardedGraph, start: int, end: int) -> Reduce:
+        """Return what does the same for a range of destinations, of which ``graph`` has the in-edges; here, itself."""
+        return self
 
     def narrow(self, rows: Rows) -> Rows:
         """Return views of what a reduction over a column tile reads of ``rows``, or of their gradients; here, all."""

@@ -2,6 +2,7 @@ r"""Attention: weighted sums of source rows by a softmax over the in-edges of ea
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.block import Block
+from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import embed, embed_grad
 from pyg_sar.ops import attention_, attention_grad_, sddmm_, zeros
 from pyg_sar.ops.reference import ADDITIVE, GATV2, accumulator
@@ -75,6 +77,13 @@ class Softmax(Reduce):
     ) -> None:
         self.heads, self.channels, self.kind, self.parameter, self.degree = heads, channels, kind, parameter, degree
         self.dropout, self.groups, self.first, self.total_heads = dropout, groups, first, total_heads
+
+    def into(self, graph: ShardedGraph, start: int, end: int) -> Softmax:
+        """Return the softmax with the degrees and the edges of these destinations."""
+        other = copy.copy(self)
+        other.degree = self.degree[start:end].to(graph.device)
+        other.dropout = None if self.dropout is None else (*self.dropout[:2], graph.ids_of)
+        return other
 
     def tiles(self, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
         """Return one reduction for each group of heads."""

@@ -2,12 +2,14 @@ r"""Sums and means of weighted source rows, and of any message."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pyg_sar.block import Block
+from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import sddmm_, spmm_, zeros
 from pyg_sar.ops.reference import accumulator, segment_sum
 from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile, column_tiles, divisor, flat
@@ -34,6 +36,13 @@ class Sum(Reduce):
         assert sums is None or not adds_heads
         self.needs_source, self.sums, self.overwrite, self.count = learn_weight, sums, overwrite, count
         self.adds_heads = adds_heads
+
+    def into(self, graph: ShardedGraph, start: int, end: int) -> Sum:
+        """Return the sum with the counts of these destinations."""
+        other = copy.copy(self)
+        other.count = None if self.count is None else self.count[start:end].to(graph.device)
+        other.overwrite = len(graph.blocks) == 1 and graph.num_edges > 0
+        return other
 
     def tiles(self, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
         """Cut columns, unless each head of them has weights of its own."""

@@ -1,0 +1,303 @@
+r"""Passes over rows in host memory: what is pending runs on one range of rows after the other, and so does backward.
+
+Nothing is kept between forward and backward but the rows that a pass read: backward runs a range again, under autograd,
+and differentiates it (HongTu, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pyg_sar.autograd import once_differentiable
+from pyg_sar.linear import linear
+from pyg_sar.offload.rows import (
+    HostRows, Op, Place, answers, has_rows, in_place, name_of, record, refuse, requires_grad, snapshot,
+)  # fmt: skip
+from pyg_sar.ops.dropout import dropout_factors
+
+FASTER: dict[Callable, Callable] = {F.linear: linear}  # on real rows
+
+
+def force(rows: HostRows) -> HostRows:
+    """Return rows that exist: what is pending is computed, range by range, and written once."""
+    if rows.op is None:
+        return rows
+    if rows.made is None:
+        with torch.set_grad_enabled(rows.differentiated):  # as it was when this was recorded
+            rows.made = Pass.apply(rows.place, rows.op, len(rows), *leaves_of(rows.op))
+    return rows.made
+
+
+def host(rows: HostRows) -> Tensor:
+    """Return the rows in host memory."""
+    found = force(rows).host
+    assert found is not None
+    return found
+
+
+def leaves_of(op: Op) -> list[Tensor]:
+    """Return the rows and the differentiated tensors that a program reads, each once."""
+    found: dict[int, Tensor] = {}
+
+    def walk(op: Op) -> None:
+        for value in tree_leaves((op.args, op.kwargs)):
+            if isinstance(value, HostRows) and value.op is not None and value.differentiated:
+                walk(value.op)
+            elif isinstance(value, HostRows) or (isinstance(value, Tensor) and value.requires_grad):
+                found[id(value)] = value
+
+    walk(op)
+    return list(found.values())
+
+
+class Range:
+    """The program of pending rows on a range of them.
+
+    Args:
+        place: Where rows are kept and computed on.
+        num_rows: How many rows there are.
+        span: The range.
+        values: Values of leaves, by ``id``; the others are read from the host.
+    """
+
+    def __init__(self, place: Place, num_rows: int, span: tuple[int, int], values: dict[int, Tensor]) -> None:
+        self.place, self.num_rows, self.span, self.values = place, num_rows, span, values
+
+    def rows(self, value: Tensor) -> Tensor:
+        """Return the range of rows on the host."""
+        a, b = self.span
+        return value[a:b].to(self.place.device, non_blocking=True)
+
+    def value(self, value: Any) -> Any:
+        """Return an argument of a function as it is for the range."""
+        known = self.values.get(id(value)) if isinstance(value, Tensor) else None
+        if known is not None:
+            return known
+        if isinstance(value, HostRows):
+            if value.op is not None:
+                self.values[id(value)] = out = self.run(value.op)
+                return out
+            assert value.host is not None
+            return self.rows(value.host)
+        return self.rows(value) if has_rows(value, self.num_rows) else value
+
+    def run(self, op: Op) -> Any:
+        """Return what a function makes."""
+        if op.func is dropout_rows:
+            return dropout_rows(self.value(op.args[0]), *op.args[1:], self.rows(self.place.n_id))
+        args, kwargs = tree_map(self.value, (op.args, op.kwargs))
+        if in_place(op.func):  # others may read what it changes
+            args = (args[0].clone(), *args[1:])
+        return FASTER.get(op.func, op.func)(*args, **kwargs)
+
+
+class Pass(torch.autograd.Function):
+    """Pending rows, computed and written range by range."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Place, op: Op, num_rows: int, *leaves: Tensor) -> HostRows:
+        """Write each range."""
+        ctx.place, ctx.op, ctx.num_rows = place, op, num_rows
+        ctx.host = [t if isinstance(t, HostRows) else None for t in leaves]
+        ctx.ids = [id(t) for t in leaves]
+        ctx.save_for_backward(*(None if isinstance(t, HostRows) else t for t in leaves))
+        out = None
+        for a, b in place.ranges:
+            rows = Range(place, num_rows, (a, b), {}).run(op)
+            if out is None:
+                out = place.home.empty((num_rows, *rows.shape[1:]), rows.dtype)
+            out[a:b] = rows
+        return HostRows(place, out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: HostRows) -> Any:
+        """Run each range again, and differentiate it."""
+        once_differentiable()
+        place, n = ctx.place, ctx.num_rows
+        leaves = [h if h is not None else t for h, t in zip(ctx.host, ctx.saved_tensors, strict=True)]
+        wanted = ctx.needs_input_grad[3:]
+        grads: list[Any] = [None] * len(leaves)
+        for span in place.ranges:
+            values = {}
+            for key, leaf, want in zip(ctx.ids, leaves, wanted, strict=True):
+                rows = Range(place, n, span, {}).value(leaf)
+                values[key] = rows.detach().requires_grad_() if want else rows.detach()
+            given = [values[key] for key, want in zip(ctx.ids, wanted, strict=True) if want]
+            with torch.enable_grad():
+                out = Range(place, n, span, values).run(ctx.op)
+            found = iter(torch.autograd.grad(out, given, rows_of(grad, span), allow_unused=True))
+            for k, leaf in enumerate(leaves):
+                if wanted[k]:
+                    collect(grads, k, leaf, next(found), span, place, n)
+        return None, None, None, *(HostRows(place, g) if h is not None and g is not None else g
+                                   for g, h in zip(grads, ctx.host, strict=True))  # fmt: skip
+
+
+def rows_of(grad: HostRows, span: tuple[int, int]) -> Tensor:
+    """Return the gradient of a range of rows."""
+    return host(grad)[span[0] : span[1]].to(grad.place.device, non_blocking=True)
+
+
+def collect(grads: list[Any], k: int, leaf: Tensor, grad: Tensor | None, span: Any, place: Place, n: int) -> None:
+    """Write the gradient of a range of rows; add that of what all rows share."""
+    if isinstance(leaf, HostRows) or has_rows(leaf, n):
+        if grads[k] is None:
+            grads[k] = place.home.empty(leaf.shape, leaf.dtype)
+        grads[k][span[0] : span[1]] = 0 if grad is None else grad
+    elif grad is not None:
+        grads[k] = grad if grads[k] is None else grads[k].add_(grad)
+
+
+class Take(torch.autograd.Function):
+    """Some of the rows, as an ordinary tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: HostRows, index: Any) -> Tensor:
+        """Copy them to the device."""
+        ctx.place, ctx.shape, ctx.dtype, ctx.index = rows.place, rows.shape, rows.dtype, index
+        assert rows.host is not None
+        return rows.host[index].to(rows.place.device, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Give the others zeros."""
+        once_differentiable()
+        out = ctx.place.home.empty(ctx.shape, ctx.dtype).zero_()
+        grad = grad.to(out.device)
+        if isinstance(ctx.index, Tensor) and ctx.index.dtype != torch.bool:
+            out.index_put_((ctx.index,), grad, accumulate=True)
+        else:
+            out[ctx.index] = grad
+        return HostRows(ctx.place, out), None
+
+
+class Total(torch.autograd.Function):
+    """The sum of all rows, as an ordinary tensor, summed up in at least single precision."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: HostRows) -> Tensor:
+        """Add up ranges."""
+        ctx.place, ctx.shape = rows.place, rows.shape
+        assert rows.host is not None
+        sums = [rows_of(rows, span).sum(0) for span in rows.place.ranges]
+        return torch.stack(sums).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """All rows have the same gradient, which takes the memory of one."""
+        once_differentiable()
+        return HostRows(ctx.place, grad.cpu().expand(ctx.shape))
+
+
+class Moments(torch.autograd.Function):
+    """Means and variances of columns over all rows, as ordinary tensors in double precision."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: HostRows) -> tuple[Tensor, Tensor]:
+        """Two passes: deviations from the mean are small where numbers are large."""
+        n = len(rows)
+        mean = sum(rows_of(rows, span).double().sum(0) for span in rows.place.ranges) / n
+        var = sum((rows_of(rows, span).double() - mean).square().sum(0) for span in rows.place.ranges) / n
+        ctx.rows, ctx.mean = rows.detach(), mean
+        return mean, var  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Any:
+        """Each row has the share of one of all in both."""
+        once_differentiable()
+        rows = ctx.rows
+        n, out = len(rows), rows.place.home.empty(rows.shape, rows.dtype)
+        for a, b in rows.place.ranges:
+            deviation = rows_of(rows, (a, b)).double() - ctx.mean
+            out[a:b] = (d_mean + 2 * d_var * deviation) / n
+        return HostRows(rows.place, out)
+
+
+@answers("detach", "__get__ data")
+def detach(func: Callable, args: Any, kwargs: Any) -> HostRows:
+    """Return the rows without their place in autograd's graph."""
+    return HostRows(args[0].place, host(args[0]))
+
+
+@answers("__getitem__", "index_select")
+def take(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Some rows are an ordinary tensor; all of them are these rows; columns of rows are still rows."""
+    if func is torch.Tensor.index_select or func is torch.index_select:
+        rows, dim, index = args
+        if dim != 0:
+            refuse(func, args, kwargs, "it takes columns by their numbers; write 'x[:, index]'")
+    else:
+        rows, index = args
+    if not isinstance(rows, HostRows) or any(isinstance(i, HostRows) for i in tree_leaves(index)):
+        refuse(func, args, kwargs, "the numbers of rows are needed to take them; move them out of the model first")
+    first = index[0] if isinstance(index, tuple) and index else index
+    everything = isinstance(first, slice) and first.indices(len(rows)) == (0, len(rows), 1)
+    if everything and (not isinstance(index, tuple) or all(i == slice(None) for i in index[1:])):
+        return rows
+    if everything:
+        return record(func, (rows, (slice(None), *index[1:])), kwargs)
+    if isinstance(index, tuple):
+        refuse(func, args, kwargs, "rows are taken by one mask, one list of numbers or one range")
+    return Take.apply(force(rows), index)
+
+
+@answers("sum", "mean")
+def total(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Over all rows, an ordinary tensor; over columns, still rows."""
+    rows, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = None if dim is None else [d % rows.dim() for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
+    if dims is not None and 0 not in dims:
+        return record(func, args, kwargs)
+    if dims is not None and (dims != [0] or kwargs.get("keepdim")):
+        refuse(func, args, kwargs, "sums over rows and columns at once, or that keep the dimension, are not supported")
+    out = Total.apply(force(rows))
+    out = out.sum() if dims is None else out
+    return out if name_of(func) == "sum" else out / (rows.numel() if dims is None else len(rows))
+
+
+@answers("dropout", "dropout_")
+def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Drop by a mask that is a function of a seed, the row's global id and the column."""
+    names = dict(zip(("input", "p", "training", "inplace"), args, strict=False), **kwargs)
+    rows, p = names["input"], names.get("p", 0.5)
+    if not names.get("training", True) or p == 0:
+        return rows
+    seed = int(torch.randint(1 << 62, ()))
+    op = Op(dropout_rows, (snapshot(rows), p, seed), {})
+    learns = torch.is_grad_enabled() and requires_grad(rows)
+    return HostRows(rows.place, op=op, probe=rows.probe.clone(), requires_grad=learns)
+
+
+def dropout_rows(x: Tensor, p: float, seed: int, n_id: Tensor) -> Tensor:
+    """Return rows with some entries dropped, and the others scaled."""
+    factors = dropout_factors(n_id, x[:1].numel(), p, seed, x.dtype)
+    return x * factors.view(x.shape)
+
+
+@answers("batch_norm")
+def batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Normalise by the statistics of all rows."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    default = dict(zip(names, (None, None, None, None, None, False, 0.1, 1e-5), strict=True))
+    given = {**default, **dict(zip(names, args, strict=False)), **kwargs}
+    x, mean, var = given["input"], given["running_mean"], given["running_var"]
+    if given["training"]:
+        x = force(x)
+        batch_mean, batch_var = Moments.apply(x)
+        if mean is not None:
+            n = len(x)
+            with torch.no_grad():
+                mean.lerp_(batch_mean.to(mean.dtype), given["momentum"])
+                var.lerp_((batch_var * (n / max(n - 1, 1))).to(var.dtype), given["momentum"])
+        mean, var = batch_mean.to(x.dtype), batch_var
+    scale = (var + given["eps"]).rsqrt().to(x.dtype)
+    scale = scale if given["weight"] is None else scale * given["weight"]
+    out = (x - mean) * scale
+    return out if given["bias"] is None else out + given["bias"]
+

@@ -1,0 +1,255 @@
+r"""Rows without memory on the device: a tensor that stands for rows in host memory, or for what is made of them.
+
+A function of torch is recorded, not run, if it treats each row by itself. Whether it does is found out by running it on
+five rows, whole and in two parts. What is pending runs range by range where numbers are needed: in front of an
+aggregation, or where rows are taken out (:mod:`pyg_sar.offload.passes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pyg_sar.offload.home import Home
+
+PROBE = 5  # rows, as many as no layer is likely to be wide
+PLAIN = torch._C.DisableTorchFunctionSubclass
+
+
+class Place(NamedTuple):
+    """Where rows are kept and computed on.
+
+    Args:
+        home: Makes memory for rows.
+        device: Computes.
+        ranges: The rows that are computed on at one time.
+        n_id: Global ids of the rows.
+    """
+
+    home: Home
+    device: torch.device
+    ranges: list[tuple[int, int]]
+    n_id: Tensor
+
+
+class Op(NamedTuple):
+    """A function that was recorded, and what it was called with; rows among it are :class:`HostRows`."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+
+class HostRows(Tensor):
+    r"""Rows in host memory, or what a function makes of them, of shape :math:`(n, *)`.
+
+    Args:
+        place: Where they are kept and computed on.
+        host: The rows, if they exist.
+        op: What makes them, if they do not.
+        probe: Five of the rows.
+        requires_grad: Whether they are differentiated.
+    """
+
+    place: Place
+    host: Tensor | None
+    op: Op | None
+    probe: Tensor
+    made: HostRows | None  # these rows, once they exist
+    differentiated: bool
+
+    @staticmethod
+    def __new__(
+        cls, place: Place, host: Tensor | None = None, op: Op | None = None, probe: Tensor | None = None,
+        requires_grad: bool = False,
+    ) -> HostRows:  # fmt: skip
+        """Make a tensor without storage of its own."""
+        if probe is None:
+            assert host is not None
+            probe = some(host)
+        num_rows = len(place.n_id) if host is None else host.size(0)
+        out = torch.Tensor._make_wrapper_subclass(
+            cls, (num_rows, *probe.shape[1:]), dtype=probe.dtype, device=place.device
+        )
+        out.place, out.host, out.op, out.probe, out.made = place, host, op, probe, None
+        out.differentiated = requires_grad
+        return out
+
+    def aggregate(self, graph: Any, reduce: Any, source: Any, rows: Any) -> HostRows:
+        """Aggregate what local rows are made of, which are these, see :func:`pyg_sar.aggregate.aggregate`."""
+        return HANDLERS["aggregate"](graph, reduce, source, rows)  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Name shape and type, and whether the rows exist."""
+        what = "rows in host memory" if self.op is None else f"made by '{name_of(self.op.func)}'"
+        return f"HostRows({list(self.shape)}, {self.dtype}, {what})"
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer, or record, or refuse."""
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name in HANDLERS:
+            return HANDLERS[name](func, args, kwargs)
+        if name in ANSWERS:
+            with PLAIN():
+                return func(*args, **kwargs)
+        return record(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Do what autograd asks for: gradients that meet are added, and tensors are told from their graph."""
+        name = func.overloadpacket.__name__
+        if name in ("detach", "alias", "view_as"):
+            it = args[0]
+            return HostRows(it.place, it.host, it.op, it.probe)
+        if name == "add" and all(isinstance(t, HostRows) and t.host is not None for t in args[:2]):
+            one, other = args[:2]
+            out = one.place.home.empty(one.host.shape, one.dtype)
+            for a, b in one.place.ranges:
+                torch.add(one.host[a:b], other.host[a:b], out=out[a:b])
+            return HostRows(one.place, out)
+        refuse(func, args, kwargs or {}, "it reached the rows beside torch's functions")
+
+
+def some(rows: Tensor) -> Tensor:
+    """Return five of the rows, or zeros if there are none."""
+    if rows.size(0) == 0:
+        return rows.new_zeros(PROBE, *rows.shape[1:])
+    return rows.detach()[torch.arange(PROBE, device=rows.device) % rows.size(0)]
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function; of a property, that of the property."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"{name} {getattr(getattr(func, '__self__', None), '__name__', '')}"
+    return name
+
+
+def refuse(func: Any, args: Any, kwargs: Any, why: str) -> NoReturn:
+    """Raise because of a function."""
+    shapes = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, HostRows)]
+    raise NotImplementedError(
+        f"'{name_of(func)}' cannot be computed range by range on rows in host memory of shape {shapes[0]}: {why}. Take "
+        f"the rows that it needs ('out[mask]', an ordinary tensor) before, or leave this model in memory."
+    )
+
+
+def rows_in(value: Any) -> Iterator[HostRows]:
+    """Yield the rows among arguments."""
+    return (t for t in tree_leaves(value) if isinstance(t, HostRows))
+
+
+def has_rows(value: Any, num_rows: int) -> bool:
+    """Whether an ordinary tensor has a row for each node, other than a parameter."""
+    plain = isinstance(value, Tensor) and not isinstance(value, (HostRows, torch.nn.Parameter))
+    return plain and value.dim() > 0 and value.size(0) == num_rows
+
+
+def record(func: Callable, args: Any, kwargs: Any) -> HostRows:
+    """Return what a function makes of rows, which is not computed yet."""
+    first = next(rows_in((args, kwargs)))
+    num_rows = first.size(0)
+    if torch.is_autocast_enabled(first.device.type):
+        refuse(func, args, kwargs, "autocast is not supported there yet")
+
+    def on(which: slice) -> Any:
+        def pick(value: Any) -> Any:
+            if isinstance(value, HostRows):
+                return value.probe[which].clone()  # the function may change it
+            return some(value)[which] if has_rows(value, num_rows) else value
+
+        given = tree_map(pick, (args, kwargs))
+        with torch.no_grad():
+            return func(*given[0], **given[1])
+
+    try:
+        whole, parts = on(slice(None)), [on(slice(0, 2)), on(slice(2, PROBE))]
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        refuse(func, args, kwargs, f"on five rows it raised {type(error).__name__}: {error}")
+    if not row_wise(whole, parts):
+        refuse(func, args, kwargs, "the result for a row depends on other rows")
+    learns = torch.is_grad_enabled() and any(requires_grad(t) for t in tree_leaves((args, kwargs)))
+    op = Op(func, *tree_map(lambda v: snapshot(v) if isinstance(v, HostRows) else v, (args, kwargs)))
+    out = HostRows(first.place, op=op, probe=whole, requires_grad=learns and whole.is_floating_point())
+    if in_place(func):
+        target = args[0]
+        if not isinstance(target, HostRows) or target.shape != out.shape or target.dtype != out.dtype:
+            refuse(func, args, kwargs, "it changes something else than these rows")
+        target.host, target.op, target.probe, target.made = None, out.op, out.probe, None
+        target.differentiated = out.differentiated
+        return target
+    return out
+
+
+def in_place(func: Callable) -> bool:
+    """Whether a function changes its first argument."""
+    name = name_of(func)
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in ("__invert__",))
+
+
+def row_wise(whole: Any, parts: list[Any]) -> bool:
+    """Whether the result of the whole is that of its parts."""
+    if not isinstance(whole, Tensor) or whole.dim() == 0 or whole.size(0) != PROBE:
+        return False
+    if [p.shape for p in parts] != [whole[:2].shape, whole[2:].shape]:
+        return False
+    joined = torch.cat(parts)
+    if not whole.is_floating_point():
+        return torch.equal(joined, whole)
+    return torch.allclose(joined, whole, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+def snapshot(rows: HostRows) -> HostRows:
+    """Return the same rows as they are now, with their place in autograd's graph: a function may change ``rows``."""
+    if rows.made is not None:
+        return rows.made
+    if rows.op is not None:
+        return HostRows(rows.place, op=rows.op, probe=rows.probe, requires_grad=rows.differentiated)
+    with PLAIN():
+        return torch.ops.aten.alias(rows) if rows.requires_grad else HostRows(rows.place, rows.host, probe=rows.probe)
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether a value is differentiated."""
+    if not isinstance(value, HostRows):
+        return isinstance(value, Tensor) and value.requires_grad
+    with PLAIN():
+        return value.requires_grad if value.op is None else value.differentiated
+
+
+# Questions that the wrapper answers by itself.
+ANSWERS = {
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "stride",
+    "__len__", "__hash__", "__repr__", "__format__", "is_inference", "is_contiguous", "get_device", "requires_grad_",
+    "register_hook", "retain_grad", "__set__ grad", "__set__ requires_grad",
+    *(f"__get__ {name}" for name in (
+        "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_leaf", "grad", "grad_fn",
+        "is_quantized", "is_meta", "is_nested", "names", "_version", "is_mkldnn", "is_xpu", "is_mps",
+    )),
+}  # fmt: skip
+HANDLERS: dict[str, Callable[..., Any]] = {}
+
+
+def answers(*names: str) -> Callable[[Callable], Callable]:
+    """Have a function answer functions of torch of these names."""
+
+    def add(handler: Callable) -> Callable:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return add
+
+
+@answers("__get__ requires_grad")
+def asks_requires_grad(func: Callable, args: Any, kwargs: Any) -> bool:
+    """Rows that are not made yet know it themselves."""
+    return requires_grad(args[0])
+
