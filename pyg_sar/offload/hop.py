@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from pyg_sar.offload.passes import force, rows_of
 from pyg_sar.offload.rows import HostRows, Place, answers, record
 from pyg_sar.reduce.base import Needs, Reduce, Rows
 from pyg_sar.sources import LocalRows, ProjectedRows
+
+# What an input has rows of; a parameter is a constant that a layer reads by itself.
+SOURCE, DESTINATION, EDGE, CONSTANT, PARAMETER = "source", "destination", "edge", "constant", "parameter"
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,23 +81,69 @@ def chunk(graph: ShardedGraph, start: int, end: int) -> Chunk:
     return Chunk((start, end), few, sources, graph.edge_rows(start, end))
 
 
+class Program(Protocol):
+    """What is computed for each chunk.
+
+    Args:
+        needs_source: Whether gradients depend on source rows (case 2); if not, :meth:`grad` knows that of source rows.
+    """
+
+    needs_source: bool
+
+    def run(self, it: Chunk, values: Sequence[Any]) -> Tensor:
+        """Return rows of the chunk's destinations, given what it reads of every input."""
+
+    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
+        """Return the gradient of source rows, of which ``like`` has none, in case 1."""
+
+
+class Aggregation(Program):
+    """An aggregation by a reduction.
+
+    Args:
+        reduce: How messages combine.
+        counts: How many tensors it reads of destinations, of edges and of constants.
+    """
+
+    def __init__(self, reduce: Reduce, counts: tuple[int, int, int]) -> None:
+        self.reduce, self.counts, self.needs_source = reduce, counts, reduce.needs_source
+
+    def rows(self, values: Sequence[Any]) -> Rows:
+        """Return what is read besides source rows."""
+        dst, edge, _ = self.counts
+        return Rows(values[:dst], values[dst : dst + edge], values[dst + edge :])
+
+    def run(self, it: Chunk, values: Sequence[Any]) -> Tensor:
+        """Aggregate."""
+        rows = self.rows(values[1:])
+        return aggregate(it.graph, self.reduce.into(it.graph, *it.span), values[0], rows.dst, rows.edge, rows.const)
+
+    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
+        """Ask the reduction."""
+        rows = self.rows(values[1:])
+        (tile,) = self.reduce.into(it.graph, *it.span).tiles(like, rows, 1)
+        needs = Needs(True, Rows(*([False] * len(t) for t in rows)))
+        return tile.grad(it.graph.blocks[0], None, rows, tile.reduce.prepare((), grad), grad, needs)[0]
+
+
 class Hop(torch.autograd.Function):
-    """An aggregation, chunk by chunk. What is saved is what a chunk reads again: in case 1, no source rows."""
+    """A program, chunk by chunk. What is saved is what a chunk reads again: in case 1, no source rows."""
 
     @staticmethod
     def forward(
-        ctx: Any, place: Place, graph: ShardedGraph, reduce: Reduce, counts: Sequence[int], *inputs: Any
+        ctx: Any, place: Place, graph: ShardedGraph, program: Program, kinds: Sequence[str], *inputs: Any
     ) -> HostRows:
-        """Fetch, aggregate and write each chunk."""
-        ctx.place, ctx.graph, ctx.reduce, ctx.counts = place, graph, reduce, counts
-        x, *others = inputs
-        ctx.x, ctx.shape, ctx.dtype = x.detach() if reduce.needs_source else None, x.shape, x.dtype
-        ctx.rows = [t.detach() if isinstance(t, HostRows) else None for t in others]
-        ctx.save_for_backward(*(None if isinstance(t, HostRows) else t for t in others))
+        """Fetch, compute and write each chunk."""
+        ctx.place, ctx.graph, ctx.program, ctx.kinds = place, graph, program, kinds
+        ctx.shapes = [(t.shape, t.dtype) for t in inputs]
+        keeps = [program.needs_source or kind != SOURCE for kind in kinds]
+        ctx.host = [t.detach() if keep and isinstance(t, HostRows) else None
+                    for t, keep in zip(inputs, keeps, strict=True)]  # fmt: skip
+        ctx.on_host = [isinstance(t, HostRows) for t in inputs]
+        ctx.save_for_backward(*(None if isinstance(t, HostRows) else t for t in inputs))
         out = None
         for it in chunks(graph, len(place.ranges)):
-            values = [part_of(t, k, counts, it, place) for k, t in enumerate(inputs)]
-            rows = compute(it, reduce, values[0], split(values[1:], counts))
+            rows = program.run(it, [read(t, kind, it, place) for t, kind in zip(inputs, kinds, strict=True)])
             if out is None:
                 out = place.home.empty((graph.num_dst, *rows.shape[1:]), rows.dtype)
             out[it.span[0] : it.span[1]] = rows
@@ -104,96 +153,89 @@ class Hop(torch.autograd.Function):
     def backward(ctx: Any, grad: HostRows) -> Any:
         """Differentiate each chunk, and add up what its rows, edges and constants get."""
         once_differentiable()
-        place, reduce, counts, wanted = ctx.place, ctx.reduce, ctx.counts, ctx.needs_input_grad[4:]
-        others = [h if h is not None else t for h, t in zip(ctx.rows, ctx.saved_tensors, strict=True)]
-        like = HostRows(place, torch.empty(ctx.shape, dtype=ctx.dtype, device="meta")) if ctx.x is None else ctx.x
+        place, program, kinds, wanted = ctx.place, ctx.program, ctx.kinds, ctx.needs_input_grad[4:]
+        inputs = [h if h is not None else t for h, t in zip(ctx.host, ctx.saved_tensors, strict=True)]
         sums: list[Any] = [None] * len(wanted)
         for it in chunks(ctx.graph, len(place.ranges)):
+            values = [None if t is None else read(t, kind, it, place) for t, kind in zip(inputs, kinds, strict=True)]
             given = rows_of(grad, it.span)
-            values = [part_of(t, k, counts, it, place) for k, t in enumerate(others, 1)]
-            if ctx.x is None:
-                found: list[Any] = [grad_of_sum(it, reduce, ctx, split(values, counts), given)] + [None] * len(values)
+            if program.needs_source:
+                found = differentiate(it, program, values, kinds, wanted, given)
             else:
-                found = grads_of(it, reduce, [part_of(ctx.x, 0, counts, it, place), *values], wanted, counts, given)
-            for k, (t, d) in enumerate(zip((like, *others), found, strict=True)):
+                (_, *width), dtype = ctx.shapes[0]
+                like = given.new_empty(0, *width, dtype=dtype)
+                found = [program.grad(it, like, values, given), *[None] * (len(values) - 1)]
+            for k, kind in enumerate(kinds):
                 if wanted[k]:
-                    sums[k] = add_up(sums[k], d, t, k, counts, it, place)
-        made = (HostRows(place, s) if isinstance(t, HostRows) and s is not None else s
-                for s, t in zip(sums, (like, *others), strict=True))  # fmt: skip
+                    sums[k] = add_up(sums[k], found[k], kind, it, place, *ctx.shapes[k])
+        made = (HostRows(place, s) if on_host and s is not None else s
+                for s, on_host in zip(sums, ctx.on_host, strict=True))  # fmt: skip
         return None, None, None, None, *made
 
 
-def split(values: Sequence[Any], counts: Sequence[int]) -> Rows:
-    """Return what an aggregation reads besides source rows."""
-    dst, edge, _ = counts
-    return Rows(values[:dst], values[dst : dst + edge], values[dst + edge :])
-
-
-def compute(it: Chunk, reduce: Reduce, x: Tensor, rows: Rows) -> Tensor:
-    """Aggregate over a chunk."""
-    return aggregate(it.graph, reduce.into(it.graph, *it.span), x, rows.dst, rows.edge, rows.const)
-
-
-def grads_of(
-    it: Chunk, reduce: Reduce, values: list[Tensor], wanted: Sequence[bool], counts: Sequence[int], grad: Tensor
+def differentiate(
+    it: Chunk, program: Program, values: list[Any], kinds: Sequence[str], wanted: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Aggregate over a chunk once more, and return the gradients of what it reads."""
-    values = [v.detach().requires_grad_(want) for v, want in zip(values, wanted, strict=True)]
+    """Compute a chunk once more, and return the gradients of what it reads."""
+    values = [v if kind == PARAMETER else v.detach().requires_grad_(want)
+              for v, kind, want in zip(values, kinds, wanted, strict=True)]  # fmt: skip
     with torch.enable_grad():
-        out = compute(it, reduce, values[0], split(values[1:], counts))
-    found = iter(torch.autograd.grad(out, [v for v in values if v.requires_grad], grad, allow_unused=True))
+        out = program.run(it, values)
+    given = [v for v, want in zip(values, wanted, strict=True) if want]
+    if not given or not out.requires_grad:
+        return [None] * len(values)
+    found = iter(torch.autograd.grad(out, given, grad, allow_unused=True))
     return [next(found) if want else None for want in wanted]
 
 
-def grad_of_sum(it: Chunk, reduce: Reduce, ctx: Any, rows: Rows, grad: Tensor) -> Tensor | None:
-    """Return the gradient of source rows where it depends on none (case 1)."""
-    like = grad.new_empty(0, *ctx.shape[1:], dtype=ctx.dtype)
-    (tile,) = reduce.into(it.graph, *it.span).tiles(like, rows, 1)
-    needs = Needs(True, Rows(*([False] * len(t) for t in rows)))
-    return tile.grad(it.graph.blocks[0], None, rows, tile.reduce.prepare((), grad), grad, needs)[0]
-
-
-def part_of(value: Any, k: int, counts: Sequence[int], it: Chunk, place: Place) -> Any:
-    """Return what a chunk reads of input ``k``: source rows, rows of destinations, of edges, or a constant."""
+def read(value: Any, kind: str, it: Chunk, place: Place) -> Any:
+    """Return what a chunk reads of an input."""
     rows = value.host if isinstance(value, HostRows) else value
-    if k == 0:
+    if kind == SOURCE:
         rows = rows.index_select(0, it.sources)
-    elif k <= counts[0]:
+    elif kind == DESTINATION:
         rows = rows[it.span[0] : it.span[1]]
-    elif k <= counts[0] + counts[1]:
+    elif kind == EDGE:
         rows = rows.index_select(0, it.edges)
     return rows.to(place.device, non_blocking=True)
 
 
 def add_up(
-    total: Any, grad: Tensor | None, like: Any, k: int, counts: Sequence[int], it: Chunk, place: Place
+    total: Any, grad: Tensor | None, kind: str, it: Chunk, place: Place, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """Add the gradient of what a chunk reads of input ``k``, see :func:`part_of`."""
-    if k > counts[0] + counts[1]:
+    """Add the gradient of what a chunk reads of an input."""
+    if kind in (CONSTANT, PARAMETER):
         return total if grad is None else grad if total is None else total.add_(grad)
     if total is None:
-        total = place.home.empty(like.shape, like.dtype).zero_()
-    if grad is not None and k == 0:
-        total.index_add_(0, it.sources, grad.to(total.device, total.dtype))
-    elif grad is not None and k <= counts[0]:
+        total = place.home.empty(shape, dtype).zero_()
+    grad = None if grad is None else grad.to(total.device, total.dtype)
+    if grad is not None and kind == SOURCE:
+        total.index_add_(0, it.sources, grad)
+    elif grad is not None and kind == DESTINATION:
         total[it.span[0] : it.span[1]] = grad
     elif grad is not None:
-        total.index_copy_(0, it.edges, grad.to(total.device))
+        total.index_copy_(0, it.edges, grad)
     return total
 
 
 @answers("aggregate")
 def hop(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows: Rows) -> HostRows:
     """Aggregate rows in host memory; what is pending of them is computed before."""
+    x: Any = source.x
+    place = x.place
+    x = record(F.linear, source.inputs, {}) if isinstance(source, ProjectedRows) else x
+    kinds = [SOURCE, *[DESTINATION] * len(rows.dst), *[EDGE] * len(rows.edge), *[CONSTANT] * len(rows.const)]
+    program = Aggregation(reduce, (len(rows.dst), len(rows.edge), len(rows.const)))
+    return run(place, graph, program, kinds, [x, *rows.dst, *rows.edge, *rows.const])
+
+
+def run(place: Place, graph: ShardedGraph, program: Program, kinds: Sequence[str], inputs: Sequence[Any]) -> HostRows:
+    """Run a program over the chunks of a graph, of inputs that exist."""
     if not graph.exchange.alone:
         raise NotImplementedError(
             f"[rank {graph.exchange.routes.rank}] Rows in host memory are aggregated by a single worker (got "
             f"{graph.exchange.routes.size}). Start one process, or leave the rows of several in memory."
         )
-    x: Any = source.x
-    place = x.place
-    x = force(record(F.linear, source.inputs, {}) if isinstance(source, ProjectedRows) else x)
-    dst = [force(t) if isinstance(t, HostRows) else t for t in rows.dst]
     graph = graph if len(graph.blocks) == 1 else graph.merge()
-    counts = (len(dst), len(rows.edge), len(rows.const))
-    return Hop.apply(place, graph, reduce, counts, x, *dst, *rows.edge, *rows.const)
+    exist = [force(t) if isinstance(t, HostRows) else t for t in inputs]
+    return Hop.apply(place, graph, program, kinds, *exist)  # type: ignore[no-any-return]

@@ -225,6 +225,16 @@ def detach(func: Callable, args: Any, kwargs: Any) -> HostRows:
     return HostRows(args[0].place, host(args[0]))
 
 
+@answers("reshape", "view")
+def reshape(func: Callable, args: Any, kwargs: Any) -> HostRows:
+    """Shape each row anew: the number of rows is that of the range."""
+    rows, *shape = args
+    shape = list(shape[0]) if shape and isinstance(shape[0], (list, tuple)) else shape
+    if shape and shape[0] == len(rows) and -1 not in shape:
+        shape = [-1, *shape[1:]]
+    return record(func, (rows, *shape), kwargs)
+
+
 @answers("__getitem__", "index_select")
 def take(func: Callable, args: Any, kwargs: Any) -> Any:
     """Some rows are an ordinary tensor; all of them are these rows; columns of rows are still rows."""
@@ -300,4 +310,3 @@ def batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     scale = scale if given["weight"] is None else scale * given["weight"]
     out = (x - mean) * scale
     return out if given["bias"] is None else out + given["bias"]
-

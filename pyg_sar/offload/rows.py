@@ -252,4 +252,3 @@ def answers(*names: str) -> Callable[[Callable], Callable]:
 def asks_requires_grad(func: Callable, args: Any, kwargs: Any) -> bool:
     """Rows that are not made yet know it themselves."""
     return requires_grad(args[0])
-

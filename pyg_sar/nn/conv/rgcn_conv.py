@@ -14,6 +14,8 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear, linear_grad, product
 from pyg_sar.nn.conv.message_passing import MessagePassing, add
+from pyg_sar.nn.replay.by_chunks import layer_by_chunks
+from pyg_sar.offload.rows import HostRows
 from pyg_sar.ops import empty, zeros
 from pyg_sar.reduce import Sum
 from pyg_sar.rewire import TypedGraph, by_type
@@ -55,6 +57,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             return super().forward(x, edge_index, edge_type)
         if edge_type is None:
             raise ValueError(f"'{self.__class__.__name__}' needs 'edge_type' (got None)")
+        if isinstance(x_src, HostRows):
+            return layer_by_chunks(self, graph, (x_src, x_src if x_dst is None else x_dst), edge_type)
         ids = torch.arange(graph.num_src, device=graph.device) if graph.n_id is None else graph.n_id
         x_src = ids if x_src is None else x_src
         if x_dst is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyg_sar.distributed.reverse import reverse
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.replay.by_chunks import by_chunks, in_host_memory
 from pyg_sar.nn.replay.call import PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
 from pyg_sar.operations import EDGES, SOURCES
@@ -24,6 +25,12 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
     if edge_index.kind == SOURCES or has_message_hooks(call.layer):
         return None
     graph = edge_index.regroup(call.layer.aggr_module)
+    rows = in_host_memory(call)
+    if rows is not None:
+        if call.backwards or call.updates or edge_index.kind != EDGES:
+            name = type(call.layer).__name__
+            fail(edge_index._graph, f"'{name}' cannot run on rows in host memory against the direction of edges")
+        return by_chunks(call, graph, rows)
     if not call.backwards and edge_index.kind == EDGES:
         return along_edges(call, edge_index, graph, size)
     if graph.origin is not None:

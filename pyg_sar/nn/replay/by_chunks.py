@@ -1,0 +1,123 @@
+r"""Runs a layer by its own code on rows in host memory, one chunk of destinations with all their edges at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn.replay.call import PAIR, Call
+from pyg_sar.nn.replay.choose import choose, rows_of_edges
+from pyg_sar.offload.hop import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, Chunk, Program, run
+from pyg_sar.offload.rows import HostRows
+from pyg_sar.structure import tensors
+
+
+def in_host_memory(call: Call) -> HostRows | None:
+    """Return rows in host memory among the arguments, if there are any."""
+    return next((t for t in tensors(call.kwargs) if isinstance(t, HostRows)), None)
+
+
+class Propagation(Program):
+    """A call of a layer's ``propagate``.
+
+    Args:
+        call: The call; its tensors are replaced by their numbers among the inputs.
+        inputs: The inputs: tensors of the call, then the layer's parameters.
+        kinds: What each has rows of.
+    """
+
+    needs_source = True
+
+    def __init__(self, call: Call, graph: ShardedGraph) -> None:
+        self.inputs: list[Tensor] = []
+        self.kinds: list[str] = []
+        self.seeds, self.drawn = graph.seeds, []  # type: ignore[var-annotated]
+        edge, _ = rows_of_edges(call, graph)
+        kwargs: dict[str, Any] = {}
+        for name, value in call.kwargs.items():
+            if name in call.lifted:
+                pair = value if isinstance(value, PAIR) else (value, value)
+                kwargs[name] = tuple(self.add(t, k) for t, k in zip(pair, (SOURCE, DESTINATION), strict=True))
+            else:
+                kwargs[name] = self.add(value, EDGE if name in edge else CONSTANT)
+        self.call = replace(call, kwargs=kwargs)
+        for parameter in call.layer.parameters():
+            self.add(parameter, PARAMETER)
+
+    def add(self, value: Any, kind: str) -> Any:
+        """Return the number of a tensor among the inputs, and other values as they are."""
+        if not isinstance(value, Tensor):
+            return value
+        self.inputs.append(value)
+        self.kinds.append(kind)
+        return Number(len(self.inputs) - 1)
+
+    def run(self, it: Chunk, values: Sequence[Any]) -> Tensor:
+        """Run the layer's own code on the chunk; every chunk, and backward, drops by the same seeds."""
+
+        def value(spec: Any) -> Any:
+            return (
+                tuple(map(value, spec)) if isinstance(spec, tuple) else values[spec] if type(spec) is Number else spec
+            )
+
+        call = replace(self.call, kwargs={name: value(spec) for name, spec in self.call.kwargs.items()})
+        strategy = choose(call, it.graph, None)
+        if strategy.name in ("one-shot", "refused", "padded"):
+            raise NotImplementedError(
+                f"'{type(call.layer).__name__}' cannot run on chunks of rows in host memory: {strategy.why}. Leave this "
+                f"model in memory."
+            )
+        with self.seeds.replay(self.drawn):
+            return strategy.run(call, it.graph)
+
+    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
+        """Never asked: gradients depend on rows."""
+        raise AssertionError
+
+
+class Layer(Program):
+    """A layer as a whole, whose code mixes rows beside its aggregation.
+
+    Args:
+        layer: Called with the rows of sources and destinations, the edges, and tensors that have a row for each edge.
+    """
+
+    needs_source = True
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self.layer = layer
+
+    def run(self, it: Chunk, values: Sequence[Any]) -> Tensor:
+        """Run the layer."""
+        x_src, x_dst, *others = values
+        edge = others[: len(others) - len(list(self.layer.parameters()))]
+        return self.layer.forward((x_src, x_dst), ShardedEdgeIndex(it.graph), *edge)  # type: ignore[no-any-return]
+
+    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
+        """Never asked: gradients depend on rows."""
+        raise AssertionError
+
+
+class Number(int):
+    """The number of a tensor among the inputs."""
+
+
+@torch.compiler.disable
+def by_chunks(call: Call, graph: ShardedGraph, rows: HostRows) -> HostRows:
+    """Run a layer by its own code, chunk by chunk."""
+    program = Propagation(call, graph)
+    return run(rows.place, graph, program, program.kinds, program.inputs)
+
+
+@torch.compiler.disable
+def layer_by_chunks(layer: torch.nn.Module, graph: ShardedGraph, x: tuple[Any, Any], *edge: Tensor) -> HostRows:
+    """Run a layer as a whole, chunk by chunk, on rows of sources and destinations and tensors of edges."""
+    parameters = list(layer.parameters())
+    kinds = [SOURCE, DESTINATION, *[EDGE] * len(edge), *[PARAMETER] * len(parameters)]
+    return run(x[0].place, graph, Layer(layer), kinds, [*x, *edge, *parameters])
