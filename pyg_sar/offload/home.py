@@ -30,7 +30,7 @@ WINDOW = 128 * 1024
 BEHIND = 2  # ranges of a tensor that are being written to the disk, and stay in memory meanwhile
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+_LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 _START, _FINISH = 2, 7  # of sync_file_range: SYNC_FILE_RANGE_WRITE, and WAIT_BEFORE | WRITE | WAIT_AFTER
 
 
@@ -192,5 +192,5 @@ def _sync(mapping: _Mapping, start: int, stop: int, how: int) -> None:
     """Write pages of a file to the disk, or start it."""
     span = ctypes.c_int64(start), ctypes.c_int64(stop - start)
     failed = _LIBC.sync_file_range(mapping.descriptor, *span, ctypes.c_uint(how))
-    if failed and (code := ctypes.get_errno()) in LOST:  # who does not know this call loses nothing
+    if failed and (code := ctypes.get_errno()) in _LOST:  # who does not know this call loses nothing
         raise OSError(code, f"Rows were not written to the disk: {os.strerror(code)}. Give a folder of another disk.")
