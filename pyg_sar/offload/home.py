@@ -1,0 +1,196 @@
+r"""Where rows live while they are not computed on: memory of the host, or files that nobody else can see.
+
+Both are CPU tensors, so that who reads and writes rows need not know which.
+
+* **Memory** is pinned if rows are computed on a GPU. It is slow to get, so that what a tensor leaves behind is kept for
+  the next one of the same size.
+* **A file** is mapped and shared: its pages belong to the system, which writes them to the disk when memory runs short.
+  It has no name, so that nothing is left of it when its tensor dies, even by a crash. Dead files are not used again:
+  writing on old rows would read them from the disk first, and a new file costs a millisecond.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import mmap
+import os
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+# What the system reads ahead at one call: it ignores the rest of a longer range.
+WINDOW = 128 * 1024
+BEHIND = 2  # ranges of a tensor that are being written to the disk, and stay in memory meanwhile
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+_START, _FINISH = 2, 7  # of sync_file_range: SYNC_FILE_RANGE_WRITE, and WAIT_BEFORE | WRITE | WAIT_AFTER
+
+
+class _Mapping(mmap.mmap):
+    """Mapped bytes, and what must be given back with them."""
+
+    def __init__(self, descriptor: int, length: int, **options: int) -> None:
+        super().__init__()  # `__new__` took the arguments
+        self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        self.pinned = False
+        self.descriptor = -1  # of a file, which nobody could open again to have its pages written
+        self.written: deque[tuple[int, int]] = deque()  # ranges that are being written to the disk
+
+    def pin(self) -> None:
+        # `pin_memory=True` would take up to twice the bytes: torch rounds them to a power of two.
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.address, len(self), 0))
+        self.pinned = True
+
+    def __del__(self) -> None:  # before the bytes are unmapped
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class Home:
+    """Gives out CPU tensors for rows, in memory or in files of a folder.
+
+    A tensor keeps its bytes as long as it or a view of it lives, also longer than the home. In memory, they are used
+    again at once when it dies: who copies without waiting must keep the tensor until the copy is done.
+
+    Args:
+        folder (str, optional): Where files are made. With :obj:`None`, rows are in memory.
+        device (torch.device): Where rows are computed on.
+        limit (int, optional): The most bytes that all living tensors may take.
+
+    Raises:
+        OSError: If no file can be made in the folder.
+
+    Attributes:
+        peak: The most bytes that living tensors took so far.
+    """
+
+    def __init__(self, folder: str | None, device: torch.device, limit: int | None) -> None:
+        self.folder, self.limit = folder, limit
+        self.pinned = folder is None and device.type == "cuda"
+        self.peak = 0
+        # Of each living tensor, by its address, the view of its bytes that dies with it. What it views is a `_Mapping`.
+        self._living: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
+        self._kept: dict[int, _Mapping] = {}  # all memory by its address, also that of dead tensors
+        if folder is not None:
+            try:
+                tempfile.TemporaryFile(dir=folder).close()
+            except OSError as error:
+                message = f"Homes need a folder that files can be made in, but '{folder}' says: {error.strerror}."
+                raise OSError(error.errno, f"{message} Make this folder writable, or give another one.") from None
+
+    @property
+    def held(self) -> int:
+        """The bytes that living tensors take."""
+        return sum(view.nbytes for view in self._living.values())
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor whose numbers are not yet set.
+
+        Raises:
+            OSError: If it does not fit. Then nothing was taken.
+        """
+        if not (needed := math.prod(shape) * dtype.itemsize):
+            return torch.empty(*shape, dtype=dtype, device="cpu")
+        if self.limit is not None and self.held + needed > self.limit:
+            raise self._full(needed, f"the limit is {self.limit:,} bytes", "Raise the limit.")
+        view = memoryview(self._memory(needed) if self.folder is None else self._file(self.folder, needed))
+        rows = torch.frombuffer(view, dtype=dtype).resize_(shape)  # no view of another tensor, for autograd's sake
+        self._living[rows.data_ptr()] = view
+        self.peak = max(self.peak, self.held)
+        return rows
+
+    def advise(self, rows: Tensor, begin: int, end: int) -> None:
+        """Start reading some rows of a tensor that are needed next."""
+        if found := self._pages(rows[begin:end]):
+            mapping, start, stop = found
+            for at in range(start, stop, WINDOW):
+                mapping.madvise(mmap.MADV_WILLNEED, at, min(WINDOW, stop - at))
+
+    def wrote(self, rows: Tensor, begin: int, end: int) -> None:
+        """Start writing some rows of a tensor to the disk, which were just set, and drop those of two calls ago.
+
+        The system would let them fill the memory first, and a limit of memory that counts them may be lower.
+        """
+        if not (found := self._pages(rows[begin:end])) or not hasattr(_LIBC, "sync_file_range"):
+            return
+        mapping, start, stop = found
+        stop -= stop % mmap.PAGESIZE  # the rest of the page is still to be set
+        if start < stop:
+            _sync(mapping, start, stop, _START)
+            mapping.written.append((start, stop))
+        if len(mapping.written) > BEHIND:
+            start, stop = mapping.written.popleft()
+            _sync(mapping, start, stop, _FINISH)
+            mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)  # what is mapped cannot be dropped
+            os.posix_fadvise(mapping.descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+
+    def _memory(self, needed: int) -> _Mapping:
+        """Return memory of a dead tensor, or new memory."""
+        dead = [address for address in self._kept if address not in self._living]
+        for address in dead:
+            if len(self._kept[address]) == needed:
+                return self._kept[address]
+        # Other sizes are given back where more would be kept than was in use at one time.
+        excess = sum(map(len, self._kept.values())) + needed - max(self.peak, self.held + needed)
+        while excess > 0:
+            excess -= len(self._kept.pop(dead.pop(0)))
+        try:
+            mapping = _Mapping(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise self._full(needed, f"the system says: {error.strerror}", "Give a folder for homes.") from None
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # the first write is several times as fast
+        if self.pinned:
+            mapping.pin()
+        self._kept[mapping.address] = mapping
+        return mapping
+
+    def _file(self, folder: str, needed: int) -> _Mapping:
+        """Return a new file, mapped. It has its space: without, a full disk would kill the process by a signal."""
+        disk = os.statvfs(folder)
+        if needed > (free := disk.f_bavail * disk.f_frsize):
+            raise self._full(needed, f"{free:,} bytes are free there", "Free some, or give a folder of a larger disk.")
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, needed)
+                mapping = _Mapping(file.fileno(), needed)
+            except OSError as error:
+                why = f"of {free:,} free bytes, the system says: {error.strerror}"
+                raise self._full(needed, why, "Free some, or give a folder of a larger disk.") from None
+            mapping.descriptor = os.dup(file.fileno())
+        return mapping
+
+    def _full(self, needed: int, why: str, remedy: str) -> OSError:
+        """Return the error that rows do not fit."""
+        code, where = (errno.ENOMEM, "memory") if self.folder is None else (errno.ENOSPC, f"'{self.folder}'")
+        have = f"{self.held:,} bytes of rows are held"
+        return OSError(code, f"Rows need {needed:,} bytes more in {where}, where {have}, but {why}. {remedy}")
+
+    def _pages(self, part: Tensor) -> tuple[_Mapping, int, int] | None:
+        """Return where rows are in a file, from the first byte of a page; of none, and of rows in memory, nothing."""
+        if self.folder is None or not part.nbytes:
+            return None
+        base = part.untyped_storage().data_ptr()
+        mapping = self._living[base].obj
+        assert isinstance(mapping, _Mapping)
+        start = part.data_ptr() - base
+        stop = min(start + part.stride(0) * part.shape[0] * part.itemsize, len(mapping))
+        return mapping, start - start % mmap.PAGESIZE, stop
+
+
+def _sync(mapping: _Mapping, start: int, stop: int, how: int) -> None:
+    """Write pages of a file to the disk, or start it."""
+    span = ctypes.c_int64(start), ctypes.c_int64(stop - start)
+    failed = _LIBC.sync_file_range(mapping.descriptor, *span, ctypes.c_uint(how))
+    if failed and (code := ctypes.get_errno()) in _LOST:  # who does not know this call loses nothing
+        raise OSError(code, f"Rows were not written to the disk: {os.strerror(code)}. Give a folder of another disk.")
