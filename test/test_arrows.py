@@ -14,8 +14,8 @@ ROOT = Path(pyg_sar.__file__).parent
 LEVELS = """
     autograd block caller running structure watch.__init__ distributed.group distributed.traffic
     offload.__init__ offload.home
-    ops.* linear
-    exchange
+    ops.*
+    linear exchange
     memo
     graph
     rewire cached
@@ -24,6 +24,9 @@ LEVELS = """
     context
     stream
     aggregate
+    offload.rows
+    offload.passes
+    offload.chunks
 
     distributed.guard distributed.staging
     distributed.agreement
@@ -42,7 +45,7 @@ LEVELS = """
     distributed.*
 
     data.*
-    planner
+    planner offload.data
 
     nn.together nn.shifted
     nn.norm.*

@@ -17,7 +17,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.linear import linear
 from pyg_sar.offload.rows import (
-    HostRows, Op, Place, answers, has_rows, in_place, name_of, record, refuse, requires_grad, snapshot,
+    HostRows,
+    Op,
+    Place,
+    answers,
+    has_rows,
+    in_place,
+    name_of,
+    record,
+    refuse,
+    requires_grad,
+    snapshot,
 )  # fmt: skip
 from pyg_sar.ops.dropout import dropout_factors
 
@@ -89,8 +99,9 @@ class Range:
 
     def run(self, op: Op) -> Any:
         """Return what a function makes."""
-        if op.func is dropout_rows:
-            return dropout_rows(self.value(op.args[0]), *op.args[1:], self.rows(self.place.n_id))
+        if op.func is dropout_rows:  # which reads the numbers of rows
+            rows, p, seed = op.args
+            return dropout_rows(self.value(rows), p, seed, self.rows(self.place.n_id))
         args, kwargs = tree_map(self.value, (op.args, op.kwargs))
         if in_place(op.func):  # others may read what it changes
             args = (args[0].clone(), *args[1:])

@@ -81,7 +81,7 @@ class HostRows(Tensor):
 
     def aggregate(self, graph: Any, reduce: Any, source: Any, rows: Any) -> HostRows:
         """Aggregate what local rows are made of, which are these, see :func:`pyg_sar.aggregate.aggregate`."""
-        return HANDLERS["aggregate"](graph, reduce, source, rows)  # type: ignore[no-any-return]
+        return HANDLERS["aggregate"](graph, reduce, source, rows)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name shape and type, and whether the rows exist."""

@@ -13,7 +13,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
-from pyg_sar.offload.hop import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, Chunk, Program, run
+from pyg_sar.offload.chunks import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, Chunk, Program, run
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.structure import tensors
 
@@ -26,10 +26,11 @@ def in_host_memory(call: Call) -> HostRows | None:
 class Propagation(Program):
     """A call of a layer's ``propagate``.
 
+    Its inputs are the tensors of the call, then the layer's parameters; ``kinds`` tells what each has rows of.
+
     Args:
-        call: The call; its tensors are replaced by their numbers among the inputs.
-        inputs: The inputs: tensors of the call, then the layer's parameters.
-        kinds: What each has rows of.
+        call: The call.
+        graph: The graph.
     """
 
     needs_source = True
@@ -37,7 +38,8 @@ class Propagation(Program):
     def __init__(self, call: Call, graph: ShardedGraph) -> None:
         self.inputs: list[Tensor] = []
         self.kinds: list[str] = []
-        self.seeds, self.drawn = graph.seeds, []  # type: ignore[var-annotated]
+        self.seeds = graph.seeds
+        self.drawn: list[int] = []
         edge, _ = rows_of_edges(call, graph)
         kwargs: dict[str, Any] = {}
         for name, value in call.kwargs.items():
@@ -62,16 +64,16 @@ class Propagation(Program):
         """Run the layer's own code on the chunk; every chunk, and backward, drops by the same seeds."""
 
         def value(spec: Any) -> Any:
-            return (
-                tuple(map(value, spec)) if isinstance(spec, tuple) else values[spec] if type(spec) is Number else spec
-            )
+            if isinstance(spec, tuple):
+                return tuple(map(value, spec))
+            return values[spec] if type(spec) is Number else spec
 
         call = replace(self.call, kwargs={name: value(spec) for name, spec in self.call.kwargs.items()})
         strategy = choose(call, it.graph, None)
         if strategy.name in ("one-shot", "refused", "padded"):
             raise NotImplementedError(
-                f"'{type(call.layer).__name__}' cannot run on chunks of rows in host memory: {strategy.why}. Leave this "
-                f"model in memory."
+                f"'{type(call.layer).__name__}' cannot run on chunks of rows in host memory: {strategy.why}. Leave "
+                "the model in memory."
             )
         with self.seeds.replay(self.drawn):
             return strategy.run(call, it.graph)
@@ -97,7 +99,7 @@ class Layer(Program):
         """Run the layer."""
         x_src, x_dst, *others = values
         edge = others[: len(others) - len(list(self.layer.parameters()))]
-        return self.layer.forward((x_src, x_dst), ShardedEdgeIndex(it.graph), *edge)  # type: ignore[no-any-return]
+        return self.layer.forward((x_src, x_dst), ShardedEdgeIndex(it.graph), *edge)
 
     def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
         """Never asked: gradients depend on rows."""

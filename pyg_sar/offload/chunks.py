@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -58,9 +59,8 @@ def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
     """Cut destinations into ranges of about equal cost: a row costs as much as four edges."""
     cost = (4 + graph.degree).cumsum(0)
     total = int(cost[-1]) if len(cost) else 0
-    ends = torch.searchsorted(cost, torch.arange(1, count + 1) * total / count).add(1).clamp(max=graph.num_dst)
-    ends = [0, *ends.tolist()[: count - 1], graph.num_dst]
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    ends = torch.searchsorted(cost, torch.arange(1, count) * total // count).tolist()
+    return list(pairwise([0, *ends, graph.num_dst]))
 
 
 def chunk(graph: ShardedGraph, start: int, end: int) -> Chunk:
@@ -126,7 +126,7 @@ class Aggregation(Program):
         return tile.grad(it.graph.blocks[0], None, rows, tile.reduce.prepare((), grad), grad, needs)[0]
 
 
-class Hop(torch.autograd.Function):
+class ByChunks(torch.autograd.Function):
     """A program, chunk by chunk. What is saved is what a chunk reads again: in case 1, no source rows."""
 
     @staticmethod
@@ -190,7 +190,7 @@ def differentiate(
 
 def read(value: Any, kind: str, it: Chunk, place: Place) -> Any:
     """Return what a chunk reads of an input."""
-    rows = value.host if isinstance(value, HostRows) else value
+    rows: Any = value.host if isinstance(value, HostRows) else value
     if kind == SOURCE:
         rows = rows.index_select(0, it.sources)
     elif kind == DESTINATION:
@@ -219,7 +219,7 @@ def add_up(
 
 
 @answers("aggregate")
-def hop(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows: Rows) -> HostRows:
+def aggregate_rows(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows: Rows) -> HostRows:
     """Aggregate rows in host memory; what is pending of them is computed before."""
     x: Any = source.x
     place = x.place
@@ -238,4 +238,4 @@ def run(place: Place, graph: ShardedGraph, program: Program, kinds: Sequence[str
         )
     graph = graph if len(graph.blocks) == 1 else graph.merge()
     exist = [force(t) if isinstance(t, HostRows) else t for t in inputs]
-    return Hop.apply(place, graph, program, kinds, *exist)  # type: ignore[no-any-return]
+    return ByChunks.apply(place, graph, program, kinds, *exist)
