@@ -135,12 +135,9 @@ class ByChunks(torch.autograd.Function):
     ) -> HostRows:
         """Fetch, compute and write each chunk."""
         ctx.place, ctx.graph, ctx.program, ctx.kinds = place, graph, program, kinds
-        ctx.shapes = [(t.shape, t.dtype) for t in inputs]
+        ctx.shapes = [(t.shape, t.dtype, isinstance(t, HostRows)) for t in inputs]
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
-        ctx.host = [t.detach() if keep and isinstance(t, HostRows) else None
-                    for t, keep in zip(inputs, keeps, strict=True)]  # fmt: skip
-        ctx.on_host = [isinstance(t, HostRows) for t in inputs]
-        ctx.save_for_backward(*(None if isinstance(t, HostRows) else t for t in inputs))
+        ctx.save_for_backward(*(t if keep else None for t, keep in zip(inputs, keeps, strict=True)))
         out = None
         for it in chunks(graph, len(place.ranges)):
             rows = program.run(it, [read(t, kind, it, place) for t, kind in zip(inputs, kinds, strict=True)])
@@ -154,7 +151,7 @@ class ByChunks(torch.autograd.Function):
         """Differentiate each chunk, and add up what its rows, edges and constants get."""
         once_differentiable()
         place, program, kinds, wanted = ctx.place, ctx.program, ctx.kinds, ctx.needs_input_grad[4:]
-        inputs = [h if h is not None else t for h, t in zip(ctx.host, ctx.saved_tensors, strict=True)]
+        inputs = ctx.saved_tensors
         sums: list[Any] = [None] * len(wanted)
         for it in chunks(ctx.graph, len(place.ranges)):
             values = [None if t is None else read(t, kind, it, place) for t, kind in zip(inputs, kinds, strict=True)]
@@ -162,14 +159,14 @@ class ByChunks(torch.autograd.Function):
             if program.needs_source:
                 found = differentiate(it, program, values, kinds, wanted, given)
             else:
-                (_, *width), dtype = ctx.shapes[0]
+                (_, *width), dtype, _ = ctx.shapes[0]
                 like = given.new_empty(0, *width, dtype=dtype)
                 found = [program.grad(it, like, values, given), *[None] * (len(values) - 1)]
             for k, kind in enumerate(kinds):
                 if wanted[k]:
-                    sums[k] = add_up(sums[k], found[k], kind, it, place, *ctx.shapes[k])
+                    sums[k] = add_up(sums[k], found[k], kind, it, place, *ctx.shapes[k][:2])
         made = (HostRows(place, s) if on_host and s is not None else s
-                for s, on_host in zip(sums, ctx.on_host, strict=True))  # fmt: skip
+                for s, (*_, on_host) in zip(sums, ctx.shapes, strict=True))  # fmt: skip
         return None, None, None, None, *made
 
 

@@ -6,8 +6,8 @@ and differentiates it (HongTu, section 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,8 @@ def force(rows: HostRows) -> HostRows:
         return rows
     if rows.made is None:
         with torch.set_grad_enabled(rows.differentiated):  # as it was when this was recorded
-            rows.made = Pass.apply(rows.place, rows.op, len(rows), *leaves_of(rows.op))
+            step, leaves = program(rows.op)
+            rows.made = Pass.apply(rows.place, step, len(rows), *leaves)
     return rows.made
 
 
@@ -51,33 +52,54 @@ def host(rows: HostRows) -> Tensor:
     return found
 
 
-def leaves_of(op: Op) -> list[Tensor]:
-    """Return the rows and the differentiated tensors that a program reads, each once."""
-    found: dict[int, Tensor] = {}
+class Leaf(int):
+    """The number of what a program reads, which autograd keeps, and lets go after backward."""
 
-    def walk(op: Op) -> None:
-        for value in tree_leaves((op.args, op.kwargs)):
-            if isinstance(value, HostRows) and value.op is not None and value.differentiated:
-                walk(value.op)
-            elif isinstance(value, HostRows) or (isinstance(value, Tensor) and value.requires_grad):
-                found[id(value)] = value
 
-    walk(op)
-    return list(found.values())
+class Step(NamedTuple):
+    """A function of a program, whose arguments are leaves, steps and values.
+
+    Args:
+        op: The function and its arguments.
+        learns: Whether it was recorded with gradients.
+    """
+
+    op: Op
+    learns: bool
+
+
+def program(op: Op) -> tuple[Step, list[Tensor]]:
+    """Return what is pending, and the rows and differentiated tensors that it reads, each once."""
+    leaves: list[Tensor] = []
+    known: dict[int, Any] = {}
+
+    def convert(value: Any) -> Any:
+        pending = isinstance(value, HostRows) and value.op is not None
+        if not pending and not isinstance(value, HostRows) and not (isinstance(value, Tensor) and value.requires_grad):
+            return value
+        if id(value) not in known and pending:
+            known[id(value)] = Step(Op(value.op.func, *tree_map(convert, value.op[1:])), value.differentiated)
+        elif id(value) not in known:
+            leaves.append(value)
+            known[id(value)] = Leaf(len(leaves) - 1)
+        return known[id(value)]
+
+    return Step(Op(op.func, *tree_map(convert, op[1:])), True), leaves
 
 
 class Range:
-    """The program of pending rows on a range of them.
+    """A program on a range of rows.
 
     Args:
         place: Where rows are kept and computed on.
         num_rows: How many rows there are.
         span: The range.
-        values: Values of leaves, by ``id``; the others are read from the host.
+        leaves: What the program reads on this range.
     """
 
-    def __init__(self, place: Place, num_rows: int, span: tuple[int, int], values: dict[int, Tensor]) -> None:
-        self.place, self.num_rows, self.span, self.values = place, num_rows, span, values
+    def __init__(self, place: Place, num_rows: int, span: tuple[int, int], leaves: Sequence[Any]) -> None:
+        self.place, self.num_rows, self.span, self.leaves = place, num_rows, span, leaves
+        self.made: dict[int, Any] = {}  # by steps, which several others may read
 
     def rows(self, value: Tensor) -> Tensor:
         """Return the range of rows on the host."""
@@ -86,41 +108,48 @@ class Range:
 
     def value(self, value: Any) -> Any:
         """Return an argument of a function as it is for the range."""
-        known = self.values.get(id(value)) if isinstance(value, Tensor) else None
-        if known is not None:
-            return known
-        if isinstance(value, HostRows):
-            if value.op is not None:
-                self.values[id(value)] = out = self.run(value.op)
-                return out
-            assert value.host is not None
-            return self.rows(value.host)
+        if type(value) is Leaf:
+            return self.leaves[value]
+        if type(value) is Step:
+            if id(value) not in self.made:
+                self.made[id(value)] = self.run(value)
+            return self.made[id(value)]
         return self.rows(value) if has_rows(value, self.num_rows) else value
 
-    def run(self, op: Op) -> Any:
+    def run(self, step: Step) -> Any:
         """Return what a function makes."""
-        if op.func is dropout_rows:  # which reads the numbers of rows
-            rows, p, seed = op.args
+        func, args, kwargs = step.op
+        if func is dropout_rows:  # which reads the numbers of rows
+            rows, p, seed = args
             return dropout_rows(self.value(rows), p, seed, self.rows(self.place.n_id))
-        args, kwargs = tree_map(self.value, (op.args, op.kwargs))
-        if in_place(op.func):  # others may read what it changes
+        args, kwargs = tree_map(self.value, (args, kwargs), is_leaf=lambda value: type(value) is Step)
+        if in_place(func):  # others may read what it changes
             args = (args[0].clone(), *args[1:])
-        return FASTER.get(op.func, op.func)(*args, **kwargs)
+        with torch.set_grad_enabled(step.learns and torch.is_grad_enabled()):
+            return FASTER.get(func, func)(*args, **kwargs)
+
+
+def on_range(leaf: Tensor, span: tuple[int, int], place: Place, num_rows: int) -> Tensor:
+    """Return what a program reads of a leaf on a range: rows of the range, or what all rows share."""
+    rows = leaf.host if isinstance(leaf, HostRows) else leaf
+    if not isinstance(leaf, HostRows) and not has_rows(leaf, num_rows):
+        return leaf.detach()
+    assert rows is not None
+    return rows[span[0] : span[1]].detach().to(place.device, non_blocking=True)
 
 
 class Pass(torch.autograd.Function):
     """Pending rows, computed and written range by range."""
 
     @staticmethod
-    def forward(ctx: Any, place: Place, op: Op, num_rows: int, *leaves: Tensor) -> HostRows:
+    def forward(ctx: Any, place: Place, step: Step, num_rows: int, *leaves: Tensor) -> HostRows:
         """Write each range."""
-        ctx.place, ctx.op, ctx.num_rows = place, op, num_rows
-        ctx.host = [t if isinstance(t, HostRows) else None for t in leaves]
-        ctx.ids = [id(t) for t in leaves]
-        ctx.save_for_backward(*(None if isinstance(t, HostRows) else t for t in leaves))
+        ctx.place, ctx.step, ctx.num_rows = place, step, num_rows
+        ctx.save_for_backward(*leaves)
         out = None
         for a, b in place.ranges:
-            rows = Range(place, num_rows, (a, b), {}).run(op)
+            values = [on_range(leaf, (a, b), place, num_rows) for leaf in leaves]
+            rows = Range(place, num_rows, (a, b), values).run(step)
             if out is None:
                 out = place.home.empty((num_rows, *rows.shape[1:]), rows.dtype)
             out[a:b] = rows
@@ -130,24 +159,21 @@ class Pass(torch.autograd.Function):
     def backward(ctx: Any, grad: HostRows) -> Any:
         """Run each range again, and differentiate it."""
         once_differentiable()
-        place, n = ctx.place, ctx.num_rows
-        leaves = [h if h is not None else t for h, t in zip(ctx.host, ctx.saved_tensors, strict=True)]
-        wanted = ctx.needs_input_grad[3:]
+        place, n, leaves, wanted = ctx.place, ctx.num_rows, ctx.saved_tensors, ctx.needs_input_grad[3:]
         grads: list[Any] = [None] * len(leaves)
         for span in place.ranges:
-            values = {}
-            for key, leaf, want in zip(ctx.ids, leaves, wanted, strict=True):
-                rows = Range(place, n, span, {}).value(leaf)
-                values[key] = rows.detach().requires_grad_() if want else rows.detach()
-            given = [values[key] for key, want in zip(ctx.ids, wanted, strict=True) if want]
+            values = [on_range(leaf, span, place, n).requires_grad_(want)
+                      for leaf, want in zip(leaves, wanted, strict=True)]  # fmt: skip
             with torch.enable_grad():
-                out = Range(place, n, span, values).run(ctx.op)
+                out = Range(place, n, span, values).run(ctx.step)
+            given = [value for value, want in zip(values, wanted, strict=True) if want]
             found = iter(torch.autograd.grad(out, given, rows_of(grad, span), allow_unused=True))
             for k, leaf in enumerate(leaves):
                 if wanted[k]:
                     collect(grads, k, leaf, next(found), span, place, n)
-        return None, None, None, *(HostRows(place, g) if h is not None and g is not None else g
-                                   for g, h in zip(grads, ctx.host, strict=True))  # fmt: skip
+        made = (HostRows(place, g) if isinstance(leaf, HostRows) and g is not None else g
+                for g, leaf in zip(grads, leaves, strict=True))  # fmt: skip
+        return None, None, None, *made
 
 
 def rows_of(grad: HostRows, span: tuple[int, int]) -> Tensor:
@@ -215,17 +241,17 @@ class Moments(torch.autograd.Function):
         n = len(rows)
         mean = sum(rows_of(rows, span).double().sum(0) for span in rows.place.ranges) / n
         var = sum((rows_of(rows, span).double() - mean).square().sum(0) for span in rows.place.ranges) / n
-        ctx.rows, ctx.mean = rows.detach(), mean
+        ctx.save_for_backward(rows, mean)
         return mean, var  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Any:
         """Each row has the share of one of all in both."""
         once_differentiable()
-        rows = ctx.rows
+        rows, mean = ctx.saved_tensors
         n, out = len(rows), rows.place.home.empty(rows.shape, rows.dtype)
         for a, b in rows.place.ranges:
-            deviation = rows_of(rows, (a, b)).double() - ctx.mean
+            deviation = rows_of(rows, (a, b)).double() - mean
             out[a:b] = (d_mean + 2 * d_var * deviation) / n
         return HostRows(rows.place, out)
 
