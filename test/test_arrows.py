@@ -13,7 +13,8 @@ ROOT = Path(pyg_sar.__file__).parent
 # that no other level names; these may import each other, but not in a circle.
 LEVELS = """
     autograd block caller running structure watch.__init__ distributed.group distributed.traffic
-    ops.* linear
+    ops.*
+    linear
     exchange
     memo
     graph
