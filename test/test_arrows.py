@@ -24,6 +24,7 @@ LEVELS = """
     context
     stream
     aggregate
+    offload.__init__ offload.schedule
 
     distributed.guard distributed.staging
     distributed.agreement
