@@ -129,6 +129,12 @@ def test_empty_accesses():
     assert make_schedule([some, empty, some], 5, 2, horizon=1).loads == 4
 
 
+def test_slots_that_are_free_for_longest_are_taken_first():
+    """Rows can then be loaded while the access before is computed."""
+    rows = torch.arange(8).split(2)
+    assert [access.load_slots.tolist() for access in make_schedule(rows, 8, 4).accesses] == [[0, 1], [2, 3]] * 2
+
+
 def test_an_access_must_fit():
     rows = [torch.tensor([2]), torch.tensor([0, 1, 4])]
     with pytest.raises(ValueError, match=r"Access 1 reads 3 rows.*slots \(2\). Give it 3 slots, or cut"):
@@ -205,8 +211,22 @@ def test_best_order_never_loads_more():
     order = best_order([[path[c] for c in shuffled]], 68, 8)
     gaps = [abs(shuffled[a] - shuffled[b]) for a, b in pairwise(order)]
     assert gaps.count(1) >= 13 and sorted(order) == list(range(16))
-    assert best_order([path], 68, 8) == list(range(16)), "none is better than the given one"
     assert best_order([path, path], 68, 5) == list(range(16)), "also in source pieces"
+
+
+def test_given_order_stays_where_the_greedy_one_loads_more():
+    rows = [torch.tensor(ids) for ids in ([2, 3, 4, 5], [0, 1, 4, 6], [1, 3, 5, 6], [3, 5, 7, 8])]
+    greedy = greedy_order(overlaps(rows, rows, 9))
+    loads = [make_schedule([rows[c] for c in order], 9, 4).loads for order in (range(4), greedy)]
+    assert loads == [11, 12] and best_order([rows], 9, 4) == [0, 1, 2, 3]
+
+
+def test_order_is_that_of_all_workers():
+    """Batch 1 shares three rows of one worker with batch 0, batch 2 two rows of both."""
+    one = [torch.tensor(ids) for ids in ([0, 1, 2, 3, 4], [0, 1, 2, 10, 11], [3, 4, 12, 13, 14])]
+    other = [one[0], torch.arange(20, 25), one[2]]
+    assert best_order([one, other], 25, 5) == [0, 2, 1]
+    assert best_order([one], 25, 5) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(3))
