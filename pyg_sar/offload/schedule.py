@@ -27,7 +27,8 @@ class Access(NamedTuple):
         load_ids: The rows that were not in the buffer, ascending.
         load_slots: The slots that they are loaded into; none of them holds a row.
         slots: The slot of every row of the access, in the order of the rows.
-        flush_ids: The rows whose residency ends: backward adds up their gradients at home, and their slots are free.
+        flush_ids: The rows whose residency ends, ascending: backward adds up their gradients at home, and their slots
+            are free.
         flush_slots: Their slots.
         first: Whether the residency is a row's first in the pass, so that its gradient is stored instead of added.
     """
@@ -81,12 +82,12 @@ def make_schedule(rows: Sequence[Tensor], num_rows: int, num_slots: int, horizon
     use = torch.full((num_rows,), never)  # the next access of each row
     for t, (ids, uses) in enumerate(zip(rows, next_uses(rows, num_rows), strict=True)):
         load = ids[slot[ids] < 0]
-        taken, free = free[: load.numel()], free[load.numel() :]
+        taken, free = free[: load.numel()].clone(), free[load.numel() :]  # a view would keep all slots
         slot[load], use[ids], held = taken, uses, torch.cat([held, load])
         last = never if horizon is None else min(never, t + 1 + horizon)
         room = num_slots - rows[t + 1].numel() if t + 1 < never else 0
         stays = chosen(use[held], t + 1, last, room)
-        gone, held = held[~stays], held[stays]
+        gone, held = held[~stays].sort().values, held[stays]
         accesses.append(Access(load, taken, slot[ids], gone, slot[gone], ~flushed[gone]))
         free, slot[gone], flushed[gone] = torch.cat([free, slot[gone]]), -1, True
     return Schedule(tuple(accesses), num_slots)

@@ -72,6 +72,8 @@ def play(schedule: Schedule, rows: list[Tensor], num_rows: int) -> None:
         add = torch.randn(ids.numel(), generator=generator, dtype=torch.double)
         grads[access.slots] += add
         expected[ids] += add
+        for some in (access.load_ids, access.flush_ids):
+            assert (some.diff() > 0).all(), "rows follow each other as at home"
         store, flushed = access.first, grads[access.flush_slots]
         assert [place.pop(i) for i in access.flush_ids.tolist()] == access.flush_slots.tolist()
         assert grad[access.flush_ids].isnan().equal(store), "the first flush of a row is a store"
