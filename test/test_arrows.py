@@ -24,7 +24,7 @@ LEVELS = """
     context
     stream
     aggregate
-    offload.rows
+    offload.rows offload.schedule
     offload.passes
     offload.chunks
 

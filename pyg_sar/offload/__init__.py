@@ -1,3 +1,12 @@
-r"""Training of graphs whose rows do not fit: rows live in host memory or in files, and are computed on some at a
-time.
+r"""Training of graphs whose rows do not fit: rows live in host memory or in files, and are computed on some at a time.
+
+The destination loop of `"HongTu: Scalable Full-Graph GNN Training on Multiple GPUs" <https://arxiv.org/abs/2311.14898>`_
+(SIGMOD 2023), around the loop over source blocks.
+
+* ``home``: where rows live.
+* ``rows``: a tensor that stands for rows at home, or for what functions make of them.
+* ``passes``: functions on one range of rows after the other.
+* ``chunks``: aggregations on one chunk of destinations after the other.
+* ``schedule``: which source rows could stay between chunks; not used yet.
+* ``data``: what moves loaded data there.
 """

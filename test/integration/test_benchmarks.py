@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +129,25 @@ def test_shards(tmp_path):
     rows = [line.split(" | ") for line in (tmp_path / "shards-cpu.md").read_text().splitlines() if "| gat |" in line]
     assert [row[1:3] for row in rows] == [["pyg_sar", "1"], ["pyg_sar", "3"], ["PyG", ""]]
     assert len({row[-1] for row in rows}) == 1
+
+
+@pytest.mark.grid
+def test_chunks(tmp_path):
+    """On a generated graph and a path that a file holds; graphs that are not there are left out."""
+    np.savez(tmp_path / "cnr-2000.npz", indptr=np.arange(61), indices=np.arange(1, 61) % 60)
+    sizes = ["--nodes", 300, "--edges", 2000, "--workers", 1, 3, "--chunks", 4]
+    run("chunks", *sizes, "--graphs", "Community", "cnr-2000", "Physics", "--data", tmp_path, "--out", tmp_path)
+    lines = (tmp_path / "chunks.md").read_text().splitlines()
+    table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    rows = [dict(zip(table[0], line, strict=True)) for line in table[2:]]
+    assert [row["graph"] for row in rows] == ["Community"] * 6 + ["cnr-2000"] * 6
+    for row in rows:
+        columns = ("naive", "+ shared", "+ previous stays", "optimal", "+ order", "each once")
+        loads = [float(row[column]) for column in columns]
+        assert loads == sorted(loads, reverse=True) and float(row["+ reorganised"]) >= loads[-2]
+    assert "loads more than HongTu's method: none." in "".join(lines)
+    path = next(row for row in rows if row["graph"] == "cnr-2000" and row["rows"] == "as given")
+    assert (path["naive"], path["+ order"]) == ("1.00", "1.00"), "each row has one reader"
 
 
 @pytest.mark.grid

@@ -1,0 +1,241 @@
+r"""Which source rows are loaded when, and into which slots of a buffer, while destination chunks are computed in turn.
+
+Index arithmetic only. A chunk *accesses* the source rows of its edges, in source pieces if the buffer does not hold
+them all. All accesses are known, and are the same in every layer and epoch; so what stays in the buffer is decided
+once, and no decision loads fewer rows. The order of chunks, and which of several workers' chunks form a batch, are
+chosen as in Algorithm 4 of `"HongTu: Scalable Full-Graph GNN Training on Multiple GPUs"
+<https://arxiv.org/abs/2311.14898>`_.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROW_COST = 4  # of a destination, in edges: a row is read and multiplied, where an edge only adds one
+
+
+class Access(NamedTuple):
+    """One access: rows are loaded, all rows of the access are used, and the residency of some ends.
+
+    Args:
+        load_ids: The rows that were not in the buffer, ascending.
+        load_slots: The slots that they are loaded into; none of them holds a row.
+        slots: The slot of every row of the access, in the order of the rows.
+        flush_ids: The rows whose residency ends, ascending: backward adds up their gradients at home, and their slots
+            are free.
+        flush_slots: Their slots.
+        first: Whether the residency is a row's first in the pass, so that its gradient is stored instead of added.
+    """
+
+    load_ids: Tensor
+    load_slots: Tensor
+    slots: Tensor
+    flush_ids: Tensor
+    flush_slots: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What happens in one pass over all chunks; it begins and ends with an empty buffer.
+
+    Args:
+        accesses: One access after the other.
+        num_slots: Number of rows that the buffer holds.
+    """
+
+    accesses: tuple[Access, ...]
+    num_slots: int
+
+    @property
+    def loads(self) -> int:
+        """Number of rows that are loaded, and in backward of gradients that are flushed."""
+        return sum(access.load_ids.numel() for access in self.accesses)
+
+
+def make_schedule(rows: Sequence[Tensor], num_rows: int, num_slots: int, horizon: int | None = None) -> Schedule:
+    r"""Decide which rows stay in the buffer, such that no other decision loads fewer.
+
+    Rows that the next access does not read make room, those used latest first: `"A Study of Replacement Algorithms for
+    a Virtual-Storage Computer" <https://doi.org/10.1147/sj.52.0078>`_ (Belady, 1966). A row keeps its slot while it
+    stays. Slots that have been free for longest are taken first, so that rows can be loaded early.
+
+    Args:
+        rows: The rows of each access, ascending.
+        num_rows: Number of all rows.
+        num_slots: Number of rows that the buffer holds.
+        horizon: A row stays only if one of the next ``horizon`` accesses reads it: with 1, the method of HongTu.
+
+    Raises:
+        ValueError: If an access has more rows than there are slots.
+    """
+    check_slots(rows, num_slots)
+    never = len(rows)
+    accesses, held, free = [], torch.empty(0, dtype=torch.int64), torch.arange(num_slots)
+    slot, flushed = torch.full((num_rows,), -1), torch.zeros(num_rows, dtype=torch.bool)
+    use = torch.full((num_rows,), never)  # the next access of each row
+    for t, (ids, uses) in enumerate(zip(rows, next_uses(rows, num_rows), strict=True)):
+        load = ids[slot[ids] < 0]
+        taken, free = free[: load.numel()].clone(), free[load.numel() :]  # a view would keep all slots
+        slot[load], use[ids], held = taken, uses, torch.cat([held, load])
+        last = never if horizon is None else min(never, t + 1 + horizon)
+        room = num_slots - rows[t + 1].numel() if t + 1 < never else 0
+        stays = chosen(use[held], t + 1, last, room)
+        gone, held = held[~stays].sort().values, held[stays]
+        accesses.append(Access(load, taken, slot[ids], gone, slot[gone], ~flushed[gone]))
+        free, slot[gone], flushed[gone] = torch.cat([free, slot[gone]]), -1, True
+    return Schedule(tuple(accesses), num_slots)
+
+
+def check_slots(rows: Sequence[Tensor], num_slots: int) -> None:
+    """Raise if an access does not fit into the buffer."""
+    sizes = [ids.numel() for ids in rows]
+    most = max(sizes, default=0)
+    if most > num_slots:
+        raise ValueError(
+            f"Access {sizes.index(most)} reads {most} rows, expected at most as many as the buffer has slots "
+            f"({num_slots}). Give it {most} slots, or cut the rows by 'source_pieces'."
+        )
+
+
+def next_uses(rows: Sequence[Tensor], num_rows: int) -> list[Tensor]:
+    """Return, for every row of every access, the next access that reads it; ``len(rows)`` if there is none."""
+    use, uses = torch.full((num_rows,), len(rows)), []
+    for t in reversed(range(len(rows))):
+        uses.append(use[rows[t]])
+        use[rows[t]] = t
+    return uses[::-1]
+
+
+def chosen(use: Tensor, now: int, last: int, room: int) -> Tensor:
+    """Return which rows stay, of those that are used before ``last``: those of access ``now``, and, as long as there is
+    room, those of the others that are used soonest.
+    """
+    stays = (use == now) & (use < last)
+    others = ((use > now) & (use < last)).nonzero().view(-1)
+    stays[others[use[others].argsort(stable=True)[:room]]] = True
+    return stays
+
+
+def ranges(rowptr: Tensor, num_chunks: int) -> list[slice]:
+    """Cut destinations into ranges of about equal cost, that of their edges and of ``ROW_COST`` edges for each row.
+
+    No range costs more than its share and the half of its two outermost rows. Some are empty if there are more than
+    there are destinations.
+
+    Args:
+        rowptr: CSR row pointer over the destinations.
+        num_chunks: Number of ranges.
+
+    Raises:
+        ValueError: If no range is asked for.
+    """
+    if num_chunks < 1:
+        raise ValueError(f"Expected at least one chunk (got {num_chunks}). Give a positive 'num_chunks'.")
+    cost = rowptr.long() + ROW_COST * torch.arange(rowptr.numel())  # of all rows before each
+    share = int(cost[-1]) * torch.arange(num_chunks + 1) // num_chunks
+    end = torch.searchsorted(cost, share)
+    before = (end - 1).clamp(min=0)
+    end = torch.where(share - cost[before] < cost[end] - share, before, end)  # the nearer one
+    return [slice(*ends) for ends in pairwise(end.tolist())]
+
+
+def source_rows(rowptr: Tensor, col: Tensor, chunks: Sequence[slice], num_src: int) -> list[Tensor]:
+    """Return the source rows that each chunk reads, ascending.
+
+    Args:
+        rowptr: CSR row pointer over the destinations.
+        col: Source row of each edge.
+        chunks: The destinations of each chunk, as :func:`ranges` returns them.
+        num_src: Number of source rows.
+    """
+    found, read = [], torch.zeros(num_src, dtype=torch.bool)
+    for chunk in chunks:
+        first, last = rowptr[[chunk.start, chunk.stop]].tolist()
+        read[col[first:last]] = True
+        found.append(read.nonzero().view(-1))
+        read[found[-1]] = False
+    return found
+
+
+def source_pieces(ids: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+    """Cut the rows of a chunk into the fewest source pieces that the buffer holds, of equal lengths but for one row."""
+    return ids.tensor_split(max(-(-ids.numel() // num_slots), 1))
+
+
+# Several workers: chunk j of all of them is batch j. 'rows[p][j]' are the rows that chunk j of worker p reads, of all
+# rows or of one owner's.
+
+
+def union(rows: Sequence[Tensor]) -> Tensor:
+    """Return the rows that any of several chunks reads, ascending: loaded once for all workers of a batch."""
+    return torch.cat(list(rows)).unique()
+
+
+def form_batches(rows: Sequence[Sequence[Tensor]], num_rows: int) -> list[list[int]]:
+    """Return each worker's chunks in the order of batches, such that chunks of a batch share rows.
+
+    Algorithm 4, phase 1: the chunks of the first worker begin a batch each, and every other worker gives each batch in
+    turn that of its chunks, of those left, which has most rows in common with it.
+    """
+    batches, orders = list(rows[0]), [list(range(len(rows[0])))]
+    for chunks in rows[1:]:
+        orders.append(order := match(overlaps(batches, chunks, num_rows)))
+        batches = [union([batch, chunks[c]]) for batch, c in zip(batches, order, strict=True)]
+    return orders
+
+
+def match(shared: Tensor) -> list[int]:
+    """Return the column that each row takes in turn, the largest of those left."""
+    left, order = list(range(shared.size(1))), []
+    for counts in shared.tolist():
+        order.append(max(left, key=counts.__getitem__))
+        left.remove(order[-1])
+    return order
+
+
+def overlaps(rows: Sequence[Tensor], others: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Return how many rows each of ``rows`` has in common with each of ``others``, ``[len(rows), len(others)]``."""
+    number = torch.arange(len(others)).repeat_interleave(torch.tensor([ids.numel() for ids in others]))
+    every, read = torch.cat(list(others)), torch.zeros(num_rows, dtype=torch.bool)
+    counts = []
+    for ids in rows:
+        read[ids] = True
+        counts.append(torch.bincount(number[read[every]], minlength=len(others)))
+        read[ids] = False
+    return torch.stack(counts)
+
+
+def greedy_order(shared: Tensor) -> list[int]:
+    """Return an order of batches in which each shares rows with the last, given how many any two have in common.
+
+    Algorithm 4, phase 2: it begins with the first batch, and appends that which has most rows in common with the last.
+    """
+    counts, order, left = shared.tolist(), [0], list(range(1, len(shared)))
+    while left:
+        order.append(max(left, key=counts[order[-1]].__getitem__))
+        left.remove(order[-1])
+    return order
+
+
+def best_order(rows: Sequence[Sequence[Tensor]], num_rows: int, num_slots: int) -> list[int]:
+    """Return the order of batches in which all workers together load fewest rows, as given or greedy.
+
+    Args:
+        rows: What each worker loads for each batch.
+        num_rows: Number of all rows.
+        num_slots: Number of rows that the buffer of each worker holds.
+    """
+
+    def loads(order: list[int]) -> int:
+        pieces = ([piece for c in order for piece in source_pieces(batches[c], num_slots)] for batches in rows)
+        return sum(make_schedule(accesses, num_rows, num_slots).loads for accesses in pieces)
+
+    shared = torch.stack([overlaps(batches, batches, num_rows) for batches in rows]).sum(0)
+    return min([list(range(len(shared))), greedy_order(shared)], key=loads)

@@ -1,0 +1,259 @@
+"""Schedules of a buffer of rows: never more loads than needed, the right rows in the right slots, and complete sums."""
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyg_sar.offload.schedule import (
+    ROW_COST,
+    Schedule,
+    best_order,
+    form_batches,
+    greedy_order,
+    make_schedule,
+    overlaps,
+    ranges,
+    source_pieces,
+    source_rows,
+    union,
+)
+
+
+def random_graph(seed: int, num_dst: int, num_src: int, degree: int) -> tuple[Tensor, Tensor]:
+    """Return the row pointer and the sources of a graph whose first destination is a hub."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.randint(0, degree + 1, (num_dst,), generator=generator)
+    count[:1] = 5 * degree
+    rowptr = torch.cat([count.new_zeros(1), count.cumsum(0)])
+    return rowptr, torch.randint(0, num_src, (int(rowptr[-1]),), generator=generator, dtype=torch.int32)
+
+
+def accesses(seed: int, num_rows: int, num_chunks: int, degree: int = 2) -> list[Tensor]:
+    rowptr, col = random_graph(seed, num_rows, num_rows, degree)
+    return source_rows(rowptr, col, ranges(rowptr, num_chunks), num_rows)
+
+
+def least_loads(rows: list[Tensor], num_slots: int) -> int:
+    """Return the fewest loads, by trying all that the buffer can hold behind each access."""
+    found = {frozenset[int](): 0}  # the loads that it takes at least to hold these rows
+    for ids in (frozenset(t.tolist()) for t in rows):
+        after: dict[frozenset[int], int] = {}
+        for held, loads in found.items():
+            for size in range(min(len(held - ids), num_slots - len(ids)) + 1):
+                for stays in combinations(held - ids, size):
+                    key = ids.union(stays)
+                    after[key] = min(after.get(key, 1 << 30), loads + len(ids - held))
+        found = after
+    return min(found.values())
+
+
+def previous_chunk_loads(rows: list[Tensor]) -> int:
+    """Return HongTu's V_ru, the rows of each access that the one before does not read."""
+    sets = [set(), *(set(t.tolist()) for t in rows)]
+    return sum(len(after - before) for before, after in pairwise(sets))
+
+
+def play(schedule: Schedule, rows: list[Tensor], num_rows: int) -> None:
+    """Run both passes with numbers, and compare what is read and the sums of gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_rows, generator=generator, dtype=torch.double)
+    buffer, grads = torch.full((2, schedule.num_slots), torch.nan, dtype=torch.double)
+    grad, expected = torch.full_like(x, torch.nan), torch.zeros_like(x)
+    place: dict[int, int] = {}
+    assert len(schedule.accesses) == len(rows)
+    for ids, access in zip(rows, schedule.accesses, strict=True):
+        assert buffer[access.load_slots].isnan().all(), "the slots are free"
+        buffer[access.load_slots], grads[access.load_slots] = x[access.load_ids], 0.0
+        place |= zip(access.load_ids.tolist(), access.load_slots.tolist(), strict=True)
+        assert buffer[access.slots].equal(x[ids]), "the rows that are read are there"
+        assert [place[i] for i in ids.tolist()] == access.slots.tolist(), "a row stays where it was loaded"
+        add = torch.randn(ids.numel(), generator=generator, dtype=torch.double)
+        grads[access.slots] += add
+        expected[ids] += add
+        for some in (access.load_ids, access.flush_ids):
+            assert (some.diff() > 0).all(), "rows follow each other as at home"
+        store, flushed = access.first, grads[access.flush_slots]
+        assert [place.pop(i) for i in access.flush_ids.tolist()] == access.flush_slots.tolist()
+        assert grad[access.flush_ids].isnan().equal(store), "the first flush of a row is a store"
+        grad[access.flush_ids[store]] = flushed[store]
+        grad[access.flush_ids[~store]] += flushed[~store]
+        buffer[access.flush_slots] = grads[access.flush_slots] = torch.nan
+    assert not place and buffer.isnan().all(), "the buffer is empty in the end"
+    read = union(rows) if rows else torch.empty(0, dtype=torch.long)
+    torch.testing.assert_close(grad[read], expected[read], rtol=1e-12, atol=1e-12)
+    assert schedule.loads == sum(access.flush_ids.numel() for access in schedule.accesses)
+
+
+@pytest.mark.parametrize("num_rows", [5, 9, 12])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_decision_loads_less(seed, num_rows):
+    """Compared with an exhaustive search."""
+    rows = accesses(seed, num_rows, num_chunks=2 + seed)
+    most = max(t.numel() for t in rows)
+    for num_slots in range(most, num_rows + 1):
+        schedule = make_schedule(rows, num_rows, num_slots)
+        assert schedule.loads == least_loads(rows, num_slots)
+        play(schedule, rows, num_rows)
+
+
+@pytest.mark.parametrize("horizon", [None, 1, 2])
+@pytest.mark.parametrize("num_chunks", [1, 7, 40])
+def test_rows_are_where_the_schedule_says(num_chunks, horizon):
+    rows = accesses(1, 300, num_chunks, degree=8)
+    most = max(t.numel() for t in rows)
+    for num_slots in (most, (most + 300) // 2, 300, 400):
+        schedule = make_schedule(rows, 300, num_slots, horizon)
+        play(schedule, rows, 300)
+        assert union(rows).numel() <= schedule.loads <= sum(t.numel() for t in rows)
+    if horizon is None:
+        assert schedule.loads == union(rows).numel(), "with room for all rows each is loaded once"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_horizon_of_one_is_the_method_of_hongtu(seed):
+    rows = accesses(seed, 200, num_chunks=9, degree=6)
+    most = max(t.numel() for t in rows)
+    expected = previous_chunk_loads(rows)
+    for num_slots in (most, 200):
+        assert make_schedule(rows, 200, num_slots, horizon=1).loads == expected
+    loads = [make_schedule(rows, 200, most, horizon).loads for horizon in (1, 2, 9, None)]
+    assert loads == sorted(loads, reverse=True) and loads[0] > loads[-1] == loads[-2]
+
+
+def test_empty_accesses():
+    empty, some = torch.empty(0, dtype=torch.long), torch.tensor([1, 3])
+    for rows, loads in (([], 0), ([empty], 0), ([some, empty, some], 2), ([empty, some, empty], 2)):
+        schedule = make_schedule(rows, 5, 2)
+        assert schedule.loads == loads
+        play(schedule, rows, 5)
+    assert make_schedule([some, empty, some], 5, 2, horizon=1).loads == 4
+
+
+def test_slots_that_are_free_for_longest_are_taken_first():
+    """Rows can then be loaded while the access before is computed."""
+    rows = torch.arange(8).split(2)
+    assert [access.load_slots.tolist() for access in make_schedule(rows, 8, 4).accesses] == [[0, 1], [2, 3]] * 2
+
+
+def test_an_access_must_fit():
+    rows = [torch.tensor([2]), torch.tensor([0, 1, 4])]
+    with pytest.raises(ValueError, match=r"Access 1 reads 3 rows.*slots \(2\). Give it 3 slots, or cut"):
+        make_schedule(rows, 5, 2)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 8, 50, 200])
+def test_ranges_have_equal_cost(num_chunks):
+    rowptr, _ = random_graph(0, 120, 120, 9)
+    chunks = ranges(rowptr.int(), num_chunks)
+    assert len(chunks) == num_chunks
+    assert [i for chunk in chunks for i in range(chunk.start, chunk.stop)] == list(range(120)), "all rows, in order"
+    cost = rowptr.diff() + ROW_COST
+    for chunk in chunks:
+        rows = cost[chunk]
+        outer = rows[[0, -1]].sum() / 2 if len(rows) else 0
+        assert rows.sum() <= cost.sum() / num_chunks + 1 + outer
+    if num_chunks <= 8:
+        assert all(cost[chunk].sum() >= cost.sum() / num_chunks - 1 - cost.max() for chunk in chunks)
+
+
+def test_ranges_of_few_rows():
+    assert ranges(torch.tensor([0]), 3) == [slice(0, 0)] * 3
+    two = ranges(torch.tensor([0, 5, 10]), 5)
+    assert sum(chunk.start == chunk.stop for chunk in two) == 3 and two[-1].stop == 2
+    with pytest.raises(ValueError, match=r"at least one chunk \(got 0\). Give a positive 'num_chunks'"):
+        ranges(torch.tensor([0, 1]), 0)
+
+
+def test_sources_of_chunks():
+    rowptr, col = random_graph(2, 60, 90, 5)
+    chunks = ranges(rowptr, 70)
+    found = source_rows(rowptr, col, chunks, 90)
+    assert any(t.numel() == 0 for t in found)
+    for chunk, ids in zip(chunks, found, strict=True):
+        read = {int(i) for d in range(chunk.start, chunk.stop) for i in col[rowptr[d] : rowptr[d + 1]]}
+        assert ids.tolist() == sorted(read)
+
+
+@pytest.mark.parametrize("num_slots", [1, 4, 10, 11])
+def test_source_pieces(num_slots):
+    ids = torch.arange(10) * 3
+    pieces = source_pieces(ids, num_slots)
+    assert torch.cat(pieces).equal(ids) and len(pieces) == -(-10 // num_slots)
+    assert max(p.numel() for p in pieces) <= num_slots
+    assert max(p.numel() for p in pieces) - min(p.numel() for p in pieces) <= 1
+    (none,) = source_pieces(ids[:0], num_slots)
+    assert none.numel() == 0
+
+
+def test_pieces_of_one_chunk_fit_where_it_does_not():
+    rows = accesses(0, 100, num_chunks=5, degree=6)
+    pieces = [piece for ids in rows for piece in source_pieces(ids, 20)]
+    assert len(pieces) > len(rows)
+    play(make_schedule(pieces, 100, 20), pieces, 100)
+
+
+def test_rows_in_common():
+    rows, others = accesses(0, 80, 4, degree=5), accesses(1, 80, 6, degree=5)
+    sets = [[set(ids.tolist()) for ids in one] for one in (rows, others)]
+    assert overlaps(rows, others, 80).tolist() == [[len(a & b) for b in sets[1]] for a in sets[0]]
+    assert set(union(rows).tolist()) == set.union(*sets[0])
+
+
+def test_greedy_order_follows_shared_rows():
+    shared = torch.tensor([[9, 1, 2, 5], [1, 9, 4, 0], [2, 4, 9, 3], [5, 0, 3, 9]])
+    assert greedy_order(shared) == [0, 3, 2, 1]
+    assert greedy_order(shared[:1, :1]) == [0]
+
+
+def test_best_order_never_loads_more():
+    shuffled = torch.randperm(16, generator=torch.Generator().manual_seed(0)).tolist()
+    path = [torch.arange(4 * k, 4 * k + 8) for k in range(16)]  # each shares four rows with the next
+    order = best_order([[path[c] for c in shuffled]], 68, 8)
+    gaps = [abs(shuffled[a] - shuffled[b]) for a, b in pairwise(order)]
+    assert gaps.count(1) >= 13 and sorted(order) == list(range(16))
+    assert best_order([path, path], 68, 5) == list(range(16)), "also in source pieces"
+
+
+def test_given_order_stays_where_the_greedy_one_loads_more():
+    rows = [torch.tensor(ids) for ids in ([2, 3, 4, 5], [0, 1, 4, 6], [1, 3, 5, 6], [3, 5, 7, 8])]
+    greedy = greedy_order(overlaps(rows, rows, 9))
+    loads = [make_schedule([rows[c] for c in order], 9, 4).loads for order in (range(4), greedy)]
+    assert loads == [11, 12] and best_order([rows], 9, 4) == [0, 1, 2, 3]
+
+
+def test_order_is_that_of_all_workers():
+    """Batch 1 shares three rows of one worker with batch 0, batch 2 two rows of both."""
+    one = [torch.tensor(ids) for ids in ([0, 1, 2, 3, 4], [0, 1, 2, 10, 11], [3, 4, 12, 13, 14])]
+    other = [one[0], torch.arange(20, 25), one[2]]
+    assert best_order([one, other], 25, 5) == [0, 2, 1]
+    assert best_order([one], 25, 5) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_share_rows(seed):
+    """Worker 1 has the chunks of worker 0 in another order; so has worker 2, but for one row each."""
+    generator = torch.Generator().manual_seed(seed)
+    first = [torch.arange(10 * k, 10 * k + 10) for k in range(8)]
+    orders = [torch.randperm(8, generator=generator).tolist() for _ in range(2)]
+    rows = [first, [first[c] for c in orders[0]], [first[c][1:] for c in orders[1]]]
+    found = form_batches(rows, 80)
+    assert found[0] == list(range(8))
+    for given, order in zip(orders, found[1:], strict=True):
+        assert [given[c] for c in order] == list(range(8))
+
+
+def test_batches_are_formed_as_in_the_paper():
+    """Each batch takes in turn, of the chunks that are left, that with most rows of all its chunks so far."""
+    rows = [accesses(seed, 60, 5, degree=3) for seed in range(3)]
+    batches, expected = [set(ids.tolist()) for ids in rows[0]], [list(range(5))]
+    for chunks in rows[1:]:
+        left, order, before = list(range(5)), [], [set(b) for b in batches]
+        for j in range(5):
+            best = max(left, key=lambda c: len(before[j] & set(chunks[c].tolist())))
+            left.remove(best)
+            order.append(best)
+            batches[j] |= set(chunks[best].tolist())
+        expected.append(order)
+    assert form_batches(rows, 60) == expected
