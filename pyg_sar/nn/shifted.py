@@ -19,8 +19,9 @@ from pyg_sar.watch import ROWS, gives
 @gives(ROWS)
 def shifted(rows: Tensor, bias: Tensor) -> Tensor:
     """Return ``rows + bias``; ``rows`` are read by backward and are never changed in place."""
-    out: Any = Shift.apply(rows, bias) if rows.dtype == bias.dtype and type(rows) is Tensor else rows + bias
-    if out.requires_grad and out.dtype == rows.dtype:
+    plain = type(rows) is Tensor  # and not what stands for rows in host memory
+    out: Any = Shift.apply(rows, bias) if plain and rows.dtype == bias.dtype else rows + bias
+    if plain and out.requires_grad and out.dtype == rows.dtype:
         out._sar_made_of = rows.detach(), bias.detach().clone(), out._version
     return out
 

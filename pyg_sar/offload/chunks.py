@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +25,7 @@ from pyg_sar.autograd import once_differentiable
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.passes import force, rows_of
 from pyg_sar.offload.rows import HostRows, Place, answers, record
+from pyg_sar.offload.schedule import ranges
 from pyg_sar.reduce.base import Needs, Reduce, Rows
 from pyg_sar.sources import LocalRows, ProjectedRows
 
@@ -56,11 +56,9 @@ def chunks(graph: ShardedGraph, count: int) -> list[Chunk]:
 
 
 def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
-    """Cut destinations into ranges of about equal cost: a row costs as much as four edges."""
-    cost = (4 + graph.degree).cumsum(0)
-    total = int(cost[-1]) if len(cost) else 0
-    ends = torch.searchsorted(cost, torch.arange(1, count) * total // count).tolist()
-    return list(pairwise([0, *ends, graph.num_dst]))
+    """Cut destinations into ranges of about equal cost."""
+    rowptr = F.pad(graph.degree.cumsum(0), (1, 0))
+    return [(chunk.start, chunk.stop) for chunk in ranges(rowptr.cpu(), count)]
 
 
 def chunk(graph: ShardedGraph, start: int, end: int) -> Chunk:

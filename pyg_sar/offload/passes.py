@@ -40,8 +40,9 @@ def force(rows: HostRows) -> HostRows:
         return rows
     if rows.made is None:
         with torch.set_grad_enabled(rows.differentiated):  # as it was when this was recorded
-            step, leaves = program(rows.op)
-            rows.made = Pass.apply(rows.place, step, len(rows), *leaves)
+            reads = Reads()
+            step = reads.step(rows.op)
+            rows.made = Pass.apply(rows.place, step, len(rows), *reads.leaves)
     return rows.made
 
 
@@ -68,23 +69,32 @@ class Step(NamedTuple):
     learns: bool
 
 
-def program(op: Op) -> tuple[Step, list[Tensor]]:
-    """Return what is pending, and the rows and differentiated tensors that it reads, each once."""
-    leaves: list[Tensor] = []
-    known: dict[int, Any] = {}
+class Reads:
+    """What a program reads: its rows and differentiated tensors, each once.
 
-    def convert(value: Any) -> Any:
-        pending = isinstance(value, HostRows) and value.op is not None
-        if not pending and not isinstance(value, HostRows) and not (isinstance(value, Tensor) and value.requires_grad):
+    It is no function within a function, which would keep what it saw until Python looks for circles.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: list[Tensor] = []
+        self.known: dict[int, Any] = {}
+
+    def step(self, op: Op, learns: bool = True) -> Step:
+        """Return a function of the program."""
+        return Step(Op(op.func, *tree_map(self.argument, op[1:])), learns)
+
+    def argument(self, value: Any) -> Any:
+        """Return what stands for an argument."""
+        if isinstance(value, HostRows) and value.op is not None:
+            if id(value) not in self.known:
+                self.known[id(value)] = self.step(value.op, value.differentiated)
+            return self.known[id(value)]
+        if not isinstance(value, HostRows) and not (isinstance(value, Tensor) and value.requires_grad):
             return value
-        if id(value) not in known and pending:
-            known[id(value)] = Step(Op(value.op.func, *tree_map(convert, value.op[1:])), value.differentiated)
-        elif id(value) not in known:
-            leaves.append(value)
-            known[id(value)] = Leaf(len(leaves) - 1)
-        return known[id(value)]
-
-    return Step(Op(op.func, *tree_map(convert, op[1:])), True), leaves
+        if id(value) not in self.known:
+            self.leaves.append(value)
+            self.known[id(value)] = Leaf(len(self.leaves) - 1)
+        return self.known[id(value)]
 
 
 class Range:
@@ -283,6 +293,8 @@ def take(func: Callable, args: Any, kwargs: Any) -> Any:
         rows, index = args
     if not isinstance(rows, HostRows) or any(isinstance(i, HostRows) for i in tree_leaves(index)):
         refuse(func, args, kwargs, "the numbers of rows are needed to take them; move them out of the model first")
+    if isinstance(index, tuple) and index and index[0] is Ellipsis and len(index) <= rows.dim():
+        index = (slice(None), *index)
     first = index[0] if isinstance(index, tuple) and index else index
     everything = isinstance(first, slice) and first.indices(len(rows)) == (0, len(rows), 1)
     if everything and (not isinstance(index, tuple) or all(i == slice(None) for i in index[1:])):
@@ -345,5 +357,5 @@ def batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
         mean, var = batch_mean.to(x.dtype), batch_var
     scale = (var + given["eps"]).rsqrt().to(x.dtype)
     scale = scale if given["weight"] is None else scale * given["weight"]
-    out = (x - mean) * scale
+    out = (x - mean.unsqueeze(0)) * scale.unsqueeze(0)  # vectors might be taken for a number of each row
     return out if given["bias"] is None else out + given["bias"]

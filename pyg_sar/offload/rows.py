@@ -8,6 +8,7 @@ aggregation, or where rows are taken out (:mod:`pyg_sar.offload.passes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -104,15 +105,18 @@ class HostRows(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Do what autograd asks for: gradients that meet are added, and tensors are told from their graph."""
         name = func.overloadpacket.__name__
-        if name in ("detach", "alias", "view_as"):
+        if name == "detach":
             it = args[0]
             return HostRows(it.place, it.host, it.op, it.probe)
-        if name == "add" and all(isinstance(t, HostRows) and t.host is not None for t in args[:2]):
+        if name in ("add", "add_") and all(isinstance(t, HostRows) and t.host is not None for t in args[:2]):
             one, other = args[:2]
             out = one.place.home.empty(one.host.shape, one.dtype)
             for a, b in one.place.ranges:
                 torch.add(one.host[a:b], other.host[a:b], out=out[a:b])
-            return HostRows(one.place, out)
+            if name == "add":
+                return HostRows(one.place, out)
+            one.host = out  # the old one may be the gradient of something else, too
+            return one
         refuse(func, args, kwargs or {}, "it reached the rows beside torch's functions")
 
 
@@ -125,6 +129,8 @@ def some(rows: Tensor) -> Tensor:
 
 def name_of(func: Any) -> str:
     """Return the name of a function; of a property, that of the property."""
+    if isinstance(func, partial):
+        return name_of(func.args[0])
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f"{name} {getattr(getattr(func, '__self__', None), '__name__', '')}"
@@ -151,7 +157,12 @@ def has_rows(value: Any, num_rows: int) -> bool:
     return plain and value.dim() > 0 and value.size(0) == num_rows
 
 
-def record(func: Callable, args: Any, kwargs: Any) -> HostRows:
+def result_of(func: Callable, k: int, *args: Any, **kwargs: Any) -> Any:
+    """Return one of the results of a function."""
+    return func(*args, **kwargs)[k]
+
+
+def record(func: Callable, args: Any, kwargs: Any) -> Any:
     """Return what a function makes of rows, which is not computed yet."""
     first = next(rows_in((args, kwargs)))
     num_rows = first.size(0)
@@ -174,6 +185,9 @@ def record(func: Callable, args: Any, kwargs: Any) -> HostRows:
         raise
     except Exception as error:
         refuse(func, args, kwargs, f"on five rows it raised {type(error).__name__}: {error}")
+    if isinstance(whole, tuple) and all(isinstance(p, tuple) and len(p) == len(whole) for p in parts):
+        found = [record(partial(result_of, func, k), args, kwargs) for k in range(len(whole))]
+        return tuple(found) if type(whole) is tuple else type(whole)(found)  # such as values and numbers of maxima
     if not row_wise(whole, parts):
         refuse(func, args, kwargs, "the result for a row depends on other rows")
     learns = torch.is_grad_enabled() and any(requires_grad(t) for t in tree_leaves((args, kwargs)))
@@ -213,8 +227,21 @@ def snapshot(rows: HostRows) -> HostRows:
         return rows.made
     if rows.op is not None:
         return HostRows(rows.place, op=rows.op, probe=rows.probe, requires_grad=rows.differentiated)
-    with PLAIN():
-        return torch.ops.aten.alias(rows) if rows.requires_grad else HostRows(rows.place, rows.host, probe=rows.probe)
+    return Same.apply(rows) if requires_grad(rows) else HostRows(rows.place, rows.host, probe=rows.probe)
+
+
+class Same(torch.autograd.Function):
+    """The same rows in another tensor; a view would keep the one that it was made of, which may refer to it later."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: HostRows) -> HostRows:
+        """Return the rows."""
+        return HostRows(rows.place, rows.host, probe=rows.probe)
+
+    @staticmethod
+    def backward(ctx: Any, grad: HostRows) -> HostRows:
+        """Return the gradient."""
+        return grad
 
 
 def requires_grad(value: Any) -> bool:
@@ -229,7 +256,7 @@ def requires_grad(value: Any) -> bool:
 ANSWERS = {
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "stride",
     "__len__", "__hash__", "__repr__", "__format__", "is_inference", "is_contiguous", "get_device", "requires_grad_",
-    "register_hook", "retain_grad", "__set__ grad", "__set__ requires_grad",
+    "register_hook", "retain_grad", "grad", "backward", "__set__ grad", "__set__ requires_grad",
     *(f"__get__ {name}" for name in (
         "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_leaf", "grad", "grad_fn",
         "is_quantized", "is_meta", "is_nested", "names", "_version", "is_mkldnn", "is_xpu", "is_mps",

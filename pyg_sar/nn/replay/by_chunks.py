@@ -62,13 +62,7 @@ class Propagation(Program):
 
     def run(self, it: Chunk, values: Sequence[Any]) -> Tensor:
         """Run the layer's own code on the chunk; every chunk, and backward, drops by the same seeds."""
-
-        def value(spec: Any) -> Any:
-            if isinstance(spec, tuple):
-                return tuple(map(value, spec))
-            return values[spec] if type(spec) is Number else spec
-
-        call = replace(self.call, kwargs={name: value(spec) for name, spec in self.call.kwargs.items()})
+        call = replace(self.call, kwargs={name: given(spec, values) for name, spec in self.call.kwargs.items()})
         strategy = choose(call, it.graph, None)
         if strategy.name in ("one-shot", "refused", "padded"):
             raise NotImplementedError(
@@ -81,6 +75,13 @@ class Propagation(Program):
     def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
         """Never asked: gradients depend on rows."""
         raise AssertionError
+
+
+def given(spec: Any, values: Sequence[Any]) -> Any:
+    """Return an argument of the call: the value of a number, a pair of those, or what it is."""
+    if isinstance(spec, tuple):
+        return tuple(given(s, values) for s in spec)
+    return values[spec] if type(spec) is Number else spec
 
 
 class Layer(Program):

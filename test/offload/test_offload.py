@@ -1,0 +1,521 @@
+"""Training on rows in host memory, chunk by chunk, against PyG in one process."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from support.nasty_graph import NUM_NODES, assignment, edges, share
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch_geometric.data import Data, HeteroData
+
+import pyg_sar
+from pyg_sar import nn
+from pyg_sar.nn.convert import convert
+from pyg_sar.offload import chunks as by_chunks
+from pyg_sar.offload.data import offload
+from pyg_sar.offload.home import Home
+from pyg_sar.offload.rows import HostRows
+
+IN, HIDDEN, OUT = 8, 6, 4
+CHUNKS = [1, 2, 5, 17]
+
+
+def leaf(*shape, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def inputs(dtype=torch.float64):
+    """A graph with hubs, self-loops, multi-edges and isolated nodes, and what layers read of its edges."""
+    edge_index = edges()
+    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]
+    count = edge_index.size(1)
+    x = leaf(NUM_NODES, IN, dtype=dtype)
+    y, mask = torch.arange(NUM_NODES) % OUT, torch.arange(NUM_NODES) % 3 > 0
+    weight = leaf(count, seed=2, dtype=dtype).detach().abs().requires_grad_()
+    return Data(x=x, y=y, mask=mask, edge_index=edge_index), {
+        "edge_attr": leaf(count, 3, seed=1, dtype=dtype),
+        "edge_weight": weight,
+        "edge_type": torch.arange(count) % 3,
+    }
+
+
+def mlp(a, b):
+    return torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.ReLU(), torch.nn.Linear(b, b))
+
+
+DEGREES = torch.bincount(torch.bincount(edges()[1], minlength=NUM_NODES))
+# Layers of PyG, and which tensors of edges they are given.
+LAYERS = {
+    "sage": (lambda a, b: pyg.SAGEConv(a, b), ()),
+    "sage, max": (lambda a, b: pyg.SAGEConv(a, b, aggr="max", project=True), ()),
+    "sage, sum": (lambda a, b: pyg.SAGEConv(a, b, aggr="sum", normalize=True), ()),
+    "gcn": (lambda a, b: pyg.GCNConv(a, b), ()),
+    "gcn, weights": (lambda a, b: pyg.GCNConv(a, b), ("edge_weight",)),
+    "gin": (lambda a, b: pyg.GINConv(mlp(a, b), train_eps=True), ()),
+    "gat": (lambda a, b: pyg.GATConv(a, b // 2, 2), ()),
+    "gat, edges": (lambda a, b: pyg.GATConv(a, b, 2, concat=False, edge_dim=3, residual=True), ("edge_attr",)),
+    "gatv2": (lambda a, b: pyg.GATv2Conv(a, b // 2, 2), ()),
+    "gatv2, shared": (lambda a, b: pyg.GATv2Conv(a, b // 2, 2, share_weights=True, edge_dim=3), ("edge_attr",)),
+    "transformer": (lambda a, b: pyg.TransformerConv(a, b // 2, 2, beta=True), ()),
+    "rgcn": (lambda a, b: pyg.RGCNConv(a, b, 3), ("edge_type",)),
+    "rgcn, bases": (lambda a, b: pyg.RGCNConv(a, b, 3, num_bases=2), ("edge_type",)),
+    # by their own code, or by kernels that do the same
+    "graphconv": (lambda a, b: pyg.GraphConv(a, b), ("edge_weight",)),
+    "tag": (lambda a, b: pyg.TAGConv(a, b), ()),
+    "cheb": (lambda a, b: pyg.ChebConv(a, b, 3), ()),
+    "gine": (lambda a, b: pyg.GINEConv(mlp(a, b), edge_dim=3), ("edge_attr",)),
+    "edge": (lambda a, b: pyg.EdgeConv(mlp(2 * a, b)), ()),
+    "gen": (lambda a, b: pyg.GENConv(a, b, aggr="softmax", learn_t=True), ()),
+    "pna": (lambda a, b: pyg.PNAConv(a, b, ["mean", "max", "std"], ["identity", "amplification"], DEGREES), ()),
+    "median": (lambda a, b: pyg.SAGEConv(a, b, aggr="median"), ()),
+}  # fmt: skip
+
+
+class Net(torch.nn.Module):
+    """Three layers of a kind, normalised, with a residual and jumping knowledge."""
+
+    def __init__(self, kind, norm):
+        super().__init__()
+        make, self.names = LAYERS[kind]
+        self.convs = torch.nn.ModuleList(make(a, b) for a, b in ((IN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN)))
+        self.norms = torch.nn.ModuleList(norm(HIDDEN) for _ in range(2))
+        self.jump, self.lin = pyg.JumpingKnowledge("cat"), torch.nn.Linear(3 * HIDDEN, OUT)
+
+    def forward(self, x, edge_index, given):
+        given = [given[name] for name in self.names]
+        h = self.norms[0](self.convs[0](x, edge_index, *given)).relu_()
+        k = h + F.gelu(self.norms[1](self.convs[1](h, edge_index, *given)))
+        return self.lin(self.jump([h, k, self.convs[2](k, edge_index, *given).tanh()]))
+
+
+def network(kind, norm, dtype=torch.float64):
+    torch.manual_seed(3)
+    return Net(kind, {"batch": pyg.BatchNorm, "layer": torch.nn.LayerNorm, "none": torch.nn.Identity}[norm]).to(dtype)
+
+
+def numbers(model, data, given, x, steps=1):
+    """Train, and return losses, and gradients and buffers after the last step."""
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for _ in range(steps):
+        model.zero_grad()
+        x.grad = None
+        for t in given.values():
+            t.grad = None
+        out = model(x, data.edge_index, given)
+        loss = F.cross_entropy(out[data.mask], data.y[data.mask])
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    grad = x.grad.host if isinstance(x, HostRows) else x.grad
+    edge = [t.grad for t in given.values() if t.grad is not None]
+    return [out[:].detach() if not isinstance(out, HostRows) else out[data.mask | ~data.mask].detach(), *losses, grad,
+            *edge, *(p.grad for p in model.parameters()), *model.buffers()]  # fmt: skip
+
+
+def on_chunks(model, count, home=None, steps=1, dtype=torch.float64):
+    data, given = inputs(dtype)
+    data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+    data = offload(data, count, home)
+    data.x.requires_grad_()
+    return numbers(convert(model), data, given, data.x, steps)
+
+
+def in_memory(model, steps=1, dtype=torch.float64):
+    data, given = inputs(dtype)
+    return numbers(model, data, given, data.x, steps)
+
+
+def equal(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("count", CHUNKS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_equals_pyg(kind, count):
+    norm = ("batch", "layer", "none")[(list(LAYERS).index(kind) + count) % 3]
+    equal(on_chunks(network(kind, norm), count), in_memory(network(kind, norm)))
+
+
+@pytest.mark.parametrize("norm", ["batch", "layer", "none"])
+@pytest.mark.parametrize("kind", ["sage", "gcn", "gat"])
+def test_every_normalisation_and_files(kind, norm, tmp_path):
+    equal(on_chunks(network(kind, norm), 3, str(tmp_path), steps=2), in_memory(network(kind, norm), steps=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [
+    lambda: pyg.GCN(IN, HIDDEN, 3, OUT, norm="batch", jk="cat"), lambda: pyg.GAT(IN, HIDDEN, 2, OUT, heads=2, jk="max"),
+    lambda: pyg.GraphSAGE(IN, HIDDEN, 2, OUT, norm="layer_norm", norm_kwargs={"mode": "node"}),
+    lambda: pyg.PNA(IN, HIDDEN, 2, OUT, aggregators=["mean", "std"], scalers=["identity"], deg=DEGREES),
+])  # fmt: skip
+def test_models_of_pyg(make):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = make().double()
+
+        def forward(self, x, edge_index, given):
+            return self.model(x, edge_index)
+
+    equal(on_chunks(Model(), 4), in_memory(Model()))
+
+
+@pytest.mark.parametrize("kind", ["sage", "gat", "gcn"])
+def test_single_precision(kind):
+    """The error is at most twice PyG's."""
+    exact = in_memory(network(kind, "batch"))
+    found = on_chunks(network(kind, "batch", torch.float32), 5, dtype=torch.float32)
+    plain = in_memory(network(kind, "batch", torch.float32), dtype=torch.float32)
+    for f, p, e in zip(found, plain, exact, strict=True):
+        error, reference = ((t.double() - e).abs().max() for t in (f, p))
+        assert error <= 2 * reference + 1e-6 * e.abs().max() + 1e-7  # gradients that a normalisation makes zero
+
+
+def small(count=3, num_nodes=NUM_NODES, home=None):
+    data, _ = inputs()
+    data.edge_index = pyg_sar.shard(data.edge_index % num_nodes, num_nodes)
+    data.x, data.y, data.mask = data.x[:num_nodes], data.y[:num_nodes], data.mask[:num_nodes]
+    return offload(data, count, home)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3, 5, 6])
+def test_fewer_nodes_than_chunks(num_nodes):
+    data, results = small(num_nodes=num_nodes), []
+    for x, edge_index in ((data.x, data.edge_index), (data.x.host, data.edge_index.graph.coo())):
+        torch.manual_seed(0)
+        conv = nn.GATConv(IN, HIDDEN, 2).double()
+        out = F.elu(conv(x, edge_index))
+        out = out[torch.arange(num_nodes)]
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad for p in conv.parameters())])
+    equal(*results)
+
+
+def test_attention_drops_the_same_edges():
+    """As in memory, and in every number of chunks."""
+    results = []
+    for count in (None, 1, 4):
+        data, _ = inputs()
+        data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+        data = data if count is None else offload(data, count)
+        torch.manual_seed(0)
+        conv = nn.GATConv(IN, HIDDEN, 2, dropout=0.5).double()
+        conv(data.x, data.edge_index)[data.mask].square().sum().backward()
+        results.append([p.grad for p in conv.parameters()])
+    equal(results[1], results[0])
+    equal(results[2], results[0])
+
+
+def test_messages_drop_the_same_edges():
+    class Drops(pyg.MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return F.dropout(x_j.tanh(), 0.5)
+
+    results = []
+    for count in (1, 4):
+        data = small(count)
+        data.x.requires_grad_()
+        layer = convert(Drops())
+        layer(data.x, data.edge_index)[data.mask].square().sum().backward()
+        results.append([data.x.grad.host])
+    equal(*results)
+    assert results[0][0].abs().sum() > 0
+
+
+def test_dropout_of_rows():
+    """It is a function of the row, so the same in every number of chunks, and in backward."""
+    results = []
+    for count in (1, 4):
+        data = small(count)
+        data.x.requires_grad_()
+        torch.manual_seed(0)
+        x = F.dropout(data.x, 0.25)
+        out = x[data.mask]
+        out.sum().backward()
+        results.append([out.detach(), data.x.grad.host])
+        kept = out.detach() != 0
+        assert torch.equal(kept, data.x.grad.host[data.mask] != 0)
+        torch.testing.assert_close(out[kept], data.x.host[data.mask][kept] / 0.75)
+        assert 0.6 < kept.double().mean() < 0.9
+        assert F.dropout(data.x, 0.25, training=False) is data.x
+        assert not torch.equal(F.dropout(data.x, 0.25)[data.mask], F.dropout(data.x, 0.25)[data.mask])
+    equal(*results)
+
+
+FUNCTIONS = {
+    "relu": lambda x: x.relu(),
+    "leaky": lambda x: F.leaky_relu(x, 0.1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, (IN,)),
+    "cat": lambda x: torch.cat([x, x.tanh()], 1),
+    "stack": lambda x: torch.stack([x, -x], 1).amax(1),
+    "sum": lambda x: x.sum(-1, keepdim=True),
+    "mean": lambda x: x.mean(dim=1),
+    "norm": lambda x: x.norm(dim=1, keepdim=True),
+    "view": lambda x: x.view(-1, 2, 4),
+    "reshape": lambda x: x.reshape(x.size(0), 4, 2).sum(2),
+    "columns": lambda x: x[:, 2:5],
+    "one": lambda x: x[:, 3],
+    "split": lambda x: x[..., :4] * x[..., 4:],
+    "scalar": lambda x: 2 * x**2 - 1 / (1 + x.abs()),
+    "matrix": lambda x: x @ torch.ones(IN, 3, dtype=x.dtype),
+    "add": lambda x: x + 1,
+    "where": lambda x: torch.where(x > 0, x, 0.5 * x),
+    "rows": lambda x: x * torch.arange(1.0, len(x) + 1, dtype=x.dtype).unsqueeze(1),
+    "float": lambda x: x.float().double(),
+    "in place": lambda x: (x + 0).mul_(2).add_(x).relu_(),
+    "clamp": lambda x: x.clamp(min=-0.5),
+    "mm": lambda x: F.linear(x, torch.ones(2, IN, dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_rows(name):
+    data, every = small(4), torch.arange(NUM_NODES)
+    data.x.requires_grad_()
+    plain = data.x.host.clone().requires_grad_()
+    before = data.x.host.clone()
+    out, expected = FUNCTIONS[name](data.x), FUNCTIONS[name](plain)
+    assert isinstance(out, HostRows) and out.shape == expected.shape and out.dtype == expected.dtype
+    assert out.requires_grad
+    out = out[every]
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(data.x.grad.host, plain.grad, rtol=1e-10, atol=1e-10)
+    assert torch.equal(data.x.host, before)
+
+
+MIXES = {
+    "cumsum": lambda x: x.cumsum(0),
+    "softmax": lambda x: x.softmax(0),
+    "sort": lambda x: x.sort(0)[0],
+    "t": lambda x: x.t(),
+    "gram": lambda x: x @ x.t(),
+    "randn_like": lambda x: torch.randn_like(x),
+    "roll": lambda x: x.roll(1, 0),
+    "flip": lambda x: x.flip(0),
+    "item": lambda x: x.item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "bool": lambda x: bool(x),
+    "std": lambda x: x.std(0),
+    "loss": lambda x: F.mse_loss(x, x + 1),
+    "new_zeros": lambda x: x.new_zeros(len(x), 3),
+    "setitem": lambda x: x.__setitem__(0, 1.0),
+    "chunk": lambda x: x.chunk(2),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_functions_that_mix_rows_are_refused(name):
+    data = small(4)
+    with pytest.raises((NotImplementedError, TypeError), match="rows in host memory"):
+        MIXES[name](data.x)
+
+
+def test_sums_over_rows():
+    data = small(4)
+    data.x.requires_grad_()
+    plain = data.x.host.clone().requires_grad_()
+    values = []
+    for x in (data.x, plain):
+        x.grad = None
+        y = x.sin()
+        value = y.sum() + (y.mean(0) * torch.arange(IN)).sum() + 3 * y.mean() + y.square().sum(0).max()
+        value.backward()
+        values.append(value.detach())
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(data.x.grad.host, plain.grad)
+
+
+def test_rows_that_are_taken():
+    """By masks, numbers (also twice) and ranges, of which gradients come back."""
+    data = small(4)
+    data.x.requires_grad_()
+    plain = data.x.host.clone().requires_grad_()
+    for index in (data.mask, torch.tensor([3, 3, 0, 60]), slice(5, 50, 3), 4):
+        (data.x.tanh()[index] ** 2).sum().backward()
+        (plain.tanh()[index] ** 2).sum().backward()
+    torch.testing.assert_close(data.x.grad.host, plain.grad)
+    assert data.x[:] is data.x and data.x[:, :] is data.x
+
+
+def test_what_was_computed_without_gradients():
+    data = small(4)
+    data.x.requires_grad_()
+    with torch.no_grad():
+        still = data.x.tanh()
+    moves = data.x.tanh()
+    assert not still.requires_grad and moves.requires_grad
+    with torch.no_grad():
+        assert not moves[:3].requires_grad
+    (moves * still + moves.detach()).sum().backward()
+    torch.testing.assert_close(data.x.grad.host, data.x.host.tanh() * (1 - data.x.host.tanh() ** 2))
+
+
+def test_no_second_derivative():
+    data = small()
+    data.x.requires_grad_()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(data.x.tanh().sum(), data.x, create_graph=True)
+
+
+def test_evaluation_uses_running_statistics():
+    data, given = inputs()
+    model = network("sage", "batch")
+    expected = model.eval()(data.x, data.edge_index, given).detach()
+    data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+    data = offload(data, 3)
+    with torch.no_grad():
+        out = convert(model)(data.x, data.edge_index, given)
+    torch.testing.assert_close(out[torch.arange(NUM_NODES)], expected, rtol=1e-10, atol=1e-10)
+
+
+class Longest(TorchDispatchMode):
+    """The most rows of a tensor that was made, other than at home."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.what = 0, None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is torch.Tensor}
+        for t in tree_leaves(out):
+            made = type(t) is torch.Tensor and t.dim() > 1 and t.untyped_storage()._cdata not in given
+            if made and t.size(0) > self.rows:
+                self.rows, self.what = t.size(0), (func, t.shape)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["sage", "gcn", "gat", "gatv2", "edge"])
+def test_no_tensor_is_as_long_as_the_graph(kind, monkeypatch):
+    """Neighbors are near: a chunk of ten reads a tenth of the rows, and one row more on each side."""
+    n = 400
+    edge_index = torch.stack([torch.arange(n).roll(1), torch.arange(n)])
+    edge_index = torch.cat([edge_index, edge_index.flip(0)], 1)
+    data = Data(x=torch.randn(n, IN, dtype=torch.float64), edge_index=pyg_sar.shard(edge_index, n))
+    data.y, data.mask = torch.arange(n) % OUT, torch.arange(n) % 40 == 0
+    data, model = offload(data, 10), convert(network(kind, "batch"))
+
+    def step():
+        F.cross_entropy(model(data.x, data.edge_index, {})[data.mask], data.y[data.mask]).backward()
+
+    step()  # makes chunks
+    empty = Home.empty
+
+    def hidden(*args):  # from the mode
+        with torch.utils._python_dispatch._disable_current_modes():
+            return empty(*args)
+
+    monkeypatch.setattr(Home, "empty", hidden)
+    with Longest() as longest:
+        step()
+    assert longest.rows <= 2 * (n // 10 + 2) + 20, longest.what  # edges, and a piece for padding
+
+
+@pytest.fixture
+def no_garbage_collection():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_homes_die(no_garbage_collection):
+    """Nothing at home is left after a step, without waiting for Python to look for circles, and nothing grows."""
+    data = small(3)
+    model, home = convert(network("gat", "batch")), data.x.place.home
+    peaks = []
+    for _ in range(20):
+        loss = F.cross_entropy(model(data.x, data.edge_index, {})[data.mask], data.y[data.mask])
+        loss.backward()
+        assert home.held == 0  # although the loss lives
+        peaks.append(home.peak)
+    assert len(set(peaks[1:])) == 1
+
+
+def test_sums_keep_no_source_rows():
+    """In case 1 what an aggregation reads dies before backward."""
+    data, made = small(3), []
+    given = by_chunks.ByChunks.forward
+
+    def forward(ctx, place, graph, program, kinds, x, *others):
+        made.append(weakref.ref(x.host))
+        return given(ctx, place, graph, program, kinds, x, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_chunks.ByChunks, "forward", staticmethod(forward))
+        for conv, alive in ((nn.SAGEConv(IN, 2), False), (nn.GATConv(IN, 2), True)):
+            out = conv.double()((data.x * 1), data.edge_index)
+            assert (made[-1]() is not None) == alive
+            del out
+
+
+def test_chunks_are_made_once(monkeypatch):
+    data, calls, chunk = small(3), [], by_chunks.chunk
+    monkeypatch.setattr(by_chunks, "chunk", lambda *args: calls.append(args) or chunk(*args))
+    for _ in range(3):
+        nn.GCNConv(IN, 2).double()(data.x, data.edge_index)[data.mask].sum().backward()
+    assert len(calls) == 3
+
+
+def test_what_cannot_be_offloaded():
+    data, _ = inputs()
+    with pytest.raises(TypeError, match=r"sharded 'edge_index' \(got Tensor\)"):
+        offload(data, 3)
+    with pytest.raises(TypeError, match="Heterogeneous data stays in memory"):
+        offload(HeteroData(), 3)
+    data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+    for wrong in (0, -1, 2.0, True, None):
+        with pytest.raises(ValueError, match="'chunks' to be a positive integer"):
+            offload(data, wrong)
+    with pytest.raises(FileNotFoundError):
+        offload(data, 3, "no/such/folder")
+    two = copy.copy(data)
+    two.edge_index = pyg_sar.shard(torch.zeros(2, 4, dtype=torch.long), (NUM_NODES, 3))
+    with pytest.raises(ValueError, match="one set of nodes"):
+        offload(two, 3)
+    assert isinstance(data.x, torch.Tensor) and not isinstance(data.x, HostRows)
+
+
+def test_room_for_rows():
+    data, _ = inputs()
+    data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+    data = offload(data, 3, limit=100)
+    with pytest.raises(OSError, match="100"):
+        data.x.tanh()[data.mask]
+
+
+def test_layers_that_cannot_run_on_chunks():
+    data = small()
+    layer = convert(pyg.SAGEConv(IN, 4, aggr="lstm")).double()
+    with pytest.raises(NotImplementedError, match="chunks of rows in host memory"):
+        layer(data.x, data.edge_index)
+
+
+def two_workers(group):
+    data, _ = inputs()
+    data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)  # of this process alone
+    offload(data, 2)
+    mine = share(group, edges(), assignment("random", 2))
+    offload(Data(x=torch.randn(len(mine.src), 3), edge_index=mine.edge_index), 2)
+
+
+def test_several_workers_are_refused(pool):
+    for kind, error, message, _ in pool.outcomes(2, two_workers):
+        assert (kind, error) == ("error", "NotImplementedError") and "single worker (got 2)" in message
