@@ -47,7 +47,7 @@ def offload(data: Any, chunks: int, home: str | None = None, limit: int | None =
     Raises:
         TypeError: If ``edge_index`` is not sharded.
         ValueError: If ``chunks`` is no positive integer, or nodes are of two sets.
-        NotImplementedError: If there are several workers, or ``data`` has several types of nodes.
+        NotImplementedError: If there are several workers, or the graph is not on the CPU.
         OSError: If there is no such folder, or no room.
     """
     it = getattr(data, "edge_index", None)
@@ -66,11 +66,13 @@ def offload(data: Any, chunks: int, home: str | None = None, limit: int | None =
             f"[rank {graph.exchange.routes.rank}] Rows are moved to host memory by a single worker (got "
             f"{graph.exchange.routes.size}). Partition into one part and start one process."
         )
+    if graph.device.type != "cpu":
+        raise NotImplementedError(f"Rows are computed on by the CPU as yet (got an 'edge_index' on {graph.device})")
     n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
     place = Place(Home(home, graph.device, limit), graph.device, spans(graph, chunks), n_id)
     out = copy.copy(data)
     for key in data.node_attrs():
         value = data[key]
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
-            out[key] = HostRows(place, value.detach())
+            out[key] = HostRows(place, value.detach()).requires_grad_(value.requires_grad)
     return out

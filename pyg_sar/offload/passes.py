@@ -22,7 +22,6 @@ from pyg_sar.offload.rows import (
     Place,
     answers,
     has_rows,
-    in_place,
     name_of,
     record,
     refuse,
@@ -81,7 +80,8 @@ class Reads:
 
     def step(self, op: Op, learns: bool = True) -> Step:
         """Return a function of the program."""
-        return Step(Op(op.func, *tree_map(self.argument, op[1:])), learns)
+        args, kwargs = tree_map(self.argument, (op.args, op.kwargs))
+        return Step(op._replace(args=args, kwargs=kwargs), learns)
 
     def argument(self, value: Any) -> Any:
         """Return what stands for an argument."""
@@ -128,12 +128,12 @@ class Range:
 
     def run(self, step: Step) -> Any:
         """Return what a function makes."""
-        func, args, kwargs = step.op
+        func, args, kwargs, _ = step.op
         if func is dropout_rows:  # which reads the numbers of rows
             rows, p, seed = args
             return dropout_rows(self.value(rows), p, seed, self.rows(self.place.n_id))
         args, kwargs = tree_map(self.value, (args, kwargs), is_leaf=lambda value: type(value) is Step)
-        if in_place(func):  # others may read what it changes
+        if step.op.changes:  # others may read what it changes
             args = (args[0].clone(), *args[1:])
         with torch.set_grad_enabled(step.learns and torch.is_grad_enabled()):
             return FASTER.get(func, func)(*args, **kwargs)
@@ -177,7 +177,10 @@ class Pass(torch.autograd.Function):
             with torch.enable_grad():
                 out = Range(place, n, span, values).run(ctx.step)
             given = [value for value, want in zip(values, wanted, strict=True) if want]
-            found = iter(torch.autograd.grad(out, given, rows_of(grad, span), allow_unused=True))
+            got: Any = [None] * len(given)
+            if out.requires_grad:
+                got = torch.autograd.grad(out, given, rows_of(grad, span), allow_unused=True)
+            found = iter(got)
             for k, leaf in enumerate(leaves):
                 if wanted[k]:
                     collect(grads, k, leaf, next(found), span, place, n)
@@ -293,6 +296,12 @@ def take(func: Callable, args: Any, kwargs: Any) -> Any:
         rows, index = args
     if not isinstance(rows, HostRows) or any(isinstance(i, HostRows) for i in tree_leaves(index)):
         refuse(func, args, kwargs, "the numbers of rows are needed to take them; move them out of the model first")
+    if index is None or isinstance(index, bool):
+        refuse(func, args, kwargs, "a dimension in front of the rows would be added")
+    if not isinstance(index, (Tensor, slice, int, tuple)) and index is not Ellipsis:
+        index = torch.as_tensor(index)  # of a list, in which a row may occur twice
+    if index is Ellipsis:
+        return rows
     if isinstance(index, tuple) and index and index[0] is Ellipsis and len(index) <= rows.dim():
         index = (slice(None), *index)
     first = index[0] if isinstance(index, tuple) and index else index
@@ -313,20 +322,22 @@ def total(func: Callable, args: Any, kwargs: Any) -> Any:
     dims = None if dim is None else [d % rows.dim() for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
     if dims is not None and 0 not in dims:
         return record(func, args, kwargs)
-    if dims is not None and (dims != [0] or kwargs.get("keepdim")):
-        refuse(func, args, kwargs, "sums over rows and columns at once, or that keep the dimension, are not supported")
+    if (dims is not None and dims != [0]) or len(args) > 2 or kwargs.keys() - {"dim"}:
+        refuse(func, args, kwargs, "of rows, 'sum(0)', 'mean(0)', 'sum()' and 'mean()' are known")
     out = Total.apply(force(rows))
     out = out.sum() if dims is None else out
     return out if name_of(func) == "sum" else out / (rows.numel() if dims is None else len(rows))
 
 
-@answers("dropout", "dropout_")
+@answers("dropout")
 def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
     """Drop by a mask that is a function of a seed, the row's global id and the column."""
     names = dict(zip(("input", "p", "training", "inplace"), args, strict=False), **kwargs)
     rows, p = names["input"], names.get("p", 0.5)
     if not names.get("training", True) or p == 0:
         return rows
+    if names.get("inplace"):
+        refuse(func, args, kwargs, "it changes its argument; leave out 'inplace'")
     seed = int(torch.randint(1 << 62, ()))
     op = Op(dropout_rows, (snapshot(rows), p, seed), {})
     learns = torch.is_grad_enabled() and requires_grad(rows)
@@ -348,6 +359,8 @@ def batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     x, mean, var = given["input"], given["running_mean"], given["running_var"]
     if given["training"]:
         x = force(x)
+        if len(x) == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
         batch_mean, batch_var = Moments.apply(x)
         if mean is not None:
             n = len(x)

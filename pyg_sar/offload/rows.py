@@ -38,11 +38,19 @@ class Place(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A function that was recorded, and what it was called with; rows among it are :class:`HostRows`."""
+    """A function that was recorded, and what it was called with.
+
+    Args:
+        func: The function.
+        args: Its arguments; rows among them are :class:`HostRows`.
+        kwargs: Those by name.
+        changes: Whether it changes its first argument.
+    """
 
     func: Callable[..., Any]
     args: Any
     kwargs: Any
+    changes: bool = False
 
 
 class HostRows(Tensor):
@@ -62,6 +70,7 @@ class HostRows(Tensor):
     probe: Tensor
     made: HostRows | None  # these rows, once they exist
     differentiated: bool
+    recorded: bool  # whether they did not exist from the beginning
 
     @staticmethod
     def __new__(
@@ -77,7 +86,7 @@ class HostRows(Tensor):
             cls, (num_rows, *probe.shape[1:]), dtype=probe.dtype, device=place.device
         )
         out.place, out.host, out.op, out.probe, out.made = place, host, op, probe, None
-        out.differentiated = requires_grad
+        out.differentiated, out.recorded = requires_grad, op is not None
         return out
 
     def aggregate(self, graph: Any, reduce: Any, source: Any, rows: Any) -> HostRows:
@@ -165,48 +174,65 @@ def result_of(func: Callable, k: int, *args: Any, **kwargs: Any) -> Any:
 def record(func: Callable, args: Any, kwargs: Any) -> Any:
     """Return what a function makes of rows, which is not computed yet."""
     first = next(rows_in((args, kwargs)))
-    num_rows = first.size(0)
     if torch.is_autocast_enabled(first.device.type):
         refuse(func, args, kwargs, "autocast is not supported there yet")
+    whole, changes = probed(func, args, kwargs)
+    if isinstance(whole, tuple):
+        found = [record(partial(result_of, func, k), args, kwargs) for k in range(len(whole))]
+        return tuple(found) if type(whole) is tuple else type(whole)(found)  # such as values and numbers of maxima
+    learns = torch.is_grad_enabled() and any(requires_grad(t) for t in tree_leaves((args, kwargs)))
+    kept = tree_map(lambda v: snapshot(v) if isinstance(v, HostRows) else v, (args, kwargs))
+    op = Op(func, kept[0], kept[1], changes)
+    out = HostRows(first.place, op=op, probe=whole, requires_grad=learns and whole.is_floating_point())
+    if not changes:
+        return out
+    target = args[0]
+    target.host, target.op, target.probe, target.made = None, out.op, out.probe, None
+    target.differentiated = out.differentiated
+    return target
 
-    def on(which: slice) -> Any:
-        def pick(value: Any) -> Any:
-            if isinstance(value, HostRows):
-                return value.probe[which].clone()  # the function may change it
-            return some(value)[which] if has_rows(value, num_rows) else value
 
-        given = tree_map(pick, (args, kwargs))
-        with torch.no_grad():
-            return func(*given[0], **given[1])
-
+def probed(func: Callable, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Return what a function makes of five rows, and whether it changes its first argument; refuse what mixes rows."""
+    num_rows = next(rows_in((args, kwargs))).size(0)
+    state = torch.get_rng_state()
     try:
-        whole, parts = on(slice(None)), [on(slice(0, 2)), on(slice(2, PROBE))]
+        results = [run_on(which, func, args, kwargs, num_rows) for which in (slice(None), slice(0, 2), slice(2, PROBE))]
     except NotImplementedError:
         raise
     except Exception as error:
         refuse(func, args, kwargs, f"on five rows it raised {type(error).__name__}: {error}")
-    if isinstance(whole, tuple) and all(isinstance(p, tuple) and len(p) == len(whole) for p in parts):
-        found = [record(partial(result_of, func, k), args, kwargs) for k in range(len(whole))]
-        return tuple(found) if type(whole) is tuple else type(whole)(found)  # such as values and numbers of maxima
-    if not row_wise(whole, parts):
-        refuse(func, args, kwargs, "the result for a row depends on other rows")
-    learns = torch.is_grad_enabled() and any(requires_grad(t) for t in tree_leaves((args, kwargs)))
-    op = Op(func, *tree_map(lambda v: snapshot(v) if isinstance(v, HostRows) else v, (args, kwargs)))
-    out = HostRows(first.place, op=op, probe=whole, requires_grad=learns and whole.is_floating_point())
-    if in_place(func):
-        target = args[0]
-        if not isinstance(target, HostRows) or target.shape != out.shape or target.dtype != out.dtype:
-            refuse(func, args, kwargs, "it changes something else than these rows")
-        target.host, target.op, target.probe, target.made = None, out.op, out.probe, None
-        target.differentiated = out.differentiated
-        return target
-    return out
+    if not torch.equal(state, torch.get_rng_state()):
+        torch.set_rng_state(state)
+        refuse(func, args, kwargs, "it draws random numbers, which backward would draw anew; 'F.dropout' is known")
+    (whole, changed), *parts = results
+    several = isinstance(whole, tuple)
+    for k in range(len(whole)) if several else [0]:
+        pieces = [part[k] if several else part for part, _ in parts]
+        if not row_wise(whole[k] if several else whole, pieces):
+            refuse(func, args, kwargs, "the result for a row depends on other rows")
+    if changed and (several or changed != [True]):
+        refuse(func, args, kwargs, "it changes something else than its first argument, or its type or shape")
+    return whole, bool(changed)
 
 
-def in_place(func: Callable) -> bool:
-    """Whether a function changes its first argument."""
-    name = name_of(func)
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in ("__invert__",))
+def run_on(which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int) -> tuple[Any, list[bool]]:
+    """Return what a function makes of some of five rows; and of rows that it changes, whether that is its result and
+    they are its first argument.
+    """
+    copies: list[tuple[Tensor, HostRows]] = []
+
+    def pick(value: Any) -> Any:
+        if isinstance(value, HostRows):
+            copies.append((value.probe[which].clone(), value))
+            return copies[-1][0]
+        return some(value)[which] if has_rows(value, num_rows) else value
+
+    given = tree_map(pick, (args, kwargs))
+    with torch.no_grad():
+        out = func(*given[0], **given[1])
+    changed = [out is c and args[0] is v and c.shape[1:] == v.shape[1:] for c, v in copies if c._version > 0]
+    return out, changed
 
 
 def row_wise(whole: Any, parts: list[Any]) -> bool:
@@ -249,7 +275,12 @@ def requires_grad(value: Any) -> bool:
     if not isinstance(value, HostRows):
         return isinstance(value, Tensor) and value.requires_grad
     with PLAIN():
-        return value.requires_grad if value.op is None else value.differentiated
+        native = value.requires_grad
+    if value.op is None:
+        return native
+    if native and value.recorded:
+        refuse(value.op.func, (value,), {}, "it ran within an 'autograd.Function', which must see rows that exist")
+    return value.differentiated
 
 
 # Questions that the wrapper answers by itself.

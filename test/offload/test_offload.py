@@ -185,7 +185,7 @@ def test_single_precision(kind):
 def small(count=3, num_nodes=NUM_NODES, home=None):
     data, _ = inputs()
     data.edge_index = pyg_sar.shard(data.edge_index % num_nodes, num_nodes)
-    data.x, data.y, data.mask = data.x[:num_nodes], data.y[:num_nodes], data.mask[:num_nodes]
+    data.x, data.y, data.mask = data.x[:num_nodes].detach(), data.y[:num_nodes], data.mask[:num_nodes]
     return offload(data, count, home)
 
 
@@ -277,6 +277,9 @@ FUNCTIONS = {
     "where": lambda x: torch.where(x > 0, x, 0.5 * x),
     "rows": lambda x: x * torch.arange(1.0, len(x) + 1, dtype=x.dtype).unsqueeze(1),
     "float": lambda x: x.float().double(),
+    "relu inplace": lambda x: (lambda y: F.relu(y, inplace=True) + y)(x + 0),
+    "max": lambda x: torch.stack([x, 1 - x], -1).max(-1)[0],
+    "zeros": lambda x: torch.zeros_like(x) + x,
     "in place": lambda x: (x + 0).mul_(2).add_(x).relu_(),
     "clamp": lambda x: x.clamp(min=-0.5),
     "mm": lambda x: F.linear(x, torch.ones(2, IN, dtype=x.dtype)),
@@ -300,6 +303,18 @@ def test_functions_of_rows(name):
     assert torch.equal(data.x.host, before)
 
 
+class Twice(torch.autograd.Function):
+    """A function whose gradient nobody would find in what is recorded within."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
 MIXES = {
     "cumsum": lambda x: x.cumsum(0),
     "softmax": lambda x: x.softmax(0),
@@ -318,12 +333,20 @@ MIXES = {
     "new_zeros": lambda x: x.new_zeros(len(x), 3),
     "setitem": lambda x: x.__setitem__(0, 1.0),
     "chunk": lambda x: x.chunk(2),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 1e-9, training=True),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "dropout, inplace": lambda x: F.dropout(x, inplace=True),
+    "out": lambda x: torch.add(x, x, out=x + 1),
+    "new dimension": lambda x: x[None],
+    "sum of a type": lambda x: x.sum(dtype=torch.float32),
+    "function": lambda x: Twice.apply(x).tanh(),
 }
 
 
 @pytest.mark.parametrize("name", MIXES)
 def test_functions_that_mix_rows_are_refused(name):
     data = small(4)
+    data.x.requires_grad_()
     with pytest.raises((NotImplementedError, TypeError), match="rows in host memory"):
         MIXES[name](data.x)
 
@@ -348,11 +371,11 @@ def test_rows_that_are_taken():
     data = small(4)
     data.x.requires_grad_()
     plain = data.x.host.clone().requires_grad_()
-    for index in (data.mask, torch.tensor([3, 3, 0, 60]), slice(5, 50, 3), 4):
+    for index in (data.mask, torch.tensor([3, 3, 0, 60]), [1, 1, 2], slice(5, 50, 3), 4):
         (data.x.tanh()[index] ** 2).sum().backward()
         (plain.tanh()[index] ** 2).sum().backward()
     torch.testing.assert_close(data.x.grad.host, plain.grad)
-    assert data.x[:] is data.x and data.x[:, :] is data.x
+    assert data.x[:] is data.x and data.x[:, :] is data.x and data.x[...] is data.x
 
 
 def test_what_was_computed_without_gradients():
