@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
-from pyg_sar import nn
+from pyg_sar import nn, ops
 from pyg_sar.nn.convert import convert
 from pyg_sar.offload import chunks as by_chunks
 from pyg_sar.offload.data import offload
@@ -426,6 +426,7 @@ class Longest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
 @pytest.mark.parametrize("kind", ["sage", "gcn", "gat", "gatv2", "edge"])
 def test_no_tensor_is_as_long_as_the_graph(kind, monkeypatch):
     """Neighbors are near: a chunk of ten reads a tenth of the rows, and one row more on each side."""
