@@ -95,8 +95,12 @@ def linear_grad(
         multiply(source, grad, weight.t(), add=add)
     elif source is not None:
         source.addmm_(grad, weight, beta=1 if add else 0)
-    if d_weight is not None and fast:
+    if d_weight is not None and fast and grad.size(1) <= x.size(1):
         multiply(d_weight, grad.t(), x.t())
+    elif d_weight is not None and fast:  # oneDNN copies its first factor in another order: the narrower one
+        transposed = torch.empty_like(d_weight.t(), memory_format=torch.contiguous_format)
+        multiply(transposed, x.t(), grad.t())
+        d_weight.copy_(transposed.t())
     elif d_weight is not None:
         torch.mm(grad.t(), x, out=d_weight)
     if d_bias is not None:
@@ -106,11 +110,13 @@ def linear_grad(
 def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, add: bool = False) -> None:
     """Write ``F.linear(x, weight, bias)`` over ``out``, or add it, by oneDNN: what it makes at a time stays in a cache.
 
-    It adds up products one after the other: a long sum of them has twice the error of MKL's, which adds up sums.
+    It adds up products one after the other: a long sum of them has twice the error of MKL's, which adds up sums. Where
+    there are many sums to add up, these may be longer.
     """
+    step = SUMMANDS_AT_A_TIME if x.size(1) < 64 * SUMMANDS_AT_A_TIME else 2 * SUMMANDS_AT_A_TIME
     for rows, into in zip(x.split(ROWS_AT_A_TIME), out.split(ROWS_AT_A_TIME), strict=True):
-        for k in range(0, x.size(1), SUMMANDS_AT_A_TIME):
-            which = slice(k, k + SUMMANDS_AT_A_TIME)
+        for k in range(0, x.size(1), step):
+            which = slice(k, k + step)
             terms = onednn(rows[:, which], dense(weight[:, which]), None if k else bias)
             if add or k:
                 into.add_(terms)
