@@ -23,6 +23,8 @@ from pyg_sar.distributed.shard import shard
 from pyg_sar.distributed.traffic import record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.inference import inference
+from pyg_sar.offload.data import offload
+from pyg_sar.offload.rows import HostRows
 from pyg_sar.watch import allow_local
 
 __version__ = "0.1.0"
@@ -45,6 +47,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "CheckError",
+    "HostRows",
     "MessageFlowGraphs",
     "ShardedEdgeIndex",
     "accuracy",
@@ -63,6 +66,7 @@ __all__ = [
     "message_flow_graphs",
     "negative_sampling",
     "nn",
+    "offload",
     "partition",
     "plan",
     "process_group",

@@ -84,9 +84,9 @@ def aggregate_async(
     """
     source = x if isinstance(x, LocalRows) else LocalRows(x)
     check(graph, source.x, Rows(dst, edge))
-    elsewhere = getattr(source.x, "aggregate", None)
-    if elsewhere is not None:  # rows that are not in the memory of the device, such as `offload.rows.HostRows`
-        return Pending(None, out=elsewhere(graph, reduce, source, Rows(dst, edge, const)))
+    if is_elsewhere(source.x):
+        rows: Any = source.x
+        return Pending(None, out=rows.aggregate(graph, reduce, source, Rows(dst, edge, const)))
     if isinstance(source, ProjectedRows) and (
         len(graph.blocks) == 1 or source.x.dim() != 2 or torch.is_autocast_enabled(source.x.device.type)
     ):
@@ -96,6 +96,11 @@ def aggregate_async(
     if context.grads and not graph.exchange.alone and any(t.requires_grad for t in inputs):
         inputs = WaitForGrads.apply(context, *inputs)
     return Pending(forward, (*inputs, *dst, *edge, *const))
+
+
+def is_elsewhere(x: Tensor) -> bool:
+    """Whether rows are not in the memory of the device, and know how they are aggregated: `offload.rows.HostRows`."""
+    return hasattr(x, "aggregate")
 
 
 @dataclass(eq=False)

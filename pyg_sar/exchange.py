@@ -26,9 +26,11 @@ Schedule = Sequence[Sequence[int]]  # for each column tile, the source shards in
 
 
 class Meter(Protocol):
-    """Counts bytes that were sent and received, and seconds that were spent waiting."""
+    """Counts bytes that were sent, received, loaded from home and stored there, and seconds of waiting."""
 
-    def __call__(self, sent: int = 0, received: int = 0, wait: float = 0.0) -> None:
+    def __call__(
+        self, sent: int = 0, received: int = 0, wait: float = 0.0, loaded: int = 0, stored: int = 0
+    ) -> None:  # fmt: skip
         """Add to what was counted."""
 
 
@@ -338,7 +340,7 @@ class Local(Exchange):
             for q in shards:
                 yield q, x[self.routes.shards[q]]
 
-    def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> LocalSink:
+    def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> Sink:
         """Return the sink."""
         return LocalSink(self.routes, receiver)
 

@@ -201,7 +201,7 @@ class ShardedGraph:
         """
         if not 0 <= start <= end <= self.num_dst:
             raise ValueError(f"Expected a range of the {self.num_dst} destinations (got {start} to {end})")
-        blocks, first = [], 0
+        blocks, first, edges = [], 0, self.edge_rows(start, end)
         for block in self.blocks:
             some = block.rows(start, end)
             blocks.append(dataclasses.replace(some, edges=slice(first, first := first + some.num_edges)))
@@ -209,7 +209,7 @@ class ShardedGraph:
             blocks=tuple(blocks),
             num_dst=end - start,
             dst=None if self.dst is None else slice(self.dst.start + start, self.dst.start + end),
-            e_id=edge_ids(self)[self.edge_rows(start, end)],
+            e_id=edges if self.e_id is None else rows_at(self.e_id, edges),
             origin=self.origin or Origin(self, slice(None)),
         )
 

@@ -234,6 +234,11 @@ def few_objects() -> Iterator[None]:
             gc.unfreeze()
 
 
+def storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the memory of tensors; what only stands for rows has none."""
+    return (t.untyped_storage() for t in tree_leaves(value) if type(t) in (Tensor, torch.nn.Parameter))
+
+
 class Live(TorchDispatchMode):
     """Counts the bytes of all tensors that were made within and still live.
 
@@ -250,11 +255,10 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look for memory that is not that of an argument."""
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {memory._cdata for memory in storages((args, kwargs))}
         out = None if self.dry and func.namespace == "pyg_sar" else func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
-                memory = t.untyped_storage()
+        for memory in storages(out):
+            if memory._cdata not in given:
                 given.add(memory._cdata)
                 self.now += memory.nbytes()
                 self.peak = max(self.peak, self.now)

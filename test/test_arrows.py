@@ -15,7 +15,7 @@ LEVELS = """
     autograd block caller running structure watch.__init__ distributed.group distributed.traffic
     offload.__init__ offload.home
     ops.*
-    linear exchange
+    affine linear exchange
     memo
     graph
     rewire cached
@@ -45,7 +45,10 @@ LEVELS = """
     distributed.*
 
     data.*
-    planner offload.data
+    planner
+    offload.move
+    offload.plan
+    offload.data
 
     nn.together nn.shifted
     nn.norm.*

@@ -12,6 +12,7 @@ from typing import Any
 class Traffic:
     """Bytes that one aggregation sent to and received from other workers, and the seconds in which it waited for them;
     ``case`` is the paper's 1 or 2, ``saved`` the bytes that it keeps until the backward pass, local rows included.
+    Of rows at home (:func:`pyg_sar.offload`), the bytes that it loaded from there and stored there.
     """
 
     forward_sent: int = 0
@@ -22,18 +23,30 @@ class Traffic:
     saved: int = 0
     forward_wait: float = 0.0
     backward_wait: float = 0.0
+    forward_loaded: int = 0
+    forward_stored: int = 0
+    backward_loaded: int = 0
+    backward_stored: int = 0
 
-    def forward(self, sent: int = 0, received: int = 0, wait: float = 0.0) -> None:
+    def forward(
+        self, sent: int = 0, received: int = 0, wait: float = 0.0, loaded: int = 0, stored: int = 0
+    ) -> None:  # fmt: skip
         """Add to the forward pass."""
         self.forward_sent += sent
         self.forward_received += received
         self.forward_wait += wait
+        self.forward_loaded += loaded
+        self.forward_stored += stored
 
-    def backward(self, sent: int = 0, received: int = 0, wait: float = 0.0) -> None:
+    def backward(
+        self, sent: int = 0, received: int = 0, wait: float = 0.0, loaded: int = 0, stored: int = 0
+    ) -> None:  # fmt: skip
         """Add to the backward pass."""
         self.backward_sent += sent
         self.backward_received += received
         self.backward_wait += wait
+        self.backward_loaded += loaded
+        self.backward_stored += stored
 
 
 @dataclass

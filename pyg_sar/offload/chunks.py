@@ -1,19 +1,22 @@
 r"""One aggregation of rows in host memory, one chunk of destinations at a time: the destination loop of HongTu.
 
 A chunk is a :class:`~pyg_sar.graph.ShardedGraph` like any other: some destinations, all their in-edges, and as its
-sources the rows that these read, which are fetched from the host. ``stream.py`` runs over it as it is::
+sources the rows that these read, in *pieces* that are fetched from home one after the other. ``stream.py`` runs over it
+as it is: the source loop of SAR within the destination loop of HongTu::
 
     forward                                      backward
     for each chunk of destinations               for each chunk of destinations
-        x = fetch the rows that it reads             case 1: d_x = gradient, which reads no rows
-        y = aggregate over the chunk                 case 2: x = fetch again, y = aggregate again, d_x = gradient
-        write y to the host                          add d_x to the gradients in host memory
+        for each piece of its sources                case 1: d_x = gradient, which reads no rows
+            x = fetch the rows                       case 2: fetch again, aggregate again, d_x = gradient
+            y = merge(y, messages of x)              add d_x to the gradients at home, piece by piece
+        write y to the home
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -22,12 +25,16 @@ from torch import Tensor
 
 from pyg_sar.aggregate import aggregate
 from pyg_sar.autograd import once_differentiable
+from pyg_sar.block import Block, cut
+from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.offload.passes import force, rows_of
+from pyg_sar.offload.home import Home
+from pyg_sar.offload.passes import force, reader
 from pyg_sar.offload.rows import HostRows, Place, answers, record
-from pyg_sar.offload.schedule import ranges
-from pyg_sar.reduce.base import Needs, Reduce, Rows
-from pyg_sar.sources import LocalRows, ProjectedRows
+from pyg_sar.offload.schedule import ranges, source_pieces
+from pyg_sar.reduce.base import Needs, Reduce, Rows, columns
+from pyg_sar.running import About
+from pyg_sar.sources import LocalGrads, LocalRows, ProjectedRows
 
 # What an input has rows of; a parameter is a constant that a layer reads by itself.
 SOURCE, DESTINATION, EDGE, CONSTANT, PARAMETER = "source", "destination", "edge", "constant", "parameter"
@@ -39,7 +46,7 @@ class Chunk:
 
     Args:
         span: The range of destinations.
-        graph: Their in-edges; its sources are the rows that these read.
+        graph: Their in-edges; its sources are the rows that these read, its blocks the pieces of these.
         sources: The numbers of these rows, ascending.
         edges: Where the worker's edge tensors hold the edges.
     """
@@ -49,10 +56,22 @@ class Chunk:
     sources: Tensor
     edges: Tensor
 
+    @property
+    def pieces(self) -> list[Tensor]:
+        """The numbers of the rows of each piece."""
+        return [self.sources[piece] for piece in self.graph.exchange.routes.shards]
 
-def chunks(graph: ShardedGraph, count: int) -> list[Chunk]:
-    """Return chunks of destinations, which are made once for each graph."""
-    return graph.derived(("chunks", count), lambda: [chunk(graph, *span) for span in spans(graph, count)])
+
+def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
+    """Return chunks of destinations, which are made once for each graph; with all sources in one piece, or in as many
+    as the place has room for.
+    """
+    count, slots = len(place.ranges), place.slots if by_pieces and place.slots is not None else graph.num_src
+
+    def make() -> list[Chunk]:
+        return [chunk(place.home, graph, *span, slots) for span in spans(graph, count)]
+
+    return graph.derived(("chunks", place.home, count, slots), make)
 
 
 def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
@@ -61,22 +80,120 @@ def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
     return [(chunk.start, chunk.stop) for chunk in ranges(rowptr.cpu(), count)]
 
 
-def chunk(graph: ShardedGraph, start: int, end: int) -> Chunk:
-    """Return the chunk of a range of destinations."""
+def chunk(home: Home, graph: ShardedGraph, start: int, end: int, slots: int) -> Chunk:
+    """Return the chunk of a range of destinations, whose index tensors are at home."""
     part = graph.rows(start, end)
     (block,) = part.blocks
-    sources = block.source.unique()
-    number = torch.full((graph.num_src,), -1)
+    number, source = torch.full((graph.num_src,), -1), block.source
+    number[source] = 0
+    sources = (number == 0).nonzero().view(-1)
     number[sources] = torch.arange(len(sources))
-    exchange = graph.exchange.restrict(number.new_zeros(0, dtype=torch.bool), graph.exchange.routes.serve, number)
+    sizes = [len(ids) for ids in source_pieces(sources, max(slots, 1))]
+    ends = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    pieces = [slice(*ends_of_one) for ends_of_one in pairwise(ends)]
+    if len(pieces) == 1:
+        blocks: tuple[Block, ...] = (block.renumber(number, slice(0, block.num_edges)),)
+    else:
+        col = number[source]
+        of = torch.bucketize(col, torch.tensor(ends[1:]), right=True)
+        blocks = cut(torch.stack([col, block.row]), of, pieces, end - start)
+    assert part.origin is not None
     few = part.replace(
-        blocks=(block.renumber(number, slice(0, block.num_edges)),),
+        blocks=blocks,
         num_src=len(sources),
         dst=None,
-        exchange=exchange,
+        remat=len(pieces) > 1,
+        exchange=Local(Routes.local(pieces)),
         n_id=sources if graph.n_id is None else graph.n_id[sources],
+        origin=part.origin._replace(rows=sources),
     )
-    return Chunk((start, end), few, sources, graph.edge_rows(start, end))
+    return at_home(home, Chunk((start, end), few, sources, graph.edge_rows(start, end)))
+
+
+def at_home(home: Home, it: Chunk) -> Chunk:
+    """Return the chunk with its index tensors in a file, if rows are in files: of all chunks they are as long as the
+    edges, several times.
+    """
+    if home.folder is None:
+        return it
+    names = ("rowptr", "col", "ids", "edges", "dst")
+    tensors = [it.sources, it.edges, it.graph.n_id, it.graph.e_id]
+    for block in it.graph.blocks:
+        tensors += [*(getattr(block, name) for name in names), *block.transpose]
+    kept = iter(home.keep(tensors))
+    sources, edges, n_id, e_id = islice(kept, 4)
+    blocks = []
+    for block in it.graph.blocks:
+        blocks.append(replace(block, **dict(zip(names, islice(kept, len(names)), strict=True))))
+        blocks[-1].__dict__["transpose"] = tuple(islice(kept, 3))
+    assert it.graph.origin is not None
+    origin = it.graph.origin._replace(rows=sources)
+    graph = it.graph.replace(blocks=tuple(blocks), n_id=n_id, e_id=e_id, origin=origin)
+    return Chunk(it.span, graph, sources, edges)
+
+
+class AtHome(Local):
+    """The exchange of a chunk whose source rows are at home: a piece is fetched when its turn comes, and its gradient
+    is added up there.
+
+    Args:
+        it: The chunk.
+        place: Where rows are computed on.
+        meter: Counts bytes.
+        total: The gradient of all rows, or None if nobody wants it.
+    """
+
+    def __init__(self, it: Chunk, place: Place, meter: Meter, total: Tensor | None) -> None:
+        super().__init__(it.graph.exchange.routes)
+        self.pieces, self.place, self.meter, self.total = it.pieces, place, meter, total
+
+    def pull(
+        self, tiles: Iterable[Tensor], order: Schedule, meter: Meter, about: About | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Fetch every piece of every tile, which are all columns, or some, of the rows at home."""
+        for x, pieces in zip(tiles, order, strict=True):
+            for q in pieces:
+                yield q, fetch(x, self.pieces[q], self.place, self.meter)
+
+    def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> HomeSink:
+        """Return what adds up gradients at home."""
+        assert isinstance(receiver, LocalGrads) and self.total is not None
+        return HomeSink(self, self.total, receiver.tiles)
+
+
+class HomeSink:
+    """Adds the gradients of pieces to those at home; the receiver gets none.
+
+    Args:
+        exchange: Of the chunk.
+        total: The gradient of all rows.
+        tiles: The columns of each tile.
+    """
+
+    def __init__(self, exchange: AtHome, total: Tensor, tiles: Sequence[slice]) -> None:
+        self.exchange, self.total, self.tiles, self.count = exchange, total, tiles, 0
+
+    def push(self, q: int, grad: Tensor) -> None:
+        """Add the gradient of a piece; all pieces of a tile come before those of the next one."""
+        it = self.exchange
+        add(columns(self.total, self.tiles[self.count // len(it.pieces)]), it.pieces[q], grad, it.meter)
+        self.count += 1
+
+    def close(self) -> None:
+        """Do nothing: all is at home."""
+
+
+def fetch(rows: Tensor, index: Tensor, place: Place, meter: Meter) -> Tensor:
+    """Return rows from home."""
+    found = rows.index_select(0, index)
+    meter(loaded=found.nbytes)
+    return found.to(place.device, non_blocking=True)
+
+
+def add(total: Tensor, index: Tensor, grad: Tensor, meter: Meter) -> None:
+    """Add gradients of rows to those at home, which are loaded and stored."""
+    total.index_add_(0, index, grad.to(total.device, total.dtype))
+    meter(loaded=grad.nbytes, stored=grad.nbytes)
 
 
 class Program(Protocol):
@@ -84,15 +201,17 @@ class Program(Protocol):
 
     Args:
         needs_source: Whether gradients depend on source rows (case 2); if not, :meth:`grad` knows that of source rows.
+        by_pieces: Whether it reads source rows from home itself, and adds up their gradients there.
     """
 
     needs_source: bool
+    by_pieces: bool
 
-    def run(self, it: Chunk, values: Sequence[Any]) -> Tensor:
+    def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
         """Return rows of the chunk's destinations, given what it reads of every input."""
 
-    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
-        """Return the gradient of source rows, of which ``like`` has none, in case 1."""
+    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
+        """Add up the gradient of source rows, of which ``like`` has none, in case 1."""
 
 
 class Aggregation(Program):
@@ -103,6 +222,8 @@ class Aggregation(Program):
         counts: How many tensors it reads of destinations, of edges and of constants.
     """
 
+    by_pieces = True
+
     def __init__(self, reduce: Reduce, counts: tuple[int, int, int]) -> None:
         self.reduce, self.counts, self.needs_source = reduce, counts, reduce.needs_source
 
@@ -111,17 +232,21 @@ class Aggregation(Program):
         dst, edge, _ = self.counts
         return Rows(values[:dst], values[dst : dst + edge], values[dst + edge :])
 
-    def run(self, it: Chunk, values: Sequence[Any]) -> Tensor:
+    def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
         """Aggregate."""
-        rows = self.rows(values[1:])
-        return aggregate(it.graph, self.reduce.into(it.graph, *it.span), values[0], rows.dst, rows.edge, rows.const)
+        graph = it.graph.replace(exchange=exchange, num_src=values[0].size(0))
+        return aggregate(graph, self.reduce.into(graph, *it.span), values[0], *self.rows(values[1:]))
 
-    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
-        """Ask the reduction."""
+    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
+        """Ask the reduction, piece by piece."""
         rows = self.rows(values[1:])
         (tile,) = self.reduce.into(it.graph, *it.span).tiles(like, rows, 1)
-        needs = Needs(True, Rows(*([False] * len(t) for t in rows)))
-        return tile.grad(it.graph.blocks[0], None, rows, tile.reduce.prepare((), grad), grad, needs)[0]
+        needs, saved = Needs(True, Rows(*([False] * len(t) for t in rows))), tile.reduce.prepare((), grad)
+        assert exchange.total is not None
+        for block, ids in zip(it.graph.blocks, exchange.pieces, strict=True):
+            d_x = tile.grad(block, None, rows, saved, grad, needs)[0]
+            assert d_x is not None
+            add(exchange.total, ids, d_x, exchange.meter)
 
 
 class ByChunks(torch.autograd.Function):
@@ -136,12 +261,18 @@ class ByChunks(torch.autograd.Function):
         ctx.shapes = [(t.shape, t.dtype, isinstance(t, HostRows)) for t in inputs]
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
         ctx.save_for_backward(*(t if keep else None for t, keep in zip(inputs, keeps, strict=True)))
-        out = None
-        for it in chunks(graph, len(place.ranges)):
-            rows = program.run(it, [read(t, kind, it, place) for t, kind in zip(inputs, kinds, strict=True)])
+        ctx.traffic = graph.exchange.log.open()
+        ctx.traffic.case = 2 if program.needs_source else 1
+        meter, out = ctx.traffic.forward, None
+        for it in walk(place, graph, program, inputs):
+            values = [read(t, kind, it, place, program, meter) for t, kind in zip(inputs, kinds, strict=True)]
+            rows = program.run(it, values, AtHome(it, place, meter, None))
             if out is None:
                 out = place.home.empty((graph.num_dst, *rows.shape[1:]), rows.dtype)
             out[it.span[0] : it.span[1]] = rows
+            place.home.wrote(out, *it.span)
+            meter(stored=rows.nbytes)
+            del values, rows
         return HostRows(place, out)
 
     @staticmethod
@@ -149,33 +280,50 @@ class ByChunks(torch.autograd.Function):
         """Differentiate each chunk, and add up what its rows, edges and constants get."""
         once_differentiable()
         place, program, kinds, wanted = ctx.place, ctx.program, ctx.kinds, ctx.needs_input_grad[4:]
-        inputs = ctx.saved_tensors
+        inputs, given = ctx.saved_tensors, reader(grad)
         sums: list[Any] = [None] * len(wanted)
-        for it in chunks(ctx.graph, len(place.ranges)):
-            values = [None if t is None else read(t, kind, it, place) for t, kind in zip(inputs, kinds, strict=True)]
-            given = rows_of(grad, it.span)
+        if program.by_pieces and wanted[0]:
+            sums[0] = place.home.empty(*ctx.shapes[0][:2]).zero_()
+        meter = ctx.traffic.backward
+        for it in walk(place, ctx.graph, program, inputs):
+            values = [None if t is None else read(t, kind, it, place, program, meter)
+                      for t, kind in zip(inputs, kinds, strict=True)]  # fmt: skip
+            d_out, exchange = given(it.span), AtHome(it, place, meter, sums[0])
+            meter(loaded=d_out.nbytes)
+            found: list[Any] = [None] * len(values)
             if program.needs_source:
-                found = differentiate(it, program, values, kinds, wanted, given)
-            else:
+                found = differentiate(it, program, values, kinds, wanted, d_out, exchange)
+            elif sums[0] is not None:
                 (_, *width), dtype, _ = ctx.shapes[0]
-                like = given.new_empty(0, *width, dtype=dtype)
-                found = [program.grad(it, like, values, given), *[None] * (len(values) - 1)]
+                program.grad(it, d_out.new_empty(0, *width, dtype=dtype), values, d_out, exchange)
+            del values, d_out
             for k, kind in enumerate(kinds):
                 if wanted[k]:
-                    sums[k] = add_up(sums[k], found[k], kind, it, place, *ctx.shapes[k][:2])
+                    sums[k] = add_up(sums[k], found[k], kind, it, place, meter, *ctx.shapes[k][:2])
         made = (HostRows(place, s) if on_host and s is not None else s
                 for s, (*_, on_host) in zip(sums, ctx.shapes, strict=True))  # fmt: skip
         return None, None, None, None, *made
 
 
+def walk(place: Place, graph: ShardedGraph, program: Program, inputs: Sequence[Any]) -> Iterator[Chunk]:
+    """Yield the chunks, and have what the next one reads of its own range read ahead."""
+    every = chunks(place, graph, program.by_pieces)
+    for it, following in zip(every, [*every[1:], None], strict=True):
+        for t in inputs:
+            if following is not None and isinstance(t, HostRows) and t.host is not None:
+                place.home.advise(t.host, *following.span)
+        yield it
+
+
 def differentiate(
-    it: Chunk, program: Program, values: list[Any], kinds: Sequence[str], wanted: Sequence[bool], grad: Tensor
-) -> list[Tensor | None]:
+    it: Chunk, program: Program, values: list[Any], kinds: Sequence[str], wanted: Sequence[bool], grad: Tensor,
+    exchange: AtHome,
+) -> list[Tensor | None]:  # fmt: skip
     """Compute a chunk once more, and return the gradients of what it reads."""
     values = [v if kind == PARAMETER else v.detach().requires_grad_(want)
               for v, kind, want in zip(values, kinds, wanted, strict=True)]  # fmt: skip
     with torch.enable_grad():
-        out = program.run(it, values)
+        out = program.run(it, values, exchange)
     given = [v for v, want in zip(values, wanted, strict=True) if want]
     if not given or not out.requires_grad:
         return [None] * len(values)
@@ -183,33 +331,40 @@ def differentiate(
     return [next(found) if want else None for want in wanted]
 
 
-def read(value: Any, kind: str, it: Chunk, place: Place) -> Any:
-    """Return what a chunk reads of an input."""
+def read(value: Any, kind: str, it: Chunk, place: Place, program: Program, meter: Meter) -> Any:
+    """Return what a chunk reads of an input; of sources that are read by pieces, all rows, where they are."""
     rows: Any = value.host if isinstance(value, HostRows) else value
+    if kind == SOURCE and program.by_pieces:
+        return rows
     if kind == SOURCE:
-        rows = rows.index_select(0, it.sources)
-    elif kind == DESTINATION:
+        return fetch(rows, it.sources, place, meter)
+    if kind == DESTINATION:
         rows = rows[it.span[0] : it.span[1]]
+        meter(loaded=rows.nbytes)
     elif kind == EDGE:
         rows = rows.index_select(0, it.edges)
     return rows.to(place.device, non_blocking=True)
 
 
 def add_up(
-    total: Any, grad: Tensor | None, kind: str, it: Chunk, place: Place, shape: torch.Size, dtype: torch.dtype
-) -> Tensor | None:
-    """Add the gradient of what a chunk reads of an input."""
+    total: Any, grad: Tensor | None, kind: str, it: Chunk, place: Place, meter: Meter, shape: torch.Size,
+    dtype: torch.dtype,
+) -> Tensor | None:  # fmt: skip
+    """Add the gradient of what a chunk reads of an input; sources by pieces have added theirs."""
     if kind in (CONSTANT, PARAMETER):
         return total if grad is None else grad if total is None else total.add_(grad)
+    if grad is None:
+        return total
     if total is None:
         total = place.home.empty(shape, dtype).zero_()
-    grad = None if grad is None else grad.to(total.device, total.dtype)
-    if grad is not None and kind == SOURCE:
-        total.index_add_(0, it.sources, grad)
-    elif grad is not None and kind == DESTINATION:
+    if kind == SOURCE:
+        add(total, it.sources, grad, meter)
+    elif kind == DESTINATION:
         total[it.span[0] : it.span[1]] = grad
-    elif grad is not None:
-        total.index_copy_(0, it.edges, grad)
+        place.home.wrote(total, *it.span)
+        meter(stored=grad.nbytes)
+    else:
+        total.index_copy_(0, it.edges, grad.to(total.device, total.dtype))
     return total
 
 

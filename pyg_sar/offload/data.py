@@ -1,78 +1,91 @@
-r"""What moves the rows of loaded data out of the memory of the device."""
+r"""The one call that users make: rows of loaded data leave the memory that is computed on."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.offload.chunks import spans
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.rows import HostRows, Place
+from pyg_sar.offload.move import graph_of, move, place_of
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def offload(data: Any, chunks: int, home: str | None = None, limit: int | None = None) -> Any:
+def offload(
+    data: Any, budget: int | str | None = None, model: torch.nn.Module | None = None, *, home: str | None = None,
+    chunks: int | None = None, limit: int | str | None = None,
+) -> Any:  # fmt: skip
     r"""Keep rows of nodes in host memory or in files, and compute on some of them at a time.
 
     It implements the destination loop of the `"HongTu: Scalable Full-Graph GNN Training on Multiple GPUs"
-    <https://arxiv.org/abs/2311.14898>`_ paper, for any model, exactly. Nodes are cut into ``chunks`` ranges. Functions
-    that treat each row by itself run on one range after the other; an aggregation runs on one range of destinations
-    with all their in-edges, and fetches the rows that these read. Nothing is kept between the passes but rows at home:
-    backward computes a range again when its gradient comes (of sums, only what follows them).
+    <https://arxiv.org/abs/2311.14898>`_ paper, for any model, exactly. Nodes are cut into chunks. Functions that treat
+    each row by itself run on one range of rows after the other; an aggregation runs on one range of destinations with
+    all their in-edges, and fetches the rows that these read, in pieces where they are many. Nothing is kept between the
+    passes but rows at home: backward computes a chunk again when its gradient comes (of sums, only what follows them).
 
     .. code-block:: python
 
-        data = pyg_sar.offload(pyg_sar.load("parts/products"), chunks=16, home="/scratch")
+        data = pyg_sar.offload(pyg_sar.load("parts/products"), "2GiB", model, home="/scratch")
         out = model(data.x, data.edge_index)
         loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
 
-    ``data.x`` and other floating-point rows of nodes become :class:`~pyg_sar.offload.rows.HostRows`. ``out[mask]``,
-    ``out[index]``, sums and means over all rows are ordinary tensors. Batch normalisation takes its statistics over all
-    rows. A function that mixes rows raises. The mask of ``F.dropout`` is a function of the row's global id.
+    ``data.x`` and other floating-point rows of nodes become :class:`pyg_sar.HostRows`. ``out[mask]``, ``out[index]``,
+    sums and means over all rows are ordinary tensors. Batch normalisation takes its statistics over all rows. A
+    function that mixes rows raises. The mask of ``F.dropout`` is a function of the row's global id.
 
     Args:
         data (Data): What :func:`pyg_sar.load` returned in a single process, or a ``Data`` whose ``edge_index`` is that
             of :func:`pyg_sar.shard`.
-        chunks (int): The number of ranges.
+        budget (int or str, optional): Bytes, or such as :obj:`"2GiB"`, that a step may take beside the data and the
+            rows at home. The fewest chunks are taken that fit, as a dry run of ``model`` tells. (default: :obj:`None`)
+        model (torch.nn.Module, optional): The model for which the budget is; called as :obj:`model(x, edge_index)`, a
+            copy of it. (default: :obj:`None`)
         home (str, optional): A folder for files with the rows, on a disk with room for several times the rows of all
             layers. They have no name, and are gone when the process ends. (default: :obj:`None`, memory)
-        limit (int, optional): Bytes that rows may take at home. (default: :obj:`None`, what there is)
+        chunks (int, optional): The number of chunks, instead of a budget. (default: :obj:`None`)
+        limit (int or str, optional): Bytes that rows may take at home. (default: :obj:`None`, what there is)
 
     Returns:
         Data: The same data with its rows at home.
 
     Raises:
-        TypeError: If ``edge_index`` is not sharded.
-        ValueError: If ``chunks`` is no positive integer, or nodes are of two sets.
+        TypeError: If ``edge_index`` is not sharded, or there is a budget without a model.
+        ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small; or if nodes
+            are of two sets.
         NotImplementedError: If there are several workers, or the graph is not on the CPU.
         OSError: If there is no such folder, or no room.
     """
-    it = getattr(data, "edge_index", None)
-    if not isinstance(it, ShardedEdgeIndex):
-        raise TypeError(
-            f"Expected data with a sharded 'edge_index' (got {type(it).__name__}). Take it from 'pyg_sar.load', or set "
-            f"'data.edge_index = pyg_sar.shard(data.edge_index, data.num_nodes)'. Heterogeneous data stays in memory."
-        )
-    graph = it.graph
-    if type(chunks) is not int or chunks < 1:
+    graph = graph_of(data)
+    if (budget is None) == (chunks is None):
+        raise ValueError(f"Expected either a 'budget' with a 'model', or 'chunks' (got {budget!r} and {chunks!r})")
+    if chunks is not None and (type(chunks) is not int or chunks < 1):
         raise ValueError(f"Expected 'chunks' to be a positive integer (got {chunks!r})")
-    if graph.bipartite or graph.origin is not None:
-        raise ValueError("Expected the 'edge_index' of a whole graph with one set of nodes")
-    if not graph.exchange.alone:
-        raise NotImplementedError(
-            f"[rank {graph.exchange.routes.rank}] Rows are moved to host memory by a single worker (got "
-            f"{graph.exchange.routes.size}). Partition into one part and start one process."
+    rows = Home(home, graph.device, None if limit is None else count_bytes(limit, "limit"))
+    if chunks is not None:
+        return move(data, place_of(graph, rows, chunks))
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"Expected a 'model' with the 'budget', which depends on its layers (got {type(model).__name__})"
         )
-    if graph.device.type != "cpu":
-        raise NotImplementedError(f"Rows are computed on by the CPU as yet (got an 'edge_index' on {graph.device})")
-    n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
-    place = Place(Home(home, graph.device, limit), graph.device, spans(graph, chunks), n_id)
-    out = copy.copy(data)
-    for key in data.node_attrs():
-        value = data[key]
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
-            out[key] = HostRows(place, value.detach()).requires_grad_(value.requires_grad)
-    return out
+    from pyg_sar.offload.plan import choose  # which workers in memory do without
+
+    mask = getattr(data, "train_mask", None)
+    labelled = graph.num_src if mask is None else int(mask.sum())
+    need = choose(model, graph, data.x.size(1), count_bytes(budget, "budget"), labelled)
+    return move(data, place_of(graph, rows, need.chunks, need.slots))
+
+
+def count_bytes(value: int | str | None, name: str) -> int:
+    """Return a number of bytes; raise for what is none."""
+    found: Any = value
+    if isinstance(value, str):
+        number = value.rstrip("KMGTiB ")
+        unit = value[len(number) :].strip()
+        try:
+            found = int(float(number) * UNITS[unit or "B"])
+        except (KeyError, ValueError):
+            found = None
+    if type(found) is not int or found <= 0:
+        raise ValueError(f"Expected '{name}' to be a positive number of bytes, or such as '2GiB' (got {value!r})")
+    return found

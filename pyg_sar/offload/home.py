@@ -20,6 +20,7 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 # What the system reads ahead at one call: it ignores the rest of a longer range.
 WINDOW = 128 * 1024
+ALIGNMENT = 64  # bytes
 BEHIND = 2  # ranges of a tensor that are being written to the disk, and stay in memory meanwhile
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -109,6 +111,24 @@ class Home:
         self.peak = max(self.peak, self.held)
         return rows
 
+    def keep(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return tensors that are never written again, in one file; in memory, and what is no tensor, as it is."""
+        if self.folder is None:
+            return list(tensors)
+        places: dict[int, tuple[int, Tensor]] = {}  # by identity: what occurs twice is written once
+        needed = 0
+        for t in tensors:
+            if isinstance(t, Tensor) and id(t) not in places:
+                places[id(t)] = needed, t
+                needed += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
+        file = self.empty((needed,), torch.uint8)
+        kept = {}
+        for key, (at, t) in places.items():
+            kept[key] = file[at : at + t.nbytes].view(t.dtype).view(t.shape)
+            kept[key].copy_(t)
+        self.wrote(file, 0, needed)
+        return [kept.get(id(t), t) for t in tensors]
+
     def advise(self, rows: Tensor, begin: int, end: int) -> None:
         """Start reading some rows of a tensor that are needed next."""
         if found := self._pages(rows[begin:end]):
@@ -177,11 +197,13 @@ class Home:
         return OSError(code, f"Rows need {needed:,} bytes more in {where}, where {have}, but {why}. {remedy}")
 
     def _pages(self, part: Tensor) -> tuple[_Mapping, int, int] | None:
-        """Return where rows are in a file, from the first byte of a page; of none, and of rows in memory, nothing."""
+        """Return where rows are in a file of ours, from the first byte of a page; of none, and of others, nothing."""
         if self.folder is None or not part.nbytes:
             return None
         base = part.untyped_storage().data_ptr()
-        mapping = self._living[base].obj
+        if (view := self._living.get(base)) is None:
+            return None  # such as the features that were loaded
+        mapping = view.obj
         assert isinstance(mapping, _Mapping)
         start = part.data_ptr() - base
         stop = min(start + part.stride(0) * part.shape[0] * part.itemsize, len(mapping))

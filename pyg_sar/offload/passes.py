@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyg_sar.affine import affine, scaled
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.linear import linear
 from pyg_sar.offload.rows import (
@@ -23,13 +24,16 @@ from pyg_sar.offload.rows import (
     answers,
     has_rows,
     name_of,
+    pending,
     record,
     refuse,
     requires_grad,
     snapshot,
 )  # fmt: skip
+from pyg_sar.ops import moments_
 from pyg_sar.ops.dropout import dropout_factors
 
+ADDS = ("add", "add_", "__add__", "__iadd__")
 FASTER: dict[Callable, Callable] = {F.linear: linear}  # on real rows
 
 
@@ -163,6 +167,7 @@ class Pass(torch.autograd.Function):
             if out is None:
                 out = place.home.empty((num_rows, *rows.shape[1:]), rows.dtype)
             out[a:b] = rows
+            place.home.wrote(out, a, b)
         return HostRows(place, out)
 
     @staticmethod
@@ -171,6 +176,7 @@ class Pass(torch.autograd.Function):
         once_differentiable()
         place, n, leaves, wanted = ctx.place, ctx.num_rows, ctx.saved_tensors, ctx.needs_input_grad[3:]
         grads: list[Any] = [None] * len(leaves)
+        given_rows = reader(grad)
         for span in place.ranges:
             values = [on_range(leaf, span, place, n).requires_grad_(want)
                       for leaf, want in zip(leaves, wanted, strict=True)]  # fmt: skip
@@ -179,7 +185,7 @@ class Pass(torch.autograd.Function):
             given = [value for value, want in zip(values, wanted, strict=True) if want]
             got: Any = [None] * len(given)
             if out.requires_grad:
-                got = torch.autograd.grad(out, given, rows_of(grad, span), allow_unused=True)
+                got = torch.autograd.grad(out, given, given_rows(span), allow_unused=True)
             found = iter(got)
             for k, leaf in enumerate(leaves):
                 if wanted[k]:
@@ -189,9 +195,21 @@ class Pass(torch.autograd.Function):
         return None, None, None, *made
 
 
-def rows_of(grad: HostRows, span: tuple[int, int]) -> Tensor:
-    """Return the gradient of a range of rows."""
-    return host(grad)[span[0] : span[1]].to(grad.place.device, non_blocking=True)
+def reader(rows: HostRows) -> Callable[[tuple[int, int]], Tensor]:
+    """Return what reads a range of rows, of pending ones what they are made of: who reads each row once does not need
+    them to be written before.
+    """
+    place, n = rows.place, len(rows)
+    if rows.op is None or rows.made is not None:
+        return lambda span: on_range(force(rows), span, place, n)
+    reads = Reads()
+    step = reads.step(rows.op)
+
+    def compute(span: tuple[int, int]) -> Tensor:
+        with torch.no_grad():
+            return Range(place, n, span, [on_range(leaf, span, place, n) for leaf in reads.leaves]).run(step)
+
+    return compute
 
 
 def collect(grads: list[Any], k: int, leaf: Tensor, grad: Tensor | None, span: Any, place: Place, n: int) -> None:
@@ -200,6 +218,7 @@ def collect(grads: list[Any], k: int, leaf: Tensor, grad: Tensor | None, span: A
         if grads[k] is None:
             grads[k] = place.home.empty(leaf.shape, leaf.dtype)
         grads[k][span[0] : span[1]] = 0 if grad is None else grad
+        place.home.wrote(grads[k], *span)
     elif grad is not None:
         grads[k] = grad if grads[k] is None else grads[k].add_(grad)
 
@@ -235,7 +254,8 @@ class Total(torch.autograd.Function):
         """Add up ranges."""
         ctx.place, ctx.shape = rows.place, rows.shape
         assert rows.host is not None
-        sums = [rows_of(rows, span).sum(0) for span in rows.place.ranges]
+        given = reader(rows)
+        sums = [given(span).sum(0) for span in rows.place.ranges]
         return torch.stack(sums).sum(0)
 
     @staticmethod
@@ -250,23 +270,27 @@ class Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: HostRows) -> tuple[Tensor, Tensor]:
-        """Two passes: deviations from the mean are small where numbers are large."""
-        n = len(rows)
-        mean = sum(rows_of(rows, span).double().sum(0) for span in rows.place.ranges) / n
-        var = sum((rows_of(rows, span).double() - mean).square().sum(0) for span in rows.place.ranges) / n
+        """One pass over all rows (Chan, Golub & LeVeque 1979: a large mean costs no digits)."""
+        given, n = reader(rows), len(rows)
+        count, mean, m2 = 0, *torch.zeros(2, rows.size(1), dtype=torch.float64, device=rows.place.device)
+        for a, b in rows.place.ranges:
+            own_mean, own_m2 = torch.zeros_like(mean), torch.zeros_like(m2)
+            moments_(own_mean, own_m2, given((a, b)))
+            count, before = count + b - a, count
+            step = own_mean - mean
+            mean += step * ((b - a) / max(count, 1))
+            m2 += own_m2 + step.square() * (before * (b - a) / max(count, 1))
         ctx.save_for_backward(rows, mean)
-        return mean, var  # type: ignore[return-value]
+        return mean, m2 / n
 
     @staticmethod
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Any:
-        """Each row has the share of one of all in both."""
+        """Each row has the share of one of all in both; it is made where it is read."""
         once_differentiable()
         rows, mean = ctx.saved_tensors
-        n, out = len(rows), rows.place.home.empty(rows.shape, rows.dtype)
-        for a, b in rows.place.ranges:
-            deviation = rows_of(rows, (a, b)).double() - mean
-            out[a:b] = (d_mean + 2 * d_var * deviation) / n
-        return HostRows(rows.place, out)
+        n = max(len(rows), 1)
+        scale, shift = 2 * d_var / n, d_mean / n
+        return pending(lambda x: affine(x, mean, scale, shift), rows)
 
 
 @answers("detach", "__get__ data")
@@ -356,19 +380,36 @@ def batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     default = dict(zip(names, (None, None, None, None, None, False, 0.1, 1e-5), strict=True))
     given = {**default, **dict(zip(names, args, strict=False)), **kwargs}
-    x, mean, var = given["input"], given["running_mean"], given["running_var"]
+    x, running = given["input"], (given["running_mean"], given["running_var"])
+    if x.dim() != 2:
+        refuse(func, args, kwargs, "of batch normalisation, that of rows [n, channels] is known")
+    bias = 0
     if given["training"]:
-        x = force(x)
-        if len(x) == 1:
+        x, bias = without_bias(x)
+        x, n = force(x), len(x)
+        if n == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-        batch_mean, batch_var = Moments.apply(x)
-        if mean is not None:
-            n = len(x)
-            with torch.no_grad():
-                mean.lerp_(batch_mean.to(mean.dtype), given["momentum"])
-                var.lerp_((batch_var * (n / max(n - 1, 1))).to(var.dtype), given["momentum"])
-        mean, var = batch_mean.to(x.dtype), batch_var
-    scale = (var + given["eps"]).rsqrt().to(x.dtype)
+        mean, var = Moments.apply(x)
+        with torch.no_grad():
+            for old, new in zip(running, (mean + bias, var * (n / max(n - 1, 1))), strict=True):
+                if old is not None:
+                    old.lerp_(new.to(old.dtype), given["momentum"])
+    else:
+        mean, var = (t.double() for t in running)
+    scale, shift = (var + given["eps"]).rsqrt(), 0 * bias + torch.zeros_like(var)
     scale = scale if given["weight"] is None else scale * given["weight"]
-    out = (x - mean.unsqueeze(0)) * scale.unsqueeze(0)  # vectors might be taken for a number of each row
-    return out if given["bias"] is None else out + given["bias"]
+    shift = shift if given["bias"] is None else shift + given["bias"]
+    # Vectors might be taken for a number of each row.
+    return record(scaled, (x, *(t.unsqueeze(0) for t in (mean, scale, shift))), {})
+
+
+def without_bias(x: HostRows) -> tuple[HostRows, Any]:
+    """Return rows and the bias that was added to them and that their normalisation takes out again (its gradient is 0);
+    so the sum need not be written.
+    """
+    if x.op is None or x.made is not None or name_of(x.op.func) not in ADDS or x.op.kwargs or len(x.op.args) != 2:
+        return x, 0
+    rows, bias = x.op.args
+    alike = isinstance(rows, HostRows) and (rows.shape, rows.dtype) == (x.shape, x.dtype)
+    is_bias = type(bias) in (Tensor, torch.nn.Parameter) and bias.shape == x.shape[1:] and len(bias) != len(x)
+    return (rows, bias) if alike and is_bias else (x, 0)

@@ -29,12 +29,14 @@ class Place(NamedTuple):
         device: Computes.
         ranges: The rows that are computed on at one time.
         n_id: Global ids of the rows.
+        slots: The most source rows that are fetched at one time; None for no limit.
     """
 
     home: Home
     device: torch.device
     ranges: list[tuple[int, int]]
     n_id: Tensor
+    slots: int | None = None
 
 
 class Op(NamedTuple):
@@ -117,16 +119,23 @@ class HostRows(Tensor):
         if name == "detach":
             it = args[0]
             return HostRows(it.place, it.host, it.op, it.probe)
-        if name in ("add", "add_") and all(isinstance(t, HostRows) and t.host is not None for t in args[:2]):
-            one, other = args[:2]
-            out = one.place.home.empty(one.host.shape, one.dtype)
-            for a, b in one.place.ranges:
-                torch.add(one.host[a:b], other.host[a:b], out=out[a:b])
+        if name in ("add", "add_") and all(isinstance(t, HostRows) for t in args[:2]):
+            one, other = args[:2]  # gradients: the sum is made where its rows are read
+            total = pending(torch.add, one, other)
             if name == "add":
-                return HostRows(one.place, out)
-            one.host = out  # the old one may be the gradient of something else, too
+                return total
+            one.host, one.op, one.probe = None, total.op, total.probe  # the old one may be that of something else, too
             return one
         refuse(func, args, kwargs or {}, "it reached the rows beside torch's functions")
+
+
+def pending(func: Callable, *args: Any) -> HostRows:
+    """Return what a function, known to treat each row by itself, makes of gradients, which nobody differentiates."""
+    args = tuple(HostRows(t.place, t.host, t.op, t.probe) if isinstance(t, HostRows) else t for t in args)
+    first = next(rows_in(args))
+    with torch.no_grad():
+        probe = func(*(t.probe if isinstance(t, HostRows) else t for t in args))
+    return HostRows(first.place, op=Op(func, args, {}), probe=probe)
 
 
 def some(rows: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.block import Block
+from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear_grad, product
 from pyg_sar.ops import additive_grad_, attention_grad_, empty, zeros
 from pyg_sar.ops.reference import ADDITIVE, accumulator
@@ -47,6 +48,14 @@ class ProjectedSoftmax(Softmax):
     ) -> None:
         super().__init__(heads, channels, ADDITIVE, parameter, degree, dropout, groups)
         self.single_block, self.saves_output = single_block, not single_block
+
+    def into(self, graph: ShardedGraph, start: int, end: int) -> ProjectedSoftmax:
+        """Return the same for these destinations, which may have another number of blocks."""
+        other = super().into(graph, start, end)
+        assert isinstance(other, ProjectedSoftmax)
+        other.single_block = len(graph.blocks) == 1
+        other.saves_output = not other.single_block
+        return other
 
     def tiles(self, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
         """Return itself: all heads read the same columns."""

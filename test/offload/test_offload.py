@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
-from pyg_sar import nn, ops
+from pyg_sar import nn, offload, ops
 from pyg_sar.nn.convert import convert
 from pyg_sar.offload import chunks as by_chunks
-from pyg_sar.offload.data import offload
+from pyg_sar.offload.data import count_bytes
 from pyg_sar.offload.home import Home
+from pyg_sar.offload.move import move, place_of
+from pyg_sar.offload.passes import host
 from pyg_sar.offload.rows import HostRows
 
 IN, HIDDEN, OUT = 8, 6, 4
@@ -112,16 +114,16 @@ def numbers(model, data, given, x, steps=1):
         loss.backward()
         losses.append(loss.detach())
         optimizer.step()
-    grad = x.grad.host if isinstance(x, HostRows) else x.grad
+    grad = host(x.grad) if isinstance(x, HostRows) else x.grad
     edge = [t.grad for t in given.values() if t.grad is not None]
     return [out[:].detach() if not isinstance(out, HostRows) else out[data.mask | ~data.mask].detach(), *losses, grad,
             *edge, *(p.grad for p in model.parameters()), *model.buffers()]  # fmt: skip
 
 
-def on_chunks(model, count, home=None, steps=1, dtype=torch.float64):
+def on_chunks(model, count, home=None, steps=1, dtype=torch.float64, slots=None):
     data, given = inputs(dtype)
     data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
-    data = offload(data, count, home)
+    data = move(data, place_of(data.edge_index.graph, Home(home, torch.device("cpu"), None), count, slots))
     data.x.requires_grad_()
     return numbers(convert(model), data, given, data.x, steps)
 
@@ -144,6 +146,15 @@ def equal(found, expected):
 def test_equals_pyg(kind, count):
     norm = ("batch", "layer", "none")[(list(LAYERS).index(kind) + count) % 3]
     equal(on_chunks(network(kind, norm), count), in_memory(network(kind, norm)))
+
+
+@pytest.mark.parametrize(("count", "slots"), [(1, 20), (4, 7), (5, 1)])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_source_pieces(kind, count, slots, tmp_path):
+    """Of so many rows that a chunk is read in several pieces; homes in memory and in files."""
+    norm = ("batch", "layer", "none")[(list(LAYERS).index(kind) + count) % 3]
+    home = str(tmp_path) if count == 4 else None
+    equal(on_chunks(network(kind, norm), count, home, slots=slots), in_memory(network(kind, norm)))
 
 
 @pytest.mark.parametrize("norm", ["batch", "layer", "none"])
@@ -186,7 +197,7 @@ def small(count=3, num_nodes=NUM_NODES, home=None):
     data, _ = inputs()
     data.edge_index = pyg_sar.shard(data.edge_index % num_nodes, num_nodes)
     data.x, data.y, data.mask = data.x[:num_nodes].detach(), data.y[:num_nodes], data.mask[:num_nodes]
-    return offload(data, count, home)
+    return offload(data, chunks=count, home=home)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3, 5, 6])
@@ -208,7 +219,7 @@ def test_attention_drops_the_same_edges():
     for count in (None, 1, 4):
         data, _ = inputs()
         data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
-        data = data if count is None else offload(data, count)
+        data = data if count is None else offload(data, chunks=count)
         torch.manual_seed(0)
         conv = nn.GATConv(IN, HIDDEN, 2, dropout=0.5).double()
         conv(data.x, data.edge_index)[data.mask].square().sum().backward()
@@ -231,7 +242,7 @@ def test_messages_drop_the_same_edges():
         data.x.requires_grad_()
         layer = convert(Drops())
         layer(data.x, data.edge_index)[data.mask].square().sum().backward()
-        results.append([data.x.grad.host])
+        results.append([host(data.x.grad)])
     equal(*results)
     assert results[0][0].abs().sum() > 0
 
@@ -246,9 +257,9 @@ def test_dropout_of_rows():
         x = F.dropout(data.x, 0.25)
         out = x[data.mask]
         out.sum().backward()
-        results.append([out.detach(), data.x.grad.host])
+        results.append([out.detach(), host(data.x.grad)])
         kept = out.detach() != 0
-        assert torch.equal(kept, data.x.grad.host[data.mask] != 0)
+        assert torch.equal(kept, host(data.x.grad)[data.mask] != 0)
         torch.testing.assert_close(out[kept], data.x.host[data.mask][kept] / 0.75)
         assert 0.6 < kept.double().mean() < 0.9
         assert F.dropout(data.x, 0.25, training=False) is data.x
@@ -299,7 +310,7 @@ def test_functions_of_rows(name):
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     out.square().sum().backward()
     expected.square().sum().backward()
-    torch.testing.assert_close(data.x.grad.host, plain.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(host(data.x.grad), plain.grad, rtol=1e-10, atol=1e-10)
     assert torch.equal(data.x.host, before)
 
 
@@ -363,7 +374,7 @@ def test_sums_over_rows():
         value.backward()
         values.append(value.detach())
     torch.testing.assert_close(*values)
-    torch.testing.assert_close(data.x.grad.host, plain.grad)
+    torch.testing.assert_close(host(data.x.grad), plain.grad)
 
 
 def test_rows_that_are_taken():
@@ -374,7 +385,7 @@ def test_rows_that_are_taken():
     for index in (data.mask, torch.tensor([3, 3, 0, 60]), [1, 1, 2], slice(5, 50, 3), 4):
         (data.x.tanh()[index] ** 2).sum().backward()
         (plain.tanh()[index] ** 2).sum().backward()
-    torch.testing.assert_close(data.x.grad.host, plain.grad)
+    torch.testing.assert_close(host(data.x.grad), plain.grad)
     assert data.x[:] is data.x and data.x[:, :] is data.x and data.x[...] is data.x
 
 
@@ -388,7 +399,7 @@ def test_what_was_computed_without_gradients():
     with torch.no_grad():
         assert not moves[:3].requires_grad
     (moves * still + moves.detach()).sum().backward()
-    torch.testing.assert_close(data.x.grad.host, data.x.host.tanh() * (1 - data.x.host.tanh() ** 2))
+    torch.testing.assert_close(host(data.x.grad), data.x.host.tanh() * (1 - data.x.host.tanh() ** 2))
 
 
 def test_no_second_derivative():
@@ -403,7 +414,7 @@ def test_evaluation_uses_running_statistics():
     model = network("sage", "batch")
     expected = model.eval()(data.x, data.edge_index, given).detach()
     data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
-    data = offload(data, 3)
+    data = offload(data, chunks=3)
     with torch.no_grad():
         out = convert(model)(data.x, data.edge_index, given)
     torch.testing.assert_close(out[torch.arange(NUM_NODES)], expected, rtol=1e-10, atol=1e-10)
@@ -435,7 +446,7 @@ def test_no_tensor_is_as_long_as_the_graph(kind, monkeypatch):
     edge_index = torch.cat([edge_index, edge_index.flip(0)], 1)
     data = Data(x=torch.randn(n, IN, dtype=torch.float64), edge_index=pyg_sar.shard(edge_index, n))
     data.y, data.mask = torch.arange(n) % OUT, torch.arange(n) % 40 == 0
-    data, model = offload(data, 10), convert(network(kind, "batch"))
+    data, model = offload(data, chunks=10), convert(network(kind, "batch"))
 
     def step():
         F.cross_entropy(model(data.x, data.edge_index, {})[data.mask], data.y[data.mask]).backward()
@@ -501,26 +512,44 @@ def test_chunks_are_made_once(monkeypatch):
 def test_what_cannot_be_offloaded():
     data, _ = inputs()
     with pytest.raises(TypeError, match=r"sharded 'edge_index' \(got Tensor\)"):
-        offload(data, 3)
+        offload(data, chunks=3)
     with pytest.raises(TypeError, match="Heterogeneous data stays in memory"):
-        offload(HeteroData(), 3)
+        offload(HeteroData(), chunks=3)
     data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
-    for wrong in (0, -1, 2.0, True, None):
+    for wrong in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="'chunks' to be a positive integer"):
-            offload(data, wrong)
+            offload(data, chunks=wrong)
     with pytest.raises(FileNotFoundError):
-        offload(data, 3, "no/such/folder")
+        offload(data, chunks=3, home="no/such/folder")
     two = copy.copy(data)
     two.edge_index = pyg_sar.shard(torch.zeros(2, 4, dtype=torch.long), (NUM_NODES, 3))
     with pytest.raises(ValueError, match="one set of nodes"):
-        offload(two, 3)
+        offload(two, chunks=3)
+    model = network("sage", "none")
+    for given in ({}, {"budget": 100, "chunks": 2, "model": model}):
+        with pytest.raises(ValueError, match="either a 'budget' with a 'model', or 'chunks'"):
+            offload(data, **given)
+    with pytest.raises(TypeError, match=r"Expected a 'model' .* \(got NoneType\)"):
+        offload(data, 100)
+    for wrong in (0, -3, 2.5, "2 GiBs", "GiB", "-1GiB", True):
+        with pytest.raises(ValueError, match="'budget' to be a positive number of bytes, or such as '2GiB'"):
+            offload(data, wrong, model)
+        with pytest.raises(ValueError, match="'limit' to be a positive number of bytes"):
+            offload(data, chunks=2, limit=wrong)
     assert isinstance(data.x, torch.Tensor) and not isinstance(data.x, HostRows)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("7", 7), ("2GiB", 2**31), ("1.5 KiB", 1536), ("3MB", 3_000_000), ("9B", 9), (12, 12)]
+)
+def test_bytes(text, count):
+    assert count_bytes(text, "budget") == count
 
 
 def test_room_for_rows():
     data, _ = inputs()
     data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
-    data = offload(data, 3, limit=100)
+    data = offload(data, chunks=3, limit=100)
     with pytest.raises(OSError, match="100"):
         data.x.tanh()[data.mask]
 
@@ -535,9 +564,9 @@ def test_layers_that_cannot_run_on_chunks():
 def two_workers(group):
     data, _ = inputs()
     data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)  # of this process alone
-    offload(data, 2)
+    offload(data, chunks=2)
     mine = share(group, edges(), assignment("random", 2))
-    offload(Data(x=torch.randn(len(mine.src), 3), edge_index=mine.edge_index), 2)
+    offload(Data(x=torch.randn(len(mine.src), 3), edge_index=mine.edge_index), chunks=2)
 
 
 def test_several_workers_are_refused(pool):

@@ -8,7 +8,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.aggregate import SUMS
+from pyg_sar.aggregate import SUMS, is_elsewhere
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear
 from pyg_sar.nn.conv.attention import attend, pack, replace_self_loops, travelling
@@ -82,12 +82,12 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         """Return packed source rows, projected features and their terms of the scores; or features and the maps to
         both, where features are not the wider ones and no rows are communicated, or where they are at most half as wide
         and constant: each worker then projects the rows that it reads, no gradient of rows is communicated, and what is
-        fetched is the same in every step.
+        fetched is the same in every step. Rows at home are projected once for all chunks.
         """
         maps, width = (weight, through(weight, self.att_src)), weight.size(0)
         alone = graph.exchange.alone and len(graph.blocks) == 1
         narrow = x.size(1) <= width if alone else 2 * x.size(1) <= width and not x.requires_grad
-        if narrow or graph.is_constant(x):
+        if (narrow or graph.is_constant(x)) and not is_elsewhere(x):
             return x, maps
         return ProjectedRows(x, pack(*maps, self.heads, travelling(self, graph), 0)), ()
 

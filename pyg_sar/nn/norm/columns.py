@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.affine import affine
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.distributed.collectives import all_gather, all_reduce
 from pyg_sar.nn.shifted import unshifted
-from pyg_sar.ops import column_affine_, column_products_, moments_
+from pyg_sar.ops import column_products_, moments_
 from pyg_sar.ops.reference import accumulator
 
 # Scale and shift, given how many rows there are, mean, squared deviations, and parameters, all in double precision.
@@ -105,17 +106,6 @@ def differentiate(
     outs, given = zip(*made, strict=True)
     found = iter(torch.autograd.grad(outs, leaf, given, retain_graph=True, allow_unused=True))
     return [next(found) if want and t is not None else None for t, want in zip(leaves, wanted, strict=True)]
-
-
-def affine(
-    x: Tensor, center: Tensor, scale: Tensor, shift: Tensor, grad: Tensor | None = None, factor: Tensor | None = None
-) -> Tensor:
-    """Return ``(x - center) * scale + shift``, and ``+ grad * factor``, in the type of the rows."""
-    dtype, out = accumulator(x.dtype), x.new_empty(x.shape)
-    shift = shift + (center.to(dtype) - center) * scale  # the center has digits that the rows' type has not
-    vectors = [t.to(dtype).contiguous() for t in (center, scale, shift)]
-    column_affine_(out, x, *vectors, grad, None if factor is None else factor.to(dtype).contiguous())
-    return out
 
 
 def global_moments(x: Tensor, group: Any) -> tuple[int, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
-from pyg_sar.offload.chunks import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, Chunk, Program, run
+from pyg_sar.offload.chunks import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, AtHome, Chunk, Program, run
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.structure import tensors
 
@@ -33,7 +33,7 @@ class Propagation(Program):
         graph: The graph.
     """
 
-    needs_source = True
+    needs_source, by_pieces = True, False
 
     def __init__(self, call: Call, graph: ShardedGraph) -> None:
         self.inputs: list[Tensor] = []
@@ -60,7 +60,7 @@ class Propagation(Program):
         self.kinds.append(kind)
         return Number(len(self.inputs) - 1)
 
-    def run(self, it: Chunk, values: Sequence[Any]) -> Tensor:
+    def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
         """Run the layer's own code on the chunk; every chunk, and backward, drops by the same seeds."""
         call = replace(self.call, kwargs={name: given(spec, values) for name, spec in self.call.kwargs.items()})
         strategy = choose(call, it.graph, None)
@@ -72,7 +72,7 @@ class Propagation(Program):
         with self.seeds.replay(self.drawn):
             return strategy.run(call, it.graph)
 
-    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
+    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
         """Never asked: gradients depend on rows."""
         raise AssertionError
 
@@ -91,18 +91,18 @@ class Layer(Program):
         layer: Called with the rows of sources and destinations, the edges, and tensors that have a row for each edge.
     """
 
-    needs_source = True
+    needs_source, by_pieces = True, False
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.layer = layer
 
-    def run(self, it: Chunk, values: Sequence[Any]) -> Tensor:
+    def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
         """Run the layer."""
         x_src, x_dst, *others = values
         edge = others[: len(others) - len(list(self.layer.parameters()))]
         return self.layer.forward((x_src, x_dst), ShardedEdgeIndex(it.graph), *edge)
 
-    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor) -> Tensor | None:
+    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
         """Never asked: gradients depend on rows."""
         raise AssertionError
 

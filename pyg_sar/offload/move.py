@@ -1,0 +1,59 @@
+r"""What moves the rows of loaded data home, for a number of chunks that is known."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.offload.chunks import spans
+from pyg_sar.offload.home import Home
+from pyg_sar.offload.rows import HostRows, Place
+
+
+def graph_of(data: Any) -> ShardedGraph:
+    """Return the graph of data whose rows can be moved; raise for others."""
+    it = getattr(data, "edge_index", None)
+    if not isinstance(it, ShardedEdgeIndex):
+        raise TypeError(
+            f"Expected data with a sharded 'edge_index' (got {type(it).__name__}). Take it from 'pyg_sar.load', or set "
+            f"'data.edge_index = pyg_sar.shard(data.edge_index, data.num_nodes)'. Heterogeneous data stays in memory."
+        )
+    graph = it.graph
+    if graph.bipartite or graph.origin is not None:
+        raise ValueError("Expected the 'edge_index' of a whole graph with one set of nodes")
+    if not graph.exchange.alone:
+        raise NotImplementedError(
+            f"[rank {graph.exchange.routes.rank}] Rows are moved to host memory by a single worker (got "
+            f"{graph.exchange.routes.size}). Partition into one part and start one process."
+        )
+    if graph.device.type != "cpu":
+        raise NotImplementedError(f"Rows are computed on by the CPU as yet (got an 'edge_index' on {graph.device})")
+    return graph
+
+
+def place_of(graph: ShardedGraph, home: Home, chunks: int, slots: int | None = None) -> Place:
+    """Return the place of a graph's rows.
+
+    Args:
+        graph: The graph.
+        home: Where rows that are made live.
+        chunks: The number of ranges of nodes.
+        slots: The most source rows that are fetched at one time; None for no limit.
+    """
+    n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
+    return Place(home, graph.device, spans(graph, chunks), n_id, slots)
+
+
+def move(data: Any, place: Place) -> Any:
+    """Return the same data with its rows at home; what its rows were before is not copied."""
+    out = copy.copy(data)
+    for key in data.node_attrs():
+        value = data[key]
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+            out[key] = HostRows(place, value.detach()).requires_grad_(value.requires_grad)
+    return out

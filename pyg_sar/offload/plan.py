@@ -1,0 +1,185 @@
+r"""How many chunks fit a budget, by a dry run of the model on a small graph whose chunks have the same shape.
+
+What is not at home is proportional to the rows, sources and edges of a chunk, or to labels and edges as a whole, but
+for what belongs to parameters. So a step on two small graphs with as many chunks, whose counts relate as those of the
+real one, tells the rest, as in :mod:`pyg_sar.planner`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyg_sar import pieces
+from pyg_sar.distributed.shard import shard
+from pyg_sar.distributed.traffic import record_traffic
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.offload.chunks import spans
+from pyg_sar.offload.home import Home
+from pyg_sar.offload.move import place_of
+from pyg_sar.offload.rows import HostRows
+from pyg_sar.offload.schedule import source_rows
+from pyg_sar.planner import Live, few_objects
+
+# Of all chunks in the dry run, and of each at least: they outweigh parameters, or the peak would be in another place.
+ROWS, OF_EACH = 65_536, 512
+FEWEST = 64  # rows of a chunk
+PIECES = 8  # into which sources are cut where chunks alone do not fit
+
+
+class Counts(NamedTuple):
+    """The counts of a graph and of its largest chunk, which decide what a step needs.
+
+    Args:
+        chunks: Number of chunks.
+        nodes: Number of nodes.
+        rows: Destinations of a chunk.
+        sources: Rows that a chunk reads.
+        edges: Edges of a chunk.
+        labelled: Number of nodes whose output is taken.
+    """
+
+    chunks: int
+    nodes: int
+    rows: int
+    sources: int
+    edges: int
+    labelled: int
+
+
+@dataclass(frozen=True)
+class OffloadNeed:
+    """What training with rows at home needs, in bytes."""
+
+    chunks: int  # number of chunks
+    slots: int | None  # source rows that are fetched at one time, None for all of a chunk
+    loaded: int  # between steps, beside the data: parameters, the optimizer's state, what is derived of the graph
+    step: int  # the peak of a step above that
+    home: int  # the peak of the rows at home
+    moved: int  # loaded from home and stored there by aggregations, in a step
+
+    @property
+    def total(self) -> int:
+        """What the budget must hold."""
+        return self.loaded + self.step
+
+
+def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
+    """Return the counts of a graph and of the chunk that holds most rows, its own and those that it reads."""
+    (block,) = graph.blocks
+    assert block.dst is None
+    ranges = [slice(*span) for span in spans(graph, chunks)]
+    read = [ids.numel() for ids in source_rows(block.rowptr, block.col, ranges, graph.num_src)]
+    own = [r.stop - r.start for r in ranges]
+    largest = max(range(chunks), key=lambda c: own[c] + read[c])
+    first, last = block.rowptr[[ranges[largest].start, ranges[largest].stop]].tolist()
+    return Counts(chunks, graph.num_src, own[largest], max(read[largest], 1), max(last - first, 1), labelled)
+
+
+def counts_by_lot(nodes: int, edges: int, chunks: int, labelled: int) -> Counts:
+    """Return the counts of a graph whose edges are drawn by lot, the worst case."""
+    rows, own = -(-nodes // chunks), -(-edges // chunks)
+    sources = min(round(nodes * (1 - (1 - 1 / max(nodes, 1)) ** own)), own)
+    return Counts(chunks, nodes, rows, max(sources, 1), max(own, 1), labelled)
+
+
+def plan_offload(
+    model: Callable[[], torch.nn.Module], counts: Counts, in_channels: int, slots: int | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+) -> OffloadNeed:  # fmt: skip
+    """Tell the memory of training with rows at home.
+
+    Args:
+        model: Makes the model, which is called as ``model(x, edge_index)`` and returns scores of classes.
+        counts: Those of the graph and its chunks.
+        in_channels: Number of features of a node.
+        slots: The most source rows that are fetched at one time; None for no limit.
+        optimizer: Makes the optimizer of parameters.
+    """
+    whole = min(1.0, max(ROWS / counts.chunks, OF_EACH) / max(counts.rows, 1))
+    runs, factors = [], [whole, whole / 2]
+    state = torch.get_rng_state()
+    with few_objects():
+        for factor in factors:
+            edge_index, home = small(counts, factor), Home(None, torch.device("cpu"), None)
+            few = None if slots is None else max(round(slots * factor), 1)
+            place = place_of(edge_index.graph, home, counts.chunks, few)
+            x = HostRows(place, torch.zeros(edge_index.graph.num_src, in_channels))
+            with pieces.scaled(factor):
+                runs.append(run(model(), optimizer, x, edge_index, round(counts.labelled * factor)))
+    torch.set_rng_state(state)
+    (one, half), (f, h) = runs, factors
+    need = {k: max(round(half[k] + (one[k] - half[k]) * (1 - h) / (f - h)), 0) for k in one}
+    return OffloadNeed(counts.chunks, slots, **need)
+
+
+def small(counts: Counts, factor: float) -> ShardedEdgeIndex:
+    """Return a graph with fewer of everything, whose chunks each read a window of sources."""
+    rows, sources = max(round(counts.rows * factor), 1), max(round(counts.sources * factor), 1)
+    edges = max(round(counts.edges * factor), sources)
+    nodes = max(rows * counts.chunks, sources)
+    generator, parts = torch.Generator().manual_seed(0), []
+    for c in range(counts.chunks):
+        window = min(max(c * rows + rows // 2 - sources // 2, 0), nodes - sources)
+        more = torch.randint(sources, (edges - sources,), generator=generator)
+        col = window + torch.cat([torch.arange(sources), more])
+        parts.append(torch.stack([col, (c * rows + torch.arange(edges) % rows).sort().values]))
+    return shard(torch.cat(parts, 1), nodes)
+
+
+def run(
+    net: torch.nn.Module, optimizer: Callable[..., Any], x: HostRows, edge_index: ShardedEdgeIndex, labelled: int
+) -> dict[str, int]:
+    """Train for a step, then count what another one needs."""
+    labels, graph = torch.arange(labelled) % len(x), edge_index.graph
+    state = optimizer(net.parameters())
+    before = sum(graph.memory().values())
+    for _ in range(2):  # the first step makes chunks, transposed blocks, self-loops and the optimizer's state
+        with Live() as live, record_traffic(edge_index) as layers:
+            out = net(x, edge_index)[labels]
+            F.cross_entropy(out, labels % out.size(1)).backward()
+            del out
+            state.step()
+            state.zero_grad()
+    held = [*net.parameters(), *net.buffers()]
+    held += [t for s in state.state.values() for t in s.values() if isinstance(t, Tensor)]
+    derived = sum(graph.memory().values()) - before
+    moved = sum(t.forward_loaded + t.forward_stored + t.backward_loaded + t.backward_stored for t in layers)
+    return {
+        "loaded": derived + sum(t.nbytes for t in held),
+        "step": live.peak,
+        "home": x.place.home.peak,
+        "moved": moved,
+    }
+
+
+def choose(
+    model: torch.nn.Module, graph: ShardedGraph, in_channels: int, budget: int, labelled: int
+) -> OffloadNeed:  # fmt: skip
+    """Return the fewest chunks with which a step of a model fits ``budget`` bytes.
+
+    Raises:
+        ValueError: If it never does.
+    """
+    count = 1
+    while True:
+        counts = counts_of(graph, count, labelled)
+        for slots in (None, -(-counts.sources // PIECES)):
+            need = plan_offload(lambda: copy.deepcopy(model), counts, in_channels, slots)
+            if need.total <= budget:
+                return need
+        if counts.rows <= FEWEST:
+            raise ValueError(
+                f"A step needs at least {need.total:,} bytes beside the rows at home, {need.loaded:,} of them for "
+                f"parameters, the optimizer's state and what is derived of the graph, {need.step:,} for chunks of "
+                f"{counts.rows} rows (got a budget of {budget:,}). Raise the budget, or make the model narrower."
+            )
+        count *= 2 ** max(int(need.total / max(budget, 1)).bit_length() - 1, 1)
+        count = min(count, -(-graph.num_dst // FEWEST))
