@@ -96,10 +96,10 @@ def linear_grad(
     elif source is not None:
         source.addmm_(grad, weight, beta=1 if add else 0)
     if d_weight is not None and fast and grad.size(1) <= x.size(1):
-        multiply(d_weight, grad.t(), x.t())
+        multiply(d_weight, grad.t(), x.t(), long=1)
     elif d_weight is not None and fast:  # oneDNN copies its first factor in another order: the narrower one
         transposed = torch.empty_like(d_weight.t(), memory_format=torch.contiguous_format)
-        multiply(transposed, x.t(), grad.t())
+        multiply(transposed, x.t(), grad.t(), long=1)
         d_weight.copy_(transposed.t())
     elif d_weight is not None:
         torch.mm(grad.t(), x, out=d_weight)
@@ -107,21 +107,36 @@ def linear_grad(
         torch.sum(grad, 0, out=d_bias)
 
 
-def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, add: bool = False) -> None:
+def multiply(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, add: bool = False, long: int = 0
+) -> None:
     """Write ``F.linear(x, weight, bias)`` over ``out``, or add it, by oneDNN: what it makes at a time stays in a cache.
 
     It adds up products one after the other: a long sum of them has twice the error of MKL's, which adds up sums. Where
-    there are many sums to add up, these may be longer.
+    there are many sums to add up, these may be longer. ``long`` is the dimension of ``x`` that has any length, and is
+    filled up with zeros to one of few, because oneDNN keeps half a megabyte for every shape that it has met.
     """
     step = SUMMANDS_AT_A_TIME if x.size(1) < 64 * SUMMANDS_AT_A_TIME else 2 * SUMMANDS_AT_A_TIME
     for rows, into in zip(x.split(ROWS_AT_A_TIME), out.split(ROWS_AT_A_TIME), strict=True):
+        rows = rows if long else filled(rows, 0, ROWS_AT_A_TIME)
         for k in range(0, x.size(1), step):
-            which = slice(k, k + step)
-            terms = onednn(rows[:, which], dense(weight[:, which]), None if k else bias)
+            one, other = rows[:, k : k + step], weight[:, k : k + step]
+            if long:
+                one, other = (filled(t, 1, step) for t in (one, other))
+            terms = onednn(one, dense(other), None if k else bias)[: into.size(0)]
             if add or k:
                 into.add_(terms)
             else:
                 into.copy_(terms)
+
+
+def filled(x: Tensor, dim: int, most: int) -> Tensor:
+    """Return a matrix with zeros behind, such that a dimension has one of few lengths."""
+    size = next((n for n in (64, 256) if x.size(dim) <= n < most), most)
+    more = size - x.size(dim)
+    if not more:
+        return x
+    return F.pad(x, (0, more)) if dim else F.pad(x, (0, 0, 0, more))
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

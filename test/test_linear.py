@@ -151,3 +151,15 @@ def test_no_second_derivative():
     assert not grad.requires_grad
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(linear(x, weight).square().sum(), x, create_graph=True)
+
+
+@needs_onednn
+def test_few_shapes(monkeypatch):
+    """OneDNN keeps memory for every shape that it has met, and graphs, chunks and relations have any number of rows."""
+    shapes, given = set(), module.onednn
+    monkeypatch.setattr(module, "onednn", lambda x, w, bias: shapes.add((x.shape, w.shape)) or given(x, w, bias))
+    for count in range(1, 3000, 37):
+        x, weight, bias, grad = inputs((count, 10, 7))
+        product(x, weight, bias)
+        linear_grad(x, grad, weight, torch.zeros_like(x), torch.zeros_like(weight))
+    assert len(shapes) == 3 + 3 + 2  # rows of two products and summands of one: 64, 256, and rows at a time

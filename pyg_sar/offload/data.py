@@ -72,7 +72,7 @@ def offload(
 
     mask = getattr(data, "train_mask", None)
     labelled = graph.num_src if mask is None else int(mask.sum())
-    need = choose(model, graph, data.x.size(1), count_bytes(budget, "budget"), labelled)
+    need = choose(model, graph, data.x.size(1), count_bytes(budget, "budget"), labelled, home)
     return move(data, place_of(graph, rows, need.chunks, need.slots))
 
 

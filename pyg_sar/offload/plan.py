@@ -30,7 +30,9 @@ from pyg_sar.planner import Live, few_objects
 
 # Of all chunks in the dry run, and of each at least: they outweigh parameters, or the peak would be in another place.
 ROWS, OF_EACH = 65_536, 512
+ROUGH = 8192  # of all chunks, for a first guess
 FEWEST = 64  # rows of a chunk
+INDEX = 24  # bytes a node: its id, its degree, and its number while a chunk is made
 PIECES = 8  # into which sources are cut where chunks alone do not fit
 
 
@@ -92,7 +94,7 @@ def counts_by_lot(nodes: int, edges: int, chunks: int, labelled: int) -> Counts:
 
 def plan_offload(
     model: Callable[[], torch.nn.Module], counts: Counts, in_channels: int, slots: int | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    home: str | None = None, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, rows: int = ROWS,
 ) -> OffloadNeed:  # fmt: skip
     """Tell the memory of training with rows at home.
 
@@ -101,22 +103,24 @@ def plan_offload(
         counts: Those of the graph and its chunks.
         in_channels: Number of features of a node.
         slots: The most source rows that are fetched at one time; None for no limit.
+        home: Where the rows of the dry run live: a folder, or None for memory.
         optimizer: Makes the optimizer of parameters.
+        rows: How many rows the dry run has, about.
     """
-    whole = min(1.0, max(ROWS / counts.chunks, OF_EACH) / max(counts.rows, 1))
+    whole = min(1.0, max(rows / counts.chunks, OF_EACH) / max(counts.rows, 1))
     runs, factors = [], [whole, whole / 2]
     state = torch.get_rng_state()
     with few_objects():
         for factor in factors:
-            edge_index, home = small(counts, factor), Home(None, torch.device("cpu"), None)
-            few = None if slots is None else max(round(slots * factor), 1)
-            place = place_of(edge_index.graph, home, counts.chunks, few)
+            edge_index, few = small(counts, factor), None if slots is None else max(round(slots * factor), 1)
+            place = place_of(edge_index.graph, Home(home, torch.device("cpu"), None), counts.chunks, few)
             x = HostRows(place, torch.zeros(edge_index.graph.num_src, in_channels))
             with pieces.scaled(factor):
                 runs.append(run(model(), optimizer, x, edge_index, round(counts.labelled * factor)))
     torch.set_rng_state(state)
     (one, half), (f, h) = runs, factors
     need = {k: max(round(half[k] + (one[k] - half[k]) * (1 - h) / (f - h)), 0) for k in one}
+    need["loaded"] += INDEX * counts.nodes
     return OffloadNeed(counts.chunks, slots, **need)
 
 
@@ -161,8 +165,8 @@ def run(
 
 
 def choose(
-    model: torch.nn.Module, graph: ShardedGraph, in_channels: int, budget: int, labelled: int
-) -> OffloadNeed:  # fmt: skip
+    model: torch.nn.Module, graph: ShardedGraph, in_channels: int, budget: int, labelled: int, home: str | None = None
+) -> OffloadNeed:
     """Return the fewest chunks with which a step of a model fits ``budget`` bytes.
 
     Raises:
@@ -172,8 +176,11 @@ def choose(
     while True:
         counts = counts_of(graph, count, labelled)
         for slots in (None, -(-counts.sources // PIECES)):
-            need = plan_offload(lambda: copy.deepcopy(model), counts, in_channels, slots)
-            if need.total <= budget:
+            for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
+                need = plan_offload(lambda: copy.deepcopy(model), counts, in_channels, slots, home, rows=rows)
+                if need.total > (2 * budget if rows == ROUGH else budget):
+                    break
+            else:
                 return need
         if counts.rows <= FEWEST:
             raise ValueError(

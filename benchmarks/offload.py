@@ -1,0 +1,192 @@
+"""Rows at home (``pyg_sar.offload``) against rows in memory: time of a step, memory, and what moves; and under a limit.
+
+    python benchmarks/offload.py --folder /scratch --out docs/results
+    python benchmarks/offload.py --folder /scratch --of limit --limited Community/200000/4000000
+
+The first table trains on a graph that fits, homes in memory. Each setting is a process of its own; they take turns, and
+the table has medians. *Device* is the peak of all tensors that are made in a step, other than rows at home.
+
+The second table trains in processes whose anonymous memory the system limits (``RLIMIT_DATA``) to what they hold once
+the data is loaded, and a share of what a step in memory needs; homes are files in ``--folder``. Mapped files do not
+count. Writes ``offload-cpu.md``.
+"""
+
+import argparse
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness.launch import GNN, answer, environment, launch, results
+from harness.process_memory import RETURN_FREED_MEMORY, entry, resident
+from harness.report import processor, write
+from tqdm import tqdm
+
+import pyg_sar
+from pyg_sar.data.datasets import dataset
+from pyg_sar.planner import Live
+
+SLACK = 32 * 2**20  # for what Python and the allocator take besides tensors
+
+
+def main(args: argparse.Namespace) -> None:
+    lines = [
+        f"Three layers (GraphSAGE: {args.hidden} hidden, GAT: 4 heads of {args.hidden // 2}), batch normalisation, no "
+        f"dropout, Adam, single precision, {args.threads} threads. {processor()}, torch {torch.__version__}. Made by "
+        "`benchmarks/offload.py`."
+    ]
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        if args.of in ("time", "both"):
+            lines += ["", *times(args, prepare(args.graph, folder))]
+        if args.of in ("limit", "both"):
+            lines += ["", *limits(args, prepare(args.limited, folder))]
+    print(write(args.out, "offload-cpu.md", lines))
+
+
+def prepare(graph: str, folder: str) -> str:
+    """Partition a graph into one part, whose rows are in locality order."""
+    path = f"{folder}/{graph.replace('/', '-')}"
+    pyg_sar.partition(dataset(graph, "data"), 1, path)
+    return path
+
+
+def times(args: argparse.Namespace, path: str) -> list[str]:
+    """Return the lines of the first table."""
+    settings = [(kind, chunks) for kind in args.models for chunks in (0, *args.chunks)]
+    found: dict[Any, list[dict[str, Any]]] = {setting: [] for setting in settings}
+    for _ in tqdm(range(args.rounds)):
+        for kind, chunks in settings:
+            options = [path, kind, str(args.hidden), str(args.steps), "--chunks", str(chunks)]
+            found[kind, chunks] += launch(__file__, 0, options, threads=args.threads)
+    lines = [
+        f"`{args.graph}`, homes in memory, medians of {args.rounds} rounds.",
+        "",
+        "| model | chunks | s a step | times memory | device MiB | of memory | MiB at home | GiB loaded | stored |",
+        "|" + "---|" * 9,
+    ]
+    for (kind, chunks), runs in found.items():
+        one = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
+        memory = {k: statistics.median(r[k] for r in found[kind, 0]) for k in one}
+        assert abs(one["loss"] - memory["loss"]) <= 1e-4 * abs(memory["loss"])
+        cells = [f"{one['seconds']:.2f}", f"{one['seconds'] / memory['seconds']:.2f}", f"{one['device'] / 2**20:.0f}"]
+        cells += [f"{one['device'] / memory['device']:.2f}", f"{one['home'] / 2**20:.0f}"]
+        cells += [f"{one[k] / 2**30:.2f}" for k in ("loaded", "stored")]
+        lines.append(f"| {kind} | {chunks or 'in memory'} | {' | '.join(cells)} |")
+    return lines
+
+
+def limits(args: argparse.Namespace, path: str) -> list[str]:
+    """Return the lines of the second table."""
+    lines = [
+        f"`{args.limited}`, anonymous memory limited, homes in files.",
+        "",
+        "| model | in memory needs, MiB | budget, MiB | in memory | chunks at home | s a step | at home, MiB | resident |",
+        "|" + "---|" * 8,
+    ]
+    for kind in args.models:
+        options = [path, kind, str(args.hidden), "2"]
+        (free,) = launch(__file__, 0, [*options, "--chunks", "0"], threads=args.threads)
+        for share in tqdm(args.shares):
+            budget = round(free["device"] / share)
+            limited = ["--budget", str(budget), "--home", args.folder]
+            memory = attempt([*options, "--chunks", "0", *limited], args.threads)
+            home = attempt([*options, *limited], args.threads)
+            cells = [f"{free['device'] / 2**20:.0f}", f"{budget / 2**20:.0f} (1/{share})"]
+            cells.append(f"{memory['seconds']:.1f} s" if isinstance(memory, dict) else memory)
+            if isinstance(home, dict):
+                assert abs(home["loss"] - free["loss"]) <= 1e-4 * abs(free["loss"])
+                cells += [f"{home['chunks']}", f"{home['seconds']:.1f} ({home['seconds'] / free['seconds']:.1f} times)"]
+                cells += [f"{home['home'] / 2**20:.0f}", f"{home['resident']:.0f}"]
+            else:
+                cells += [home, "", "", ""]
+            lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return lines
+
+
+def attempt(options: list[str], threads: int) -> dict[str, Any] | str:
+    """Return what a run finds, or the last line of what it raised."""
+    command = [sys.executable, __file__, "--worker", *options]
+    env = environment(threads, **RETURN_FREED_MEMORY)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode == 0:
+        return results(done.stdout)[0]
+    last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"ended by signal {-done.returncode}"
+    return "fails: " + re.sub(r"\s+", " ", last)[:90].replace("|", "/")
+
+
+def worker(argv: list[str]) -> None:
+    """Train, perhaps under a limit, and answer what was found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path")
+    parser.add_argument("kind")
+    parser.add_argument("hidden", type=int)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--chunks", type=int)
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--home")
+    args = parser.parse_args(argv)
+    data = pyg_sar.load(args.path)
+    torch.manual_seed(0)
+    hidden = args.hidden if args.kind == "sage" else args.hidden // 2
+    model = GNN(pyg_sar.nn, args.kind, data.x.size(1), hidden, data.num_classes, dropout=0.0)
+    torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # makes threads
+    if args.budget:
+        limit = int(entry("/proc/self/status", "VmData") * 2**20) + args.budget + SLACK
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    if args.chunks is None:
+        data = pyg_sar.offload(data, args.budget, model, home=args.home)
+    elif args.chunks:
+        data = pyg_sar.offload(data, chunks=args.chunks, home=args.home)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seconds = []
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        with pyg_sar.record_traffic(data.edge_index) as layers:
+            loss = step(model, data, optimizer)
+        seconds.append(time.perf_counter() - start)
+    device = 0
+    if not args.budget:
+        with Live() as live:
+            step(model, data, optimizer)
+        device = live.peak
+    place = getattr(data.x, "place", None)
+    answer({
+        "seconds": statistics.median(seconds[1:]), "loss": loss, "device": device,
+        "chunks": len(place.ranges) if place else 0, "home": place.home.peak if place else 0,
+        "loaded": sum(t.forward_loaded + t.backward_loaded for t in layers),
+        "stored": sum(t.forward_stored + t.backward_stored for t in layers), "resident": resident("VmHWM"),
+    })  # fmt: skip
+
+
+def step(model: torch.nn.Module, data: Any, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(data.x, data.edge_index)[data.train_mask], data.y[data.train_mask])
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2:])
+        sys.exit()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--of", choices=["time", "limit", "both"], default="both")
+    parser.add_argument("--graph", default="Community/50000/1000000")
+    parser.add_argument("--limited", default="Community/200000/4000000")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that homes are made on")
+    parser.add_argument("--models", nargs="+", default=["sage", "gat"])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--shares", type=int, nargs="+", default=[2, 5, 10, 20])
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", default="docs/results")
+    main(parser.parse_args())
