@@ -1,13 +1,14 @@
-r"""How many chunks fit a budget, by a dry run of the model on a small graph whose chunks have the same shape.
+r"""How many chunks fit a budget, by a dry run of the model on small graphs whose chunks have the same shape.
 
-What is not at home is proportional to the rows, sources and edges of a chunk, or to labels and edges as a whole, but
-for what belongs to parameters. So a step on two small graphs with as many chunks, whose counts relate as those of the
-real one, tells the rest, as in :mod:`pyg_sar.planner`.
+What is not at home is proportional to the rows of a chunk (with so many sources and edges for each), or to those of the
+whole graph, such as the outputs of labelled nodes, but for what belongs to parameters. So a step on three small graphs
+tells the rest: on one, on one whose chunks are half as large, and on one with twice as many chunks.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,9 +29,9 @@ from pyg_sar.offload.rows import HostRows
 from pyg_sar.offload.schedule import source_rows
 from pyg_sar.planner import Live, few_objects
 
-# Of all chunks in the dry run, and of each at least: they outweigh parameters, or the peak would be in another place.
-ROWS, OF_EACH = 65_536, 512
-ROUGH = 8192  # of all chunks, for a first guess
+# Of a chunk in the dry run: they outweigh parameters, or the peak would be in another place; and for a first guess.
+ROWS, ROUGH = 2048, 512
+CHUNKS = 8  # in the dry run, at most, but where a chunk reads more
 FEWEST = 64  # rows of a chunk
 INDEX = 24  # bytes a node: its id, its degree, and its number while a chunk is made
 PIECES = 8  # into which sources are cut where chunks alone do not fit
@@ -105,32 +106,40 @@ def plan_offload(
         slots: The most source rows that are fetched at one time; None for no limit.
         home: Where the rows of the dry run live: a folder, or None for memory.
         optimizer: Makes the optimizer of parameters.
-        rows: How many rows the dry run has, about.
+        rows: Of a chunk in the dry run, at most.
     """
-    whole = min(1.0, max(rows / counts.chunks, OF_EACH) / max(counts.rows, 1))
-    runs, factors = [], [whole, whole / 2]
-    state = torch.get_rng_state()
+    rows, ratio = min(rows, counts.rows), counts.sources / max(counts.rows, 1)
+    chunks = min(counts.chunks, max(CHUNKS, math.ceil(ratio)))
+    runs, state = [], torch.get_rng_state()
     with few_objects():
-        for factor in factors:
-            edge_index, few = small(counts, factor), None if slots is None else max(round(slots * factor), 1)
-            place = place_of(edge_index.graph, Home(home, torch.device("cpu"), None), counts.chunks, few)
-            x = HostRows(place, torch.zeros(edge_index.graph.num_src, in_channels))
+        for own, many in ((rows, chunks), (max(rows // 2, 1), chunks), (rows, 2 * chunks)):
+            factor = own / max(counts.rows, 1)
+            edge_index = small(counts, own, many)
+            few = None if slots is None else max(round(slots * factor), 1)
+            place = place_of(edge_index.graph, Home(home, torch.device("cpu"), None), many, few)
+            x = HostRows(place, torch.zeros(own * many, in_channels))
+            labelled = round(counts.labelled * own * many / max(counts.nodes, 1))
             with pieces.scaled(factor):
-                runs.append(run(model(), optimizer, x, edge_index, round(counts.labelled * factor)))
+                runs.append(run(model(), optimizer, x, edge_index, labelled))
     torch.set_rng_state(state)
-    (one, half), (f, h) = runs, factors
-    need = {k: max(round(half[k] + (one[k] - half[k]) * (1 - h) / (f - h)), 0) for k in one}
+    one, half, twice = runs
+    need = {}
+    for k in one:
+        per_node = max(twice[k] - one[k], 0) / (rows * chunks)
+        per_row = (one[k] - half[k]) / max(rows - rows // 2, 1) - per_node * chunks
+        constant = one[k] - per_row * rows - per_node * rows * chunks
+        need[k] = round(constant + per_row * counts.rows + per_node * counts.nodes)
     need["loaded"] += INDEX * counts.nodes
     return OffloadNeed(counts.chunks, slots, **need)
 
 
-def small(counts: Counts, factor: float) -> ShardedEdgeIndex:
-    """Return a graph with fewer of everything, whose chunks each read a window of sources."""
-    rows, sources = max(round(counts.rows * factor), 1), max(round(counts.sources * factor), 1)
+def small(counts: Counts, rows: int, chunks: int) -> ShardedEdgeIndex:
+    """Return a graph of chunks with so many rows, which each read a window of sources and have edges in proportion."""
+    factor, nodes = rows / max(counts.rows, 1), rows * chunks
+    sources = min(max(round(counts.sources * factor), 1), nodes)
     edges = max(round(counts.edges * factor), sources)
-    nodes = max(rows * counts.chunks, sources)
     generator, parts = torch.Generator().manual_seed(0), []
-    for c in range(counts.chunks):
+    for c in range(chunks):
         window = min(max(c * rows + rows // 2 - sources // 2, 0), nodes - sources)
         more = torch.randint(sources, (edges - sources,), generator=generator)
         col = window + torch.cat([torch.arange(sources), more])
@@ -178,7 +187,7 @@ def choose(
         for slots in (None, -(-counts.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
                 need = plan_offload(lambda: copy.deepcopy(model), counts, in_channels, slots, home, rows=rows)
-                if need.total > (2 * budget if rows == ROUGH else budget):
+                if need.total > (4 * budget if rows == ROUGH else budget):
                     break
             else:
                 return need
@@ -188,5 +197,4 @@ def choose(
                 f"parameters, the optimizer's state and what is derived of the graph, {need.step:,} for chunks of "
                 f"{counts.rows} rows (got a budget of {budget:,}). Raise the budget, or make the model narrower."
             )
-        count *= 2 ** max(int(need.total / max(budget, 1)).bit_length() - 1, 1)
-        count = min(count, -(-graph.num_dst // FEWEST))
+        count = min(count * (4 if need.total > 8 * budget else 2), -(-graph.num_dst // FEWEST))
