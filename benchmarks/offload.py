@@ -89,7 +89,7 @@ def limits(args: argparse.Namespace, path: str) -> list[str]:
         "| model | in memory needs, MiB | budget, MiB | in memory | chunks at home | s a step | at home, MiB | resident |",
         "|" + "---|" * 8,
     ]
-    for kind in args.models:
+    for kind in args.limited_models:
         options = [path, kind, str(args.hidden), "2"]
         (free,) = launch(__file__, 0, [*options, "--chunks", "0"], threads=args.threads)
         for share in tqdm(args.shares):
@@ -182,8 +182,9 @@ if __name__ == "__main__":
     parser.add_argument("--limited", default="Community/200000/4000000")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that homes are made on")
     parser.add_argument("--models", nargs="+", default=["sage", "gat"])
+    parser.add_argument("--limited-models", nargs="+", default=["sage"])
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--shares", type=int, nargs="+", default=[2, 5, 10, 20])
+    parser.add_argument("--shares", type=int, nargs="+", default=[2, 5, 10])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)

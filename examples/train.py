@@ -2,6 +2,7 @@
 
     pyg-sar partition Community --num-parts 2 --out runs/community-2
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py runs/community-2 --model gat
+    python examples/train.py runs/community-1 --offload /scratch --budget 1GiB    # rows in files, one process
 
 Lines marked with ``# sar`` are what a script for one process would not have.
 """
@@ -29,6 +30,8 @@ parser.add_argument("--dropout", type=float, default=0.5)
 parser.add_argument("--attention-dropout", type=float, default=0.0)
 parser.add_argument("--mode", type=int, choices=[1, 2, 3], default=1, help="1 rematerialise, 2 keep, 3 one-shot")
 parser.add_argument("--prefetch", type=int, default=1)
+parser.add_argument("--offload", help="keep rows in host memory ('memory') or in files of this folder: one worker")
+parser.add_argument("--budget", default="2GiB", help="with --offload: what a step may take beside data and rows")
 parser.add_argument("--device", default="cpu")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--save", help="write the trained weights to this safetensors file")
@@ -65,6 +68,9 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
     ).to(args.device)  # fmt: skip
     pyg_sar.broadcast_parameters(model)  # sar
     torch.manual_seed(args.seed + rank)  # sar: or all workers drop the same features
+    if args.offload:
+        home = None if args.offload == "memory" else args.offload
+        data = pyg_sar.offload(data, args.budget, model, home=home)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
     loaded = peak_memory(args.device)
@@ -103,6 +109,9 @@ def report(
         sizes = "forward sent {:.2f} received {:.2f} MiB, backward sent {:.2f} received {:.2f} MiB, saves {:.2f} MiB"
         told = sizes.format(*(n / 2**20 for n in (*counts, t.saved)))
         lines.append(f"layer {k}, case {t.case}: {told}, waited {t.forward_wait + t.backward_wait:.3f} s")
+        if t.forward_stored:
+            moved = (t.forward_loaded + t.backward_loaded, t.forward_stored + t.backward_stored)
+            lines.append("loaded {:.2f} MiB from home, stored {:.2f} MiB there".format(*(n / 2**20 for n in moved)))
     gathered = pyg_sar.distributed.collectives.gather_objects("\n".join(f"  {line}" for line in lines))
     if rank == 0:
         print(f"\n{name}: test accuracy {accuracy:.4f}, median epoch {median:.3f} s")

@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=int, default=4, help="heads of gat (default: 4)")
     add("--prefetch", type=int, default=1, help="fetches under way (default: 1)")
     add("--budget", type=float, help="GiB for each worker: what fits, with the least traffic")
+    add("--offload", action="store_true", help="one worker whose rows are at home: the fewest chunks that fit --budget")
     return parser
 
 
@@ -118,6 +119,8 @@ def _plan(args: argparse.Namespace) -> None:
     shares = _shares(args)
     if not args.features or not args.classes:
         raise ValueError("Expected --features and --classes: the folder does not tell both.")
+    if args.offload:
+        return _chunks(args)
     columns = ["workers", "mode", "loaded", "step", "together", "received"]
     print("".join(f"{column:>10}" for column in columns) + "   (GiB, of the largest worker; in a step)")
     for share in shares:
@@ -127,6 +130,28 @@ def _plan(args: argparse.Namespace) -> None:
             print(f"{need.workers:>10}{need.mode:>10}" + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
     if args.budget:
         _fit(args, shares)
+
+
+def _chunks(args: argparse.Namespace) -> None:
+    """Tell into how many chunks rows at home are cut, and what a step takes."""
+    import pyg_sar
+    from pyg_sar.offload.move import graph_of
+    from pyg_sar.offload.plan import Counts, choose, counts_by_lot, counts_of
+
+    if not args.budget or args.relations:
+        raise ValueError("Expected --offload with a --budget, and without --relations.")
+    graph = graph_of(pyg_sar.load(args.folder)) if args.folder else None
+
+    def counts(chunks: int) -> Counts:
+        if graph is None:
+            return counts_by_lot(int(args.nodes), int(args.edges), chunks, int(args.nodes))
+        return counts_of(graph, chunks, graph.num_src)
+
+    need = choose(lambda: _stack(args), counts, args.features, args.budget * 2**30)
+    columns = ["chunks", "pieces of", "loaded", "step", "together", "at home", "moved"]
+    print("".join(f"{column:>10}" for column in columns) + "   (rows; GiB, of one worker; in a step)")
+    sizes = (need.loaded, need.step, need.total, need.home, need.moved)
+    print(f"{need.chunks:>10}{need.slots or 'all':>10}" + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
 
 
 def _shares(args: argparse.Namespace) -> list[Any]:

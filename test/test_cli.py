@@ -172,6 +172,22 @@ def test_plan(capsys, tmp_path):
     assert told[-2].endswith("nothing fits 0.2 GiB")
 
 
+def test_plan_of_rows_at_home(capsys, tmp_path):
+    folder, small = tmp_path / "parts", ["--hidden", "64", "--layers", "2", "--offload", "--budget"]
+    assert main(["partition", "Community/4000/20000", "--num-parts", "1", "--out", str(folder)]) == 0
+    capsys.readouterr()
+    counts = ["--nodes", "4000", "--edges", "20000", "--features", "64", "--classes", "16"]
+    found = []
+    for words, budget in ((str(folder),), "0.003"), ((str(folder),), "1"), (counts, "0.003"):
+        assert main(["plan", *words, *small, budget]) == 0
+        found.append(capsys.readouterr().out.splitlines()[1].split())
+    assert found[1][:2] == ["1", "all"] and int(found[0][0]) > 1 and int(found[2][0]) >= int(found[0][0])
+    assert all(float(row[4]) <= budget + 0.001 for row, budget in zip(found, (0.003, 1, 0.003), strict=True))
+    for words, error in ((["1e-9"], "needs at least"), (["1", "--relations", "3"], "without --relations")):
+        assert main(["plan", str(folder), *small, *words]) == 2
+        assert error in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

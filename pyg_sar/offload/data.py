@@ -2,6 +2,7 @@ r"""The one call that users make: rows of loaded data leave the memory that is c
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -68,11 +69,14 @@ def offload(
         raise TypeError(
             f"Expected a 'model' with the 'budget', which depends on its layers (got {type(model).__name__})"
         )
-    from pyg_sar.offload.plan import choose  # which workers in memory do without
+    from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
 
     mask = getattr(data, "train_mask", None)
     labelled = graph.num_src if mask is None else int(mask.sum())
-    need = choose(model, graph, data.x.size(1), count_bytes(budget, "budget"), labelled, home)
+    need = choose(
+        lambda: copy.deepcopy(model), lambda count: counts_of(graph, count, labelled), data.x.size(1),
+        count_bytes(budget, "budget"), home,
+    )  # fmt: skip
     return move(data, place_of(graph, rows, need.chunks, need.slots))
 
 

@@ -7,7 +7,6 @@ tells the rest: on one, on one whose chunks are half as large, and on one with t
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,27 +173,35 @@ def run(
 
 
 def choose(
-    model: torch.nn.Module, graph: ShardedGraph, in_channels: int, budget: int, labelled: int, home: str | None = None
-) -> OffloadNeed:
-    """Return the fewest chunks with which a step of a model fits ``budget`` bytes.
+    model: Callable[[], torch.nn.Module], counts: Callable[[int], Counts], in_channels: int, budget: float,
+    home: str | None = None,
+) -> OffloadNeed:  # fmt: skip
+    """Return the fewest chunks with which a step fits ``budget`` bytes.
+
+    Args:
+        model: As for :func:`plan_offload`.
+        counts: Returns the counts of the graph for a number of chunks.
+        in_channels: Number of features of a node.
+        budget: Bytes for all but the data and the rows at home.
+        home: As for :func:`plan_offload`.
 
     Raises:
         ValueError: If it never does.
     """
     count = 1
     while True:
-        counts = counts_of(graph, count, labelled)
-        for slots in (None, -(-counts.sources // PIECES)):
+        here = counts(count)
+        for slots in (None, -(-here.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
-                need = plan_offload(lambda: copy.deepcopy(model), counts, in_channels, slots, home, rows=rows)
+                need = plan_offload(model, here, in_channels, slots, home, rows=rows)
                 if need.total > (4 * budget if rows == ROUGH else budget):
                     break
             else:
                 return need
-        if counts.rows <= FEWEST:
+        if here.rows <= FEWEST:
             raise ValueError(
                 f"A step needs at least {need.total:,} bytes beside the rows at home, {need.loaded:,} of them for "
                 f"parameters, the optimizer's state and what is derived of the graph, {need.step:,} for chunks of "
-                f"{counts.rows} rows (got a budget of {budget:,}). Raise the budget, or make the model narrower."
+                f"{here.rows} rows (got a budget of {int(budget):,}). Raise the budget, or make the model narrower."
             )
-        count = min(count * (4 if need.total > 8 * budget else 2), -(-graph.num_dst // FEWEST))
+        count = min(count * (4 if need.total > 8 * budget else 2), -(-here.nodes // FEWEST))

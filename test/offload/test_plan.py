@@ -1,0 +1,192 @@
+"""Budgets of training on rows at home: what a dry run tells, and what the system enforces."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar import nn, offload, ops
+from pyg_sar.data.datasets import community_graph
+from pyg_sar.offload.plan import counts_by_lot, counts_of, plan_offload
+from pyg_sar.planner import Live
+
+HIDDEN, CLASSES = 64, 8
+
+
+class Net(torch.nn.Module):
+    def __init__(self, kind, in_channels):
+        super().__init__()
+        widths = [in_channels, HIDDEN, HIDDEN]
+        if kind == "gat":
+            convs = [nn.GATConv(a, HIDDEN // 4, 4) for a in widths[:2]] + [nn.GATConv(HIDDEN, CLASSES)]
+        else:
+            layer = {"sage": nn.SAGEConv, "gcn": nn.GCNConv}[kind]
+            convs = [layer(a, b) for a, b in zip(widths, [HIDDEN, HIDDEN, CLASSES], strict=True)]
+        self.convs = torch.nn.ModuleList(convs)
+        self.norms = torch.nn.ModuleList(nn.BatchNorm(HIDDEN) for _ in range(2))
+
+    def forward(self, x, edge_index):
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            x = norm(conv(x, edge_index)).relu()
+        return self.convs[-1](x, edge_index)
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Nodes whose neighbors are near."""
+    torch.manual_seed(0)
+    n, degree = 20_000, 6
+    dst = torch.arange(n).repeat_interleave(degree)
+    src = (dst + torch.randint(-400, 400, (n * degree,))).clamp(0, n - 1)
+    edge_index = pyg_sar.shard(torch.stack([src, dst]), n)
+    return Data(x=torch.randn(n, 32), y=torch.arange(n) % CLASSES, train_mask=torch.arange(n) % 10 == 0,
+                edge_index=edge_index)  # fmt: skip
+
+
+def peak(data, model):
+    """The most bytes of tensors in a step, other than rows at home."""
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        with Live() as live:
+            out = model(data.x, data.edge_index)[data.train_mask]
+            F.cross_entropy(out, data.y[data.train_mask]).backward()
+            del out
+            optimizer.step()
+            optimizer.zero_grad()
+    return live.peak
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
+@pytest.mark.parametrize("chunks", [2, 5, 16])
+@pytest.mark.parametrize("kind", ["sage", "gcn", "gat"])
+def test_plan_tells_what_a_step_takes(data, kind, chunks):
+    model = Net(kind, 32)
+    graph, labelled = data.edge_index.graph, int(data.train_mask.sum())
+    need = plan_offload(lambda: Net(kind, 32), counts_of(graph, chunks, labelled), 32)
+    there = offload(data, chunks=chunks)
+    found = peak(there, model)
+    assert 0.95 * found <= need.step <= 1.15 * found + 2**19
+    assert abs(need.home - there.x.place.home.peak) <= 0.05 * need.home
+    with pyg_sar.record_traffic(data.edge_index) as layers:
+        peak(there, model)
+    moved = sum(t.forward_loaded + t.forward_stored + t.backward_loaded + t.backward_stored for t in layers) / 2
+    assert abs(need.moved - moved) <= 0.2 * moved
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
+@pytest.mark.parametrize("kind", ["sage", "gat"])
+def test_budget(data, kind, tmp_path):
+    model = Net(kind, 32)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    whole = peak(data, model.train())
+    model.load_state_dict(before)
+    state = torch.get_rng_state()
+    there = offload(data, whole // 5, model, home=str(tmp_path))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert len(there.x.place.ranges) > 2
+    assert peak(there, model) <= whole // 5
+
+
+def test_budget_that_nothing_fits():
+    edge_index = pyg_sar.shard(torch.randint(200, (2, 900)), 200)
+    data = Data(x=torch.randn(200, 32), edge_index=edge_index)
+    with pytest.raises(ValueError, match=r"needs at least [\d,]+ bytes .* \(got a budget of 1,000\)"):
+        offload(data, "1KB", Net("sage", 32))
+
+
+def test_pieces_are_taken_where_chunks_read_nearly_all():
+    torch.manual_seed(0)
+    n = 4000
+    dst = torch.arange(n).repeat_interleave(60)
+    edge_index = pyg_sar.shard(torch.stack([torch.randint(n, dst.shape), dst]), n)
+    data = Data(x=torch.randn(n, 128), edge_index=edge_index, train_mask=torch.arange(n) < 10)
+    model = nn.SAGEConv(128, 256)
+    budget = 2_600_000
+    there = offload(data, budget, model)
+    assert there.x.place.slots is not None and there.x.place.slots < n // 4
+    there.y = torch.zeros(n, dtype=torch.long)
+    whole = offload(Data(x=data.x, edge_index=edge_index), chunks=len(there.x.place.ranges))
+    whole.y, whole.train_mask = there.y, there.train_mask
+    assert peak(there, model) < min(budget, 0.9 * peak(whole, model))
+
+
+def test_counts_by_lot():
+    torch.manual_seed(0)
+    n, e = 3000, 30_000
+    edge_index = torch.stack([torch.randint(n, (e,)), torch.arange(e) % n])
+    found, told = counts_of(pyg_sar.shard(edge_index, n).graph, 10, 7), counts_by_lot(n, e, 10, 7)
+    assert found.rows == told.rows and abs(found.sources - told.sources) < 0.1 * told.sources
+    assert abs(found.edges - told.edges) < 0.1 * told.edges
+    assert counts_by_lot(5, 0, 3, 5).sources == counts_by_lot(5, 0, 3, 5).edges == 1
+
+
+LIMITED = """
+import resource, sys
+import torch
+import torch.nn.functional as F
+import pyg_sar
+from pyg_sar import nn
+
+folder, home, budget = sys.argv[1], sys.argv[2], int(sys.argv[3])
+data = pyg_sar.load(folder)
+torch.manual_seed(0)
+layers = [nn.SAGEConv(64, 256), nn.SAGEConv(256, 256), nn.SAGEConv(256, 16)]
+norms = [nn.BatchNorm(256), nn.BatchNorm(256)]
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convs, self.norms = torch.nn.ModuleList(layers), torch.nn.ModuleList(norms)
+
+    def forward(self, x, edge_index):
+        for conv, norm in zip(self.convs, self.norms):
+            x = norm(conv(x, edge_index)).relu()
+        return self.convs[-1](x, edge_index)
+
+model = Net()
+torch.mm(torch.ones(512, 512), torch.ones(512, 512))
+held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+limit = held + budget + 2**25
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+if home != "none":
+    data = pyg_sar.offload(data, chunks=16, home=home)
+for _ in range(2):
+    loss = F.cross_entropy(model(data.x, data.edge_index)[data.train_mask], data.y[data.train_mask])
+    loss.backward()
+print(loss.item())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not ops.KERNELS, reason="needs Linux's limits, and kernels")
+def test_budget_that_the_system_enforces(tmp_path):
+    """In memory a step takes 200 MB, of which a fifth is allowed; homes are files, which do not count."""
+    torch.manual_seed(0)
+    folder, home, script = tmp_path / "parts", tmp_path / "home", tmp_path / "script.py"
+    home.mkdir()
+    script.write_text(LIMITED)
+    pyg_sar.partition(community_graph(24_000, 240_000, 64, 16), 1, folder)
+    # Freed memory goes back to the system at once, or it would count.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072",
+           "PYTHONPATH": str(Path(pyg_sar.__file__).parents[1]), "OMP_NUM_THREADS": "2"}  # fmt: skip
+
+    def run(*args):
+        command = [sys.executable, script, folder, *args]
+        return subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, timeout=120)
+
+    budget = 40 * 2**20
+    free, failed = run("none", 2**34), run("none", budget)
+    assert free.returncode == 0, free.stderr
+    assert failed.returncode != 0 and "can't allocate memory" in failed.stderr
+    done = run(home, budget)
+    assert done.returncode == 0, done.stderr
+    loss, found = float(free.stdout), float(done.stdout)
+    assert abs(found - loss) <= 1e-5 * abs(loss)
+    assert list(home.iterdir()) == []
