@@ -114,6 +114,17 @@ def test_large(tmp_path):
 
 
 @pytest.mark.grid
+def test_offload(tmp_path):
+    graph = "Community/3000/30000"
+    sizes = ["--graph", graph, "--limited", graph, "--models", "sage", "--hidden", 64, "--rounds", 1, "--steps", 2]
+    run("offload", *sizes, "--chunks", 3, "--shares", 1, "--folder", tmp_path, "--out", tmp_path)
+    rows = [line.split(" | ") for line in (tmp_path / "offload-cpu.md").read_text().splitlines() if "| sage |" in line]
+    memory, three, limited = rows
+    assert memory[1:4:2] == ["in memory", "1.00"] and three[1] == "3" and float(three[5]) < 1
+    assert "times)" in limited[5]
+
+
+@pytest.mark.grid
 def test_extrapolate(tmp_path):
     run("extrapolate", "--models", "gat", "--parts", 4, 8, "--out", tmp_path)
     rows = [line.split(" | ") for line in (tmp_path / "extrapolated.md").read_text().splitlines()[4:]]

@@ -284,3 +284,20 @@ def test_pinned():
     rows = home.empty((1000, 100), torch.float32).normal_()
     assert rows.is_pinned()
     assert torch.equal(rows.to("cuda", non_blocking=True).cpu(), rows)
+
+
+def test_kept_tensors(folder):
+    """In one file, what occurs twice once; in memory, and what is no tensor, as they are."""
+    home = Home(folder, CPU, None)
+    given = [torch.arange(5), None, slice(3), torch.rand(3, 4).double(), torch.arange(7).int(), torch.empty(0)]
+    kept = home.keep([*given, given[0]])
+    assert [type(k) for k in kept] == [type(g) for g in [*given, given[0]]]
+    for k, g in zip(kept, given, strict=False):
+        assert torch.equal(k, g) if isinstance(g, torch.Tensor) else k is g
+    if folder is None:
+        assert all(k is g for k, g in zip(kept, given, strict=False)) and home.held == 0
+    else:
+        assert len({k.untyped_storage().data_ptr() for k in kept if isinstance(k, torch.Tensor)}) == 1
+        assert kept[6] is kept[0] and home.held == 64 + 128 + 64
+    del kept
+    assert home.held == 0

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import os
+import sys
 import weakref
 
 import pytest
@@ -22,6 +24,7 @@ from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
 from pyg_sar.offload.rows import HostRows
+from pyg_sar.rewire import with_self_loops
 
 IN, HIDDEN, OUT = 8, 6, 4
 CHUNKS = [1, 2, 5, 17]
@@ -482,6 +485,67 @@ def test_homes_die(no_garbage_collection):
         assert home.held == 0  # although the loss lives
         peaks.append(home.peak)
     assert len(set(peaks[1:])) == 1
+
+
+def test_files_are_closed(tmp_path):
+    """Chunks take one file each, whatever number of index tensors they have, and steps leave none."""
+    data = small(3, home=str(tmp_path))
+    model, count, open_files = convert(network("gat", "batch")), 0, []
+    for _ in range(4):
+        F.cross_entropy(model(data.x, data.edge_index, {})[data.mask], data.y[data.mask]).backward()
+        open_files.append(len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else count)
+    assert len(set(open_files)) == 1
+    chunks = by_chunks.chunks(data.x.place, with_self_loops(data.edge_index.graph)[0], True)
+    homes = {it.sources.untyped_storage().data_ptr() for it in chunks}
+    for it in chunks:
+        (block,) = it.graph.blocks
+        for t in (it.edges, it.graph.e_id, block.rowptr, block.col, *block.transpose):
+            assert t.untyped_storage().data_ptr() == it.sources.untyped_storage().data_ptr()
+    assert len(homes) == 3 and data.x.place.home.held > 0 and list(tmp_path.iterdir()) == []
+
+
+def test_interrupted(monkeypatch):
+    """Training goes on after an interrupt within a pass."""
+    data = small(3)
+    model = convert(network("sage", "batch"))
+
+    def step():
+        model.zero_grad()
+        F.cross_entropy(model(data.x, data.edge_index, {})[data.mask], data.y[data.mask]).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected, fetch, calls = step(), by_chunks.fetch, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return fetch(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(by_chunks, "fetch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    equal(step(), expected)
+
+
+@pytest.mark.parametrize("kind", ["sage", "gat"])
+def test_traffic(kind):
+    """One record for each layer, with the bytes of the rows that chunks read and write, as the schedule counts them."""
+    data = small(4)
+    data.x.requires_grad_()
+    sage, gat = nn.SAGEConv(IN, 6, root_weight=False), nn.GATConv(IN, 6, add_self_loops=False)
+    conv = (sage if kind == "sage" else gat).double()
+    with pyg_sar.record_traffic(data.edge_index) as layers:
+        conv(data.x, data.edge_index)[data.mask].sum().backward()
+    (it,) = layers
+    chunks = by_chunks.chunks(data.x.place, data.edge_index.graph, True)
+    read, width = sum(len(chunk.sources) for chunk in chunks), {"sage": 6, "gat": 7}[kind]
+    rows, n = 8 * read * width, 8 * NUM_NODES
+    queries = n if kind == "gat" else 0
+    assert (it.case, it.forward_loaded, it.forward_stored) == (1 + (kind == "gat"), rows + queries, 6 * n)
+    again = rows + queries if kind == "gat" else 0  # in case 2 rows are read again
+    assert (it.backward_loaded, it.backward_stored) == (again + 6 * n + rows, rows + queries)
 
 
 def test_sums_keep_no_source_rows():
