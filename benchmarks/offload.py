@@ -4,7 +4,8 @@
     python benchmarks/offload.py --folder /scratch --of limit --limited Community/200000/4000000
 
 The first table trains on a graph that fits, homes in memory. Each setting is a process of its own; they take turns, and
-the table has medians. The loss of the second step is compared, before rounding grows with each. *Device* is the peak of all tensors that are made in a step, other than rows at home.
+the table has medians. The loss of the second step is compared, before rounding grows with each. *Device* is the peak of
+all tensors that are made in a step, other than rows at home.
 
 The second table trains in processes whose anonymous memory the system limits (``RLIMIT_DATA``) to what they hold once
 the data is loaded, and a share of what a step in memory needs; homes are files in ``--folder``. Mapped files do not

@@ -20,6 +20,7 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -80,6 +81,9 @@ class Home:
         self.folder, self.limit = folder, limit
         self.pinned = folder is None and device.type == "cuda"
         self.peak = 0
+        self.plenty = (
+            memory() // 2
+        )  # bytes of rows that the system may write when it likes, or never if they die before
         # Of each living tensor, by its address, the view of its bytes that dies with it. What it views is a `_Mapping`.
         self._living: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
         self._kept: dict[int, _Mapping] = {}  # all memory by its address, also that of dead tensors
@@ -137,11 +141,14 @@ class Home:
                 mapping.madvise(mmap.MADV_WILLNEED, at, min(WINDOW, stop - at))
 
     def wrote(self, rows: Tensor, begin: int, end: int) -> None:
-        """Start writing some rows of a tensor to the disk, which were just set, and drop those of two calls ago.
-
-        The system would let them fill the memory first, and a limit of memory that counts them may be lower.
+        """Where rows do not fit the memory, start writing some to the disk, which were just set, and drop those of two
+        calls ago. The system would let them fill the memory first.
         """
-        if not (found := self._pages(rows[begin:end])) or not hasattr(_LIBC, "sync_file_range"):
+        if (
+            self.held <= self.plenty
+            or not (found := self._pages(rows[begin:end]))
+            or not hasattr(_LIBC, "sync_file_range")
+        ):
             return
         mapping, start, stop = found
         stop -= stop % mmap.PAGESIZE  # the rest of the page is still to be set
@@ -208,6 +215,15 @@ class Home:
         start = part.data_ptr() - base
         stop = min(start + part.stride(0) * part.shape[0] * part.itemsize, len(mapping))
         return mapping, start - start % mmap.PAGESIZE, stop
+
+
+def memory() -> int:
+    """Return the bytes of memory of this machine, or what a control group leaves this process of them."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found.append(int(Path(file).read_text()))
+    return min(found)
 
 
 def _sync(mapping: _Mapping, start: int, stop: int, how: int) -> None:

@@ -37,6 +37,7 @@ ADDS = ("add", "add_", "__add__", "__iadd__")
 FASTER: dict[Callable, Callable] = {F.linear: linear}  # on real rows
 
 
+@answers("force")
 def force(rows: HostRows) -> HostRows:
     """Return rows that exist: what is pending is computed, range by range, and written once."""
     if rows.op is None:

@@ -28,7 +28,9 @@ def folder(request, tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    return Home(str(tmp_path), CPU, None)
+    home = Home(str(tmp_path), CPU, None)
+    home.plenty = 0
+    return home
 
 
 def mapping_of(home, rows):
@@ -59,6 +61,7 @@ def test_numbers_survive(folder, dtype, shape):
 @pytest.mark.parametrize("step", [100, 4001, 9973, 40000])
 def test_hints_change_no_numbers(folder, step):
     home = Home(folder, CPU, None)
+    home.plenty = 0
     expected = torch.randn(30000, 24)
     whole = home.empty(expected.shape, torch.float32)
     assert whole.nbytes > 20 * WINDOW
@@ -69,6 +72,17 @@ def test_hints_change_no_numbers(folder, step):
             home.wrote(rows, a, a + step)
             home.advise(rows, a + step, a + 2 * step)
         assert torch.equal(rows, values)
+
+
+def test_where_memory_is_plenty_the_system_writes_when_it_likes(files):
+    rows, asked = files.empty((5000, 3), torch.float64), []
+    with mock.patch.object(module, "_sync", lambda mapping, *span: asked.append(span)):
+        for files.plenty in (rows.nbytes - 1, rows.nbytes):
+            for a in range(0, 5000, 1000):
+                files.wrote(rows, a, a + 1000)
+            counts, asked = len(asked), []
+            assert (counts > 0) == (files.plenty < rows.nbytes)
+    assert 2**26 < module.memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
@@ -173,6 +187,7 @@ def test_nothing_grows(folder, tmp_path, unnamed):
     """Files are unlinked at once where the file system has none without a name."""
     works = unnamed and module.tempfile._O_TMPFILE_WORKS
     home = Home(folder, CPU, None)
+    home.plenty = 0
 
     def counts():
         gc.collect()
@@ -299,5 +314,5 @@ def test_kept_tensors(folder):
     else:
         assert len({k.untyped_storage().data_ptr() for k in kept if isinstance(k, torch.Tensor)}) == 1
         assert kept[6] is kept[0] and home.held == 64 + 128 + 64
-    del kept
+    del kept, k
     assert home.held == 0
