@@ -13,7 +13,6 @@ count. Writes ``offload-cpu.md``.
 """
 
 import argparse
-import re
 import resource
 import statistics
 import subprocess
@@ -111,14 +110,13 @@ def limits(args: argparse.Namespace, path: str) -> list[str]:
 
 
 def attempt(options: list[str], threads: int) -> dict[str, Any] | str:
-    """Return what a run finds, or the last line of what it raised."""
+    """Return what a run finds, or why it failed."""
     command = [sys.executable, __file__, "--worker", *options]
     env = environment(threads, **RETURN_FREED_MEMORY)
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode == 0:
         return results(done.stdout)[0]
-    last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"ended by signal {-done.returncode}"
-    return "fails: " + re.sub(r"\s+", " ", last)[:90].replace("|", "/")
+    return "out of memory" if "can't allocate memory" in done.stderr else f"fails: {done.stderr.strip()[-90:]}"
 
 
 def worker(argv: list[str]) -> None:
