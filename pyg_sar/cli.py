@@ -136,7 +136,7 @@ def _chunks(args: argparse.Namespace) -> None:
     """Tell into how many chunks rows at home are cut, and what a step takes."""
     import pyg_sar
     from pyg_sar.offload.move import graph_of
-    from pyg_sar.offload.plan import Counts, choose, counts_by_lot, counts_of
+    from pyg_sar.offload.plan import Counts, choose, counts_of, random_counts
 
     if not args.budget or args.relations:
         raise ValueError("Expected --offload with a --budget, and without --relations.")
@@ -144,7 +144,7 @@ def _chunks(args: argparse.Namespace) -> None:
 
     def counts(chunks: int) -> Counts:
         if graph is None:
-            return counts_by_lot(int(args.nodes), int(args.edges), chunks, int(args.nodes))
+            return random_counts(int(args.nodes), int(args.edges), chunks, int(args.nodes))
         return counts_of(graph, chunks, graph.num_src)
 
     need = choose(lambda: _stack(args), counts, args.features, args.budget * 2**30)

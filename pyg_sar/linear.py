@@ -131,8 +131,8 @@ def multiply(
 
 
 def filled(x: Tensor, dim: int, most: int) -> Tensor:
-    """Return a matrix with zeros behind, such that a dimension has one of few lengths."""
-    size = next((n for n in (64, 256) if x.size(dim) <= n < most), most)
+    """Return a matrix with zeros behind, such that a dimension is a power of two of at least 64, or ``most``."""
+    size = min(max(64, 1 << (x.size(dim) - 1).bit_length()), most)
     more = size - x.size(dim)
     if not more:
         return x

@@ -162,4 +162,4 @@ def test_few_shapes(monkeypatch):
         x, weight, bias, grad = inputs((count, 10, 7))
         product(x, weight, bias)
         linear_grad(x, grad, weight, torch.zeros_like(x), torch.zeros_like(weight))
-    assert len(shapes) == 3 + 3 + 2  # rows of two products and summands of one: 64, 256, and rows at a time
+    assert len(shapes) == 5 + 5 + 3  # rows of two products, 64 to 1024, and summands of one, 64 to 256

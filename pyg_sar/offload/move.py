@@ -41,7 +41,7 @@ def place_of(graph: ShardedGraph, home: Home, chunks: int, slots: int | None = N
 
     Args:
         graph: The graph.
-        home: Where rows that are made live.
+        home: Makes memory for rows.
         chunks: The number of ranges of nodes.
         slots: The most source rows that are fetched at one time; None for no limit.
     """

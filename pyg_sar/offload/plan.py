@@ -85,8 +85,8 @@ def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
     return Counts(chunks, graph.num_src, own[largest], max(read[largest], 1), max(last - first, 1), labelled)
 
 
-def counts_by_lot(nodes: int, edges: int, chunks: int, labelled: int) -> Counts:
-    """Return the counts of a graph whose edges are drawn by lot, the worst case."""
+def random_counts(nodes: int, edges: int, chunks: int, labelled: int) -> Counts:
+    """Return the counts of a graph whose edges are random, the worst case."""
     rows, own = -(-nodes // chunks), -(-edges // chunks)
     sources = min(round(nodes * (1 - (1 - 1 / max(nodes, 1)) ** own)), own)
     return Counts(chunks, nodes, rows, max(sources, 1), max(own, 1), labelled)

@@ -54,6 +54,7 @@ def measure(group, mode, method):
             "forward_sent": serves * row,
             "backward_received": (serves + again * reads) * row,
             "backward_sent": (reads + again * serves) * row,
+            **{f"{direction}_{what}": 0 for direction in ("forward", "backward") for what in ("loaded", "stored")},
         }
         results[name] = sizes(found), expected
         assert (found.forward_wait > 0) == (reads + serves > 0)

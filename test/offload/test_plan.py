@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import nn, offload, ops
 from pyg_sar.data.datasets import community_graph
-from pyg_sar.offload.plan import counts_by_lot, counts_of, plan_offload
+from pyg_sar.offload.plan import counts_of, plan_offload, random_counts
 from pyg_sar.planner import Live
 
 HIDDEN, CLASSES = 64, 8
@@ -118,14 +118,14 @@ def test_pieces_are_taken_where_chunks_read_nearly_all():
     assert peak(there, model) < min(budget, 0.9 * peak(whole, model))
 
 
-def test_counts_by_lot():
+def test_random_counts():
     torch.manual_seed(0)
     n, e = 3000, 30_000
     edge_index = torch.stack([torch.randint(n, (e,)), torch.arange(e) % n])
-    found, told = counts_of(pyg_sar.shard(edge_index, n).graph, 10, 7), counts_by_lot(n, e, 10, 7)
+    found, told = counts_of(pyg_sar.shard(edge_index, n).graph, 10, 7), random_counts(n, e, 10, 7)
     assert found.rows == told.rows and abs(found.sources - told.sources) < 0.1 * told.sources
     assert abs(found.edges - told.edges) < 0.1 * told.edges
-    assert counts_by_lot(5, 0, 3, 5).sources == counts_by_lot(5, 0, 3, 5).edges == 1
+    assert random_counts(5, 0, 3, 5).sources == random_counts(5, 0, 3, 5).edges == 1
 
 
 LIMITED = """
