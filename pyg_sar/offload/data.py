@@ -71,11 +71,15 @@ def offload(
         )
     from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
 
-    mask = getattr(data, "train_mask", None)
+    x, mask = getattr(data, "x", None), getattr(data, "train_mask", None)
+    if not isinstance(x, torch.Tensor) or x.dim() != 2:
+        raise TypeError(
+            "Expected features 'data.x' [num_nodes, channels] with the 'budget'; give 'chunks' without them"
+        )
     labelled = graph.num_src if mask is None else int(mask.sum())
     need = choose(
-        lambda: copy.deepcopy(model), lambda count: counts_of(graph, count, labelled), data.x.size(1),
-        count_bytes(budget, "budget"), home,
+        lambda: copy.deepcopy(model), lambda count: counts_of(graph, count, labelled), x.size(1),
+        count_bytes(budget, "budget"), home, x.dtype,
     )  # fmt: skip
     return move(data, place_of(graph, rows, need.chunks, need.slots))
 

@@ -75,13 +75,13 @@ class OffloadNeed:
 
 def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
     """Return the counts of a graph and of the chunk that holds most rows, its own and those that it reads."""
-    (block,) = graph.blocks
-    assert block.dst is None
+    graph = graph if len(graph.blocks) == 1 else graph.merge()
+    rowptr = F.pad(graph.degree.cumsum(0), (1, 0))
     ranges = [slice(*span) for span in spans(graph, chunks)]
-    read = [ids.numel() for ids in source_rows(block.rowptr, block.col, ranges, graph.num_src)]
+    read = [ids.numel() for ids in source_rows(rowptr, graph.blocks[0].col, ranges, graph.num_src)]
     own = [r.stop - r.start for r in ranges]
     largest = max(range(chunks), key=lambda c: own[c] + read[c])
-    first, last = block.rowptr[[ranges[largest].start, ranges[largest].stop]].tolist()
+    first, last = rowptr[[ranges[largest].start, ranges[largest].stop]].tolist()
     return Counts(chunks, graph.num_src, own[largest], max(read[largest], 1), max(last - first, 1), labelled)
 
 
@@ -95,6 +95,7 @@ def random_counts(nodes: int, edges: int, chunks: int, labelled: int) -> Counts:
 def plan_offload(
     model: Callable[[], torch.nn.Module], counts: Counts, in_channels: int, slots: int | None = None,
     home: str | None = None, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, rows: int = ROWS,
+    dtype: torch.dtype = torch.float32,
 ) -> OffloadNeed:  # fmt: skip
     """Tell the memory of training with rows at home.
 
@@ -106,21 +107,21 @@ def plan_offload(
         home: Where the rows of the dry run live: a folder, or None for memory.
         optimizer: Makes the optimizer of parameters.
         rows: Of a chunk in the dry run, at most.
+        dtype: The type of the features.
     """
     rows, ratio = min(rows, counts.rows), counts.sources / max(counts.rows, 1)
     chunks = min(counts.chunks, max(CHUNKS, math.ceil(ratio)))
-    runs, state = [], torch.get_rng_state()
-    with few_objects():
+    runs = []
+    with few_objects(), torch.random.fork_rng(devices=[]):
         for own, many in ((rows, chunks), (max(rows // 2, 1), chunks), (rows, 2 * chunks)):
             factor = own / max(counts.rows, 1)
             edge_index = small(counts, own, many)
             few = None if slots is None else max(round(slots * factor), 1)
             place = place_of(edge_index.graph, Home(home, torch.device("cpu"), None), many, few)
-            x = HostRows(place, torch.zeros(own * many, in_channels))
+            x = HostRows(place, torch.zeros(own * many, in_channels, dtype=dtype))
             labelled = round(counts.labelled * own * many / max(counts.nodes, 1))
             with pieces.scaled(factor):
                 runs.append(run(model(), optimizer, x, edge_index, labelled))
-    torch.set_rng_state(state)
     one, half, twice = runs
     need = {}
     for k in one:
@@ -174,7 +175,7 @@ def run(
 
 def choose(
     model: Callable[[], torch.nn.Module], counts: Callable[[int], Counts], in_channels: int, budget: float,
-    home: str | None = None,
+    home: str | None = None, dtype: torch.dtype = torch.float32,
 ) -> OffloadNeed:  # fmt: skip
     """Return the fewest chunks with which a step fits ``budget`` bytes.
 
@@ -184,6 +185,7 @@ def choose(
         in_channels: Number of features of a node.
         budget: Bytes for all but the data and the rows at home.
         home: As for :func:`plan_offload`.
+        dtype: As for :func:`plan_offload`.
 
     Raises:
         ValueError: If it never does.
@@ -193,7 +195,7 @@ def choose(
         here = counts(count)
         for slots in (None, -(-here.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
-                need = plan_offload(model, here, in_channels, slots, home, rows=rows)
+                need = plan_offload(model, here, in_channels, slots, home, rows=rows, dtype=dtype)
                 if need.total > (4 * budget if rows == ROUGH else budget):
                     break
             else:

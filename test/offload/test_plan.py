@@ -95,6 +95,20 @@ def test_budget(data, kind, tmp_path):
     assert peak(there, model) <= whole // 5
 
 
+def test_budget_of_other_data():
+    """In double precision, in several source shards, and where few nodes have neighbors."""
+    edge_index = torch.stack([torch.arange(300), torch.arange(300) % 30])
+    for parts in (1, 3):
+        data = Data(x=torch.randn(300, 32, dtype=torch.float64), edge_index=pyg_sar.shard(edge_index, 300, parts))
+        model = Net("sage", 32).double()
+        there = offload(data, "100MB", model)
+        expected = model(data.x, data.edge_index)
+        torch.testing.assert_close(model(there.x, there.edge_index)[torch.arange(300)], expected)
+    del data.x
+    with pytest.raises(TypeError, match=r"Expected features 'data.x'"):
+        offload(data, "100MB", model)
+
+
 def test_budget_that_nothing_fits():
     edge_index = pyg_sar.shard(torch.randint(200, (2, 900)), 200)
     data = Data(x=torch.randn(200, 32), edge_index=edge_index)
