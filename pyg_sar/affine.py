@@ -23,6 +23,23 @@ def affine(
     return out
 
 
+def column_sums(x: Tensor, grad: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over rows of ``grad`` and of ``grad * (x - center)``, in double precision."""
+    sums, products = torch.zeros(2, *center.shape, dtype=torch.float64, device=center.device)
+    near = center.to(accumulator(x.dtype))
+    column_products_(sums, products, x, grad, near)
+    return sums, products + (near - center) * sums  # the center has digits that the rows' type has not
+
+
+def merge_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge counts, means and sums of squared deviations of several sets of rows, all in double precision (Chan, Golub
+    & LeVeque 1979): a large mean costs no digits.
+    """
+    total = counts.sum(0)
+    center = (counts / total.clamp(min=1) * means).sum(0)
+    return total, center, m2s.sum(0) + (counts * (means - center).square()).sum(0)
+
+
 class Affine(torch.autograd.Function):
     """``(x - center) * scale + shift`` of rows ``[n, channels]`` and vectors ``[1, channels]``, under autograd."""
 
@@ -37,10 +54,7 @@ class Affine(torch.autograd.Function):
         """Scale the gradient of rows, and sum up those of vectors."""
         once_differentiable()
         x, center, scale = ctx.saved_tensors
-        sums, products = torch.zeros(2, x.size(1), dtype=torch.float64, device=x.device)
-        near = center[0].to(accumulator(x.dtype))
-        column_products_(sums, products, x, grad, near)
-        products += (near - center[0]) * sums  # the center has digits that the rows' type has not
+        sums, products = column_sums(x, grad, center[0])
         d_x = grad * scale.to(grad.dtype) if ctx.needs_input_grad[0] else None
         return d_x, -sums.unsqueeze(0) * scale, products.unsqueeze(0), sums.unsqueeze(0)
 

@@ -19,7 +19,7 @@ from pyg_sar.autograd import once_differentiable
 from pyg_sar.ops import empty
 from pyg_sar.watch import ROWS, gives
 
-ROWS_AT_A_TIME, SUMMANDS_AT_A_TIME = 1024, 256
+ROWS_AT_A_TIME, SUMMANDS_AT_A_TIME, FEWEST = 1024, 256, 64
 HAS_ONEDNN = (
     torch.backends.mkldnn.is_available()
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -113,16 +113,14 @@ def multiply(
     """Write ``F.linear(x, weight, bias)`` over ``out``, or add it, by oneDNN: what it makes at a time stays in a cache.
 
     It adds up products one after the other: a long sum of them has twice the error of MKL's, which adds up sums. Where
-    there are many sums to add up, these may be longer. ``long`` is the dimension of ``x`` that has any length, and is
-    filled up with zeros to one of few, because oneDNN keeps half a megabyte for every shape that it has met.
+    there are many sums to add up, these may be longer. ``long`` is the dimension of ``x`` that has any length.
     """
     step = SUMMANDS_AT_A_TIME if x.size(1) < 64 * SUMMANDS_AT_A_TIME else 2 * SUMMANDS_AT_A_TIME
-    for rows, into in zip(x.split(ROWS_AT_A_TIME), out.split(ROWS_AT_A_TIME), strict=True):
-        rows = rows if long else filled(rows, 0, ROWS_AT_A_TIME)
-        for k in range(0, x.size(1), step):
-            one, other = rows[:, k : k + step], weight[:, k : k + step]
-            if long:
-                one, other = (filled(t, 1, step) for t in (one, other))
+    sizes = [lengths(x.size(0), ROWS_AT_A_TIME), step] if long == 0 else [ROWS_AT_A_TIME, lengths(x.size(1), step)]
+    for rows, into in zip(x.split(sizes[0]), out.split(sizes[0]), strict=True):
+        pairs = zip(rows.split(sizes[1], 1), weight.split(sizes[1], 1), strict=True)
+        for k, (one, other) in enumerate(pairs):
+            one, other = (filled(one, 0), other) if long == 0 else (filled(one, 1), filled(other, 1))
             terms = onednn(one, dense(other), None if k else bias)[: into.size(0)]
             if add or k:
                 into.add_(terms)
@@ -130,13 +128,21 @@ def multiply(
                 into.copy_(terms)
 
 
-def filled(x: Tensor, dim: int, most: int) -> Tensor:
-    """Return a matrix with zeros behind, such that a dimension is a power of two of at least 64, or ``most``."""
-    size = min(max(64, 1 << (x.size(dim) - 1).bit_length()), most)
-    more = size - x.size(dim)
-    if not more:
-        return x
-    return F.pad(x, (0, more)) if dim else F.pad(x, (0, 0, 0, more))
+def lengths(count: int, most: int) -> list[int]:
+    """Cut a length into ``most`` as often as that goes, then into powers of two, and a rest that is smaller than these:
+    few different ones, because oneDNN keeps memory for every shape that it has met.
+    """
+    sizes, rest = [most] * (count // most), count % most
+    while rest >= FEWEST:
+        sizes.append(1 << (rest.bit_length() - 1))
+        rest -= sizes[-1]
+    return [*sizes, rest] if rest else sizes
+
+
+def filled(x: Tensor, dim: int) -> Tensor:
+    """Return a matrix with zeros behind, if a dimension is the rest of :func:`lengths`."""
+    more = max(FEWEST - x.size(dim), 0)
+    return x if not more else F.pad(x, (0, more) if dim else (0, 0, 0, more))
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -209,10 +209,15 @@ def _run(
             state.step()
             state.zero_grad()
     kinds = edge_index.graph.memory()
-    held = [x, *types, labels, *net.parameters(), *net.buffers()]
-    held += [t for s in state.state.values() for t in s.values() if isinstance(t, Tensor)]
+    held = [x, *types, labels, *kept(net, state)]
     loaded = sum(kinds.values()) + sum(t.nbytes for t in held)
     return {"loaded": loaded, "step": live.peak, "received": received(layers), **kinds}
+
+
+def kept(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors that a model and its optimizer hold between steps."""
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    return [*net.parameters(), *net.buffers(), *state]
 
 
 def received(layers: Sequence[Traffic]) -> int:

@@ -81,9 +81,8 @@ class Home:
         self.folder, self.limit = folder, limit
         self.pinned = folder is None and device.type == "cuda"
         self.peak = 0
-        self.plenty = (
-            memory() // 2
-        )  # bytes of rows that the system may write when it likes, or never if they die before
+        # Bytes of rows in files that the system writes when it likes, or never if they die before.
+        self.plenty = memory() // 2
         # Of each living tensor, by its address, the view of its bytes that dies with it. What it views is a `_Mapping`.
         self._living: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
         self._kept: dict[int, _Mapping] = {}  # all memory by its address, also that of dead tensors
@@ -144,11 +143,9 @@ class Home:
         """Where rows do not fit the memory, start writing some to the disk, which were just set, and drop those of two
         calls ago. The system would let them fill the memory first.
         """
-        if (
-            self.held <= self.plenty
-            or not (found := self._pages(rows[begin:end]))
-            or not hasattr(_LIBC, "sync_file_range")
-        ):
+        if self.folder is None or self.held <= self.plenty or not hasattr(_LIBC, "sync_file_range"):
+            return
+        if not (found := self._pages(rows[begin:end])):
             return
         mapping, start, stop = found
         stop -= stop % mmap.PAGESIZE  # the rest of the page is still to be set

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyg_sar.affine import affine, scaled
+from pyg_sar.affine import affine, merge_moments, scaled
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.linear import linear
 from pyg_sar.offload.rows import (
@@ -271,18 +271,15 @@ class Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: HostRows) -> tuple[Tensor, Tensor]:
-        """One pass over all rows (Chan, Golub & LeVeque 1979: a large mean costs no digits)."""
-        given, n = reader(rows), len(rows)
-        count, mean, m2 = 0, *torch.zeros(2, rows.size(1), dtype=torch.float64, device=rows.place.device)
-        for a, b in rows.place.ranges:
-            own_mean, own_m2 = torch.zeros_like(mean), torch.zeros_like(m2)
-            moments_(own_mean, own_m2, given((a, b)))
-            count, before = count + b - a, count
-            step = own_mean - mean
-            mean += step * ((b - a) / max(count, 1))
-            m2 += own_m2 + step.square() * (before * (b - a) / max(count, 1))
+        """One pass over all rows."""
+        given, spans, device = reader(rows), rows.place.ranges, rows.place.device
+        counts = torch.tensor([[b - a] for a, b in spans], dtype=torch.float64, device=device)
+        means, m2s = torch.zeros(2, len(spans), rows.size(1), dtype=torch.float64, device=device)
+        for own_mean, own_m2, span in zip(means, m2s, spans, strict=True):
+            moments_(own_mean, own_m2, given(span))
+        _, mean, m2 = merge_moments(counts, means, m2s)
         ctx.save_for_backward(rows, mean)
-        return mean, m2 / n
+        return mean, m2 / len(rows)
 
     @staticmethod
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Any:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from pyg_sar import pieces
 from pyg_sar.distributed.shard import shard
@@ -26,12 +25,12 @@ from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import place_of
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.offload.schedule import source_rows
-from pyg_sar.planner import Live, few_objects
+from pyg_sar.planner import Live, few_objects, kept
 
 # Of a chunk in the dry run: they outweigh parameters, or the peak would be in another place; and for a first guess.
 ROWS, ROUGH = 2048, 512
 CHUNKS = 8  # in the dry run, at most, but where a chunk reads more
-FEWEST = 64  # rows of a chunk
+FEWEST = 64  # rows of a chunk, on average
 INDEX = 24  # bytes a node: its id, its degree, and its number while a chunk is made
 PIECES = 8  # into which sources are cut where chunks alone do not fit
 
@@ -161,12 +160,10 @@ def run(
             del out
             state.step()
             state.zero_grad()
-    held = [*net.parameters(), *net.buffers()]
-    held += [t for s in state.state.values() for t in s.values() if isinstance(t, Tensor)]
     derived = sum(graph.memory().values()) - before
     moved = sum(t.forward_loaded + t.forward_stored + t.backward_loaded + t.backward_stored for t in layers)
     return {
-        "loaded": derived + sum(t.nbytes for t in held),
+        "loaded": derived + sum(t.nbytes for t in kept(net, state)),
         "step": live.peak,
         "home": x.place.home.peak,
         "moved": moved,
@@ -200,10 +197,10 @@ def choose(
                     break
             else:
                 return need
-        if here.rows <= FEWEST:
+        if count >= (most := -(-here.nodes // FEWEST)):
             raise ValueError(
                 f"A step needs at least {need.total:,} bytes beside the rows at home, {need.loaded:,} of them for "
                 f"parameters, the optimizer's state and what is derived of the graph, {need.step:,} for chunks of "
                 f"{here.rows} rows (got a budget of {int(budget):,}). Raise the budget, or make the model narrower."
             )
-        count = min(count * (4 if need.total > 8 * budget else 2), -(-here.nodes // FEWEST))
+        count = min(count * (4 if need.total > 8 * budget else 2), most)

@@ -109,8 +109,12 @@ def test_budget_of_other_data():
         offload(data, "100MB", model)
 
 
-def test_budget_that_nothing_fits():
-    edge_index = pyg_sar.shard(torch.randint(200, (2, 900)), 200)
+@pytest.mark.parametrize("hub", [False, True])
+def test_budget_that_nothing_fits(hub):
+    """Also where all edges end at one node, and the other chunk stays long."""
+    edges = torch.randint(200, (2, 900))
+    edges[1] *= not hub
+    edge_index = pyg_sar.shard(edges, 200)
     data = Data(x=torch.randn(200, 32), edge_index=edge_index)
     with pytest.raises(ValueError, match=r"needs at least [\d,]+ bytes .* \(got a budget of 1,000\)"):
         offload(data, "1KB", Net("sage", 32))

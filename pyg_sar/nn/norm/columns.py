@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.affine import affine
+from pyg_sar.affine import affine, column_sums, merge_moments
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.distributed.collectives import all_gather, all_reduce
 from pyg_sar.nn.shifted import unshifted
-from pyg_sar.ops import column_products_, moments_
-from pyg_sar.ops.reference import accumulator
+from pyg_sar.ops import moments_
 
 # Scale and shift, given how many rows there are, mean, squared deviations, and parameters, all in double precision.
 Coefficients = Callable[..., tuple[Tensor, Tensor]]
@@ -67,10 +66,7 @@ class NormaliseColumns(torch.autograd.Function):
         """Parameters get this worker's share, rows the exact gradient."""
         once_differentiable()
         x, own_mean, mean, m2, *parameters = ctx.saved_tensors  # rows, perhaps without a bias, and the mean of these
-        sums, products = torch.zeros(2, *mean.shape, dtype=torch.float64, device=mean.device)
-        center = own_mean.to(accumulator(x.dtype))
-        column_products_(sums, products, x, grad, center)
-        products += (center - own_mean) * sums  # the mean has digits that the rows' type has not
+        sums, products = column_sums(x, grad, own_mean)
         with torch.enable_grad():
             moments = [t.detach().requires_grad_() for t in (mean, m2)]
             leaves = [None if p is None else p.detach().double().requires_grad_() for p in parameters]
@@ -119,12 +115,10 @@ def global_moments(x: Tensor, group: Any) -> tuple[int, Tensor, Tensor]:
 
 
 def merge(group: Any, count: Tensor, mean: Tensor, m2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the moments of all workers, in the same order everywhere (Chan, Golub & LeVeque 1979): a large mean costs
-    no digits. There is a count for each row of moments, or for a single one.
+    """Merge the moments of all workers, in the same order everywhere; there is a count for each row of moments, or one
+    for all.
     """
     # Double precision holds counts beyond 2^24 exactly.
     parts = all_gather(torch.cat([count.unsqueeze(-1).double(), mean, m2], -1), group)
-    counts, (means, m2s) = parts[..., :1], parts[..., 1:].chunk(2, -1)
-    total = counts.sum(0)
-    center = (counts / total.clamp(min=1) * means).sum(0)
-    return total.squeeze(-1).long(), center, m2s.sum(0) + (counts * (means - center).square()).sum(0)
+    total, mean, m2 = merge_moments(parts[..., :1], *parts[..., 1:].chunk(2, -1))
+    return total.squeeze(-1).long(), mean, m2
