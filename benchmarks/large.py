@@ -2,6 +2,12 @@
 
     python benchmarks/large.py --out docs/results
     python benchmarks/large.py --out /tmp --nodes 100000 --edges 1000000
+    python benchmarks/large.py --out docs/results --home /scratch --limit 6
+
+With ``--home`` one worker trains GraphSAGE with rows in files, of 100 features and 128 hidden, in a process whose
+anonymous memory the system limits to so many GiB (``RLIMIT_DATA``; mapped files do not count), where the rows take more
+than the machine has. A graph of a hundredth of the size is trained before, so and in memory without a limit, and the
+losses must be the same. Writes ``larger.md``.
 
 Every step runs in fresh processes, and the graph is on disk between them. Peaks are resident memory from the start of
 the process on, libraries included; pages of a partition's files, which are mapped, count as long as the system leaves
@@ -9,14 +15,16 @@ them in memory. Tensors of 128 KiB and more are given back to the system when th
 """
 
 import argparse
+import copy
 import os
+import resource
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 from harness.launch import GNN, answer, launch
-from harness.process_memory import RETURN_FREED_MEMORY, resident, settle
+from harness.process_memory import RETURN_FREED_MEMORY, entry, resident, settle
 from harness.report import processor, write
 from tqdm import tqdm
 
@@ -26,11 +34,13 @@ from pyg_sar.data.datasets import community_graph, dataset
 # GraphSAGE with 16 hidden features, GAT with 4 heads of 4: rows of 16 floats, too, also those of the last layer. With
 # twice as many, GAT on 10M nodes does not fit 24 GB.
 FEATURES, CLASSES, HIDDEN, HEADS = 16, 4, {"sage": 16, "gat": 4}, 4
+AT_HOME = {"features": 100, "classes": 47, "hidden": 128}
+SLACK = 2**28  # for what Python and the allocator take besides tensors
 
 
 def generate(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    data = community_graph(args.nodes, args.edges, FEATURES, CLASSES)
+    data = community_graph(args.nodes, args.edges, args.features, args.classes)
     torch.save(data.to_dict(), Path(args.folder) / "graph.pt")
     answer({"seconds": time.perf_counter() - start, "peak": resident("VmHWM")})
 
@@ -54,7 +64,14 @@ def train(args: argparse.Namespace) -> None:
         load = {"seconds": time.perf_counter() - start, "peak": resident("VmHWM")}
         settle()
         (kind,) = args.models
-        model = GNN(pyg_sar.nn, kind, FEATURES, HIDDEN[kind], CLASSES, HEADS, dropout=0.0)
+        model = GNN(pyg_sar.nn, kind, args.features, args.hidden or HIDDEN[kind], args.classes, HEADS, dropout=0.0)
+        chunks, home = 1, None
+        if args.home:
+            torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # makes threads
+            resource.setrlimit(resource.RLIMIT_DATA, 2 * (int(args.limit * 2**30),))
+            budget = int(args.limit * 2**30 - entry("/proc/self/status", "VmData") * 2**20) - SLACK
+            data = pyg_sar.offload(data, budget, model, home=args.home)
+            chunks, home = len(data.x.place.ranges), data.x.place.home
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         seconds, losses = [], []
         for _ in range(args.epochs):
@@ -64,6 +81,10 @@ def train(args: argparse.Namespace) -> None:
             seconds.append(time.perf_counter() - start)
         received = sum(t.forward_received + t.backward_received for t in layers) / 2**20
         memory = {"peak": resident("VmHWM"), "mapped": resident("RssFile")}
+        if home is not None:
+            loaded, stored = (sum(getattr(t, f"{way}_{what}") for t in layers for way in ("forward", "backward"))
+                              for what in ("loaded", "stored"))  # fmt: skip
+            memory |= {"chunks": chunks, "home": home.peak, "loaded": loaded, "stored": stored}
         answer({"rank": rank, "load": load, "seconds": seconds, "losses": losses, "received": received, **memory})
 
 
@@ -72,13 +93,72 @@ STEPS = {"generate": generate, "partition": partition, "train": train}
 
 def run(args: argparse.Namespace, folder: str, step: str, model: str = "sage") -> list[dict]:
     options = ["--step", step, "--folder", folder, "--models", model, "--workers", str(args.workers)]
-    options += ["--nodes", str(args.nodes), "--edges", str(args.edges), "--epochs", str(args.epochs)]
+    for name in ("nodes", "edges", "epochs", "features", "classes", "hidden", "limit"):
+        options += [f"--{name}", str(getattr(args, name))]
+    options += ["--home", args.home] if args.home else []
     alone = step != "train"
-    threads = (os.cpu_count() or 1) if alone else 1
+    threads = (os.cpu_count() or 1) if alone or args.workers == 1 else 1
     return launch(__file__, 0 if alone else args.workers, options, threads, **RETURN_FREED_MEMORY)
 
 
+def at_home(args: argparse.Namespace) -> None:
+    """Train a small graph, in memory and at home, and the large one at home."""
+    few = copy.copy(args)
+    few.nodes, few.edges = args.nodes // 100, args.edges // 100
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        run(few, folder, "generate"), run(few, folder, "partition")
+        (small,) = run(few, folder, "train")
+        few.home = None
+        (memory,) = run(few, folder, "train")
+    differs = max(abs(a - b) / abs(b) for a, b in zip(small["losses"], memory["losses"], strict=True))
+    assert differs <= 1e-5, (small["losses"], memory["losses"])
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder, tqdm(total=3, desc="generate") as bar:
+        (made,) = run(args, folder, "generate")
+        bar.update()
+        bar.set_description("partition")
+        (report,) = run(args, folder, "partition")
+        bar.update()
+        bar.set_description("train")
+        (found,) = run(args, folder, "train")
+    rate = disk_rate(args.home)
+    seconds = ", ".join(f"{n:.0f}" for n in found["seconds"])
+    losses = ", ".join(f"{n:.4f}" for n in found["losses"])
+    sizes = [f"{found[k] / 2**30:.1f}" for k in ("home", "loaded", "stored")]
+    lines = [
+        f"A generated graph of {args.nodes:,} nodes and {args.edges:,} edges, {args.features} features, {args.classes} "
+        f"classes; 3 layers of GraphSAGE, {args.hidden} hidden, batch normalisation, Adam, float32; one worker of "
+        f"{os.cpu_count()} threads, rows in files by order of ids, anonymous memory limited to {args.limit:g} GiB "
+        f"(`RLIMIT_DATA`). On a hundredth of the graph the losses of {args.epochs} epochs differ from those in memory "
+        f"by {differs:.0e} at most. Generated in {made['seconds']:.0f} s and partitioned in {report['seconds']:.0f} s, "
+        f"without the limit. The disk writes {rate[0]:.0f} and reads {rate[1]:.0f} MiB/s one after the other. "
+        f"{processor()}, torch {torch.__version__}. Made by `benchmarks/large.py --home`.",
+        "",
+        "| chunks | s an epoch | loss | GiB at home | loaded | stored by aggregations | peak resident, MiB | mapped |",
+        "|---" * 8 + "|",
+        f"| {found['chunks']} | {seconds} | {losses} | {' | '.join(sizes)} | {found['peak']:,.0f} "
+        f"| {found['mapped']:,.0f} |",
+    ]
+    print(write(args.out, "larger.md", lines))
+
+
+def disk_rate(folder: str, size: int = 2**32) -> tuple[float, float]:
+    """Return MiB/s of writing a file to the disk, and of reading it from there."""
+    block, rates = os.urandom(2**24), []
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        for reads in (False, True):
+            os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            start = time.perf_counter()
+            for _ in range(size // len(block)):
+                file.read(len(block)) if reads else file.write(block)
+            os.fsync(file.fileno())
+            rates.append(size / 2**20 / (time.perf_counter() - start))
+    return rates[0], rates[1]
+
+
 def main(args: argparse.Namespace) -> None:
+    if args.home:
+        return at_home(args)
     rows = []
     with (
         tempfile.TemporaryDirectory(dir=args.scratch) as folder,
@@ -140,11 +220,22 @@ if __name__ == "__main__":
     parser.add_argument("--edges", type=int, default=100_000_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--models", nargs="+", choices=["sage", "gat"], default=["sage", "gat"])
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--home", help="train one worker with rows in files of this folder")
+    parser.add_argument("--limit", type=float, default=6, help="with --home: GiB of anonymous memory")
+    parser.add_argument("--features", type=int)
+    parser.add_argument("--classes", type=int)
+    parser.add_argument("--hidden", type=int, default=0)
     parser.add_argument("--scratch", help="where the graph is kept meanwhile; it needs 6 GB of disk")
     parser.add_argument("--out", default="docs")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.home and not arguments.worker:
+        arguments.models, arguments.workers = ["sage"], 1
+    for name, value in {"epochs": 2, **AT_HOME}.items() if arguments.home else ():
+        setattr(arguments, name, getattr(arguments, name) or value)
+    for name, value in {"epochs": 3, "features": FEATURES, "classes": CLASSES}.items():
+        setattr(arguments, name, getattr(arguments, name) or value)
     STEPS[arguments.step](arguments) if arguments.worker else main(arguments)

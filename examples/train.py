@@ -2,7 +2,7 @@
 
     pyg-sar partition Community --num-parts 2 --out runs/community-2
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py runs/community-2 --model gat
-    python examples/train.py runs/community-1 --offload /scratch --budget 1GiB    # rows in files, one process
+    python examples/train.py runs/community-1 --offload /scratch --budget 1GiB    # rows in files
 
 Lines marked with ``# sar`` are what a script for one process would not have.
 """
@@ -30,7 +30,7 @@ parser.add_argument("--dropout", type=float, default=0.5)
 parser.add_argument("--attention-dropout", type=float, default=0.0)
 parser.add_argument("--mode", type=int, choices=[1, 2, 3], default=1, help="1 rematerialise, 2 keep, 3 one-shot")
 parser.add_argument("--prefetch", type=int, default=1)
-parser.add_argument("--offload", help="keep rows in host memory ('memory') or in files of this folder: one worker")
+parser.add_argument("--offload", help="keep rows in host memory ('memory') or in files of this folder")
 parser.add_argument("--budget", default="2GiB", help="with --offload: what a step may take beside data and rows")
 parser.add_argument("--device", default="cpu")
 parser.add_argument("--seed", type=int, default=0)

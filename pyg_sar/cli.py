@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", required=True, help="folder to write")
     add("--method", default="metis", help="metis (default), fennel, random or contiguous")
     add("--assignment", help="file .npy with the part of each node, instead of a method")
-    add("--order", default="locality", help="order of the rows of a part: locality (default), or id")
+    add("--order", default="locality", help="order of the rows of a part: locality (default), fennel or id")
     add("--to-undirected", action="store_true", help="add reverse edges, merge duplicates")
     add("--self-loops", action="store_true", help="add a self-loop where there is none")
     add("--gcn-norm", action="store_true", help="add self-loops and store GCN's edge_weight")
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=int, default=4, help="heads of gat (default: 4)")
     add("--prefetch", type=int, default=1, help="fetches under way (default: 1)")
     add("--budget", type=float, help="GiB for each worker: what fits, with the least traffic")
-    add("--offload", action="store_true", help="one worker whose rows are at home: the fewest chunks that fit --budget")
+    add("--offload", action="store_true", help="rows at home: the fewest chunks that fit --budget")
     return parser
 
 
@@ -134,24 +134,36 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _chunks(args: argparse.Namespace) -> None:
     """Tell into how many chunks rows at home are cut, and what a step takes."""
-    import pyg_sar
-    from pyg_sar.offload.move import graph_of
     from pyg_sar.offload.plan import Counts, choose, counts_of, random_counts
 
     if not args.budget or args.relations:
         raise ValueError("Expected --offload with a --budget, and without --relations.")
-    graph = graph_of(pyg_sar.load(args.folder)) if args.folder else None
+    graphs = _graphs(args.folder) if args.folder else []
+    columns = ["workers", "chunks", "pieces of", "loaded", "step", "together", "at home", "moved"]
+    print("".join(f"{column:>10}" for column in columns) + "   (rows; GiB, of the largest worker; in a step)")
+    for workers in [len(graphs)] if graphs else args.workers:
 
-    def counts(chunks: int) -> Counts:
-        if graph is None:
-            return random_counts(int(args.nodes), int(args.edges), chunks, int(args.nodes))
-        return counts_of(graph, chunks, graph.num_src)
+        def counts(chunks: int, workers: int = workers) -> Counts:
+            if not graphs:
+                return random_counts(int(args.nodes), int(args.edges), chunks, workers)
+            every = [counts_of(graph, chunks, graph.num_src) for graph in graphs]
+            return Counts(*map(max, zip(*every, strict=True)))
 
-    need = choose(lambda: _stack(args), counts, args.features, args.budget * 2**30)
-    columns = ["chunks", "pieces of", "loaded", "step", "together", "at home", "moved"]
-    print("".join(f"{column:>10}" for column in columns) + "   (rows; GiB, of one worker; in a step)")
-    sizes = (need.loaded, need.step, need.total, need.home, need.moved)
-    print(f"{need.chunks:>10}{need.slots or 'all':>10}" + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
+        need = choose(lambda: _stack(args), counts, args.features, args.budget * 2**30)
+        sizes = (need.loaded, need.step, need.total, need.home, need.moved)
+        told = f"{workers:>10}{need.chunks:>10}{need.slots or 'all':>10}"
+        print(told + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
+
+
+def _graphs(folder: str) -> list[Any]:
+    """Return the graphs of all parts of a partition."""
+    from pyg_sar.data.load import assemble
+    from pyg_sar.data.store import read_meta, read_part
+
+    shards = [read_part(folder, p) for p in range(read_meta(folder)["num_parts"])]
+    if shards[0].typed:
+        raise ValueError("Expected a graph with one type of nodes and edges: others stay in memory.")
+    return [assemble(rows.topology, p) for p, shard in enumerate(shards) for rows in shard.edges.values()]
 
 
 def _shares(args: argparse.Namespace) -> list[Any]:

@@ -70,7 +70,7 @@ class Seeds:
         """Return the next seed, of the list that is replayed if there is one."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "Attention dropout cannot be captured in a CUDA graph, each replay of which would drop the same edges."
+                "Dropout of a graph cannot be captured in a CUDA graph, each replay of which would drop the same edges."
             )
         if self.replayed is None:
             return self._next()
@@ -86,7 +86,7 @@ class Seeds:
             return int(torch.randint(1 << 62, (), device="cpu"))
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                "Attention dropout cannot be recomputed by 'torch.utils.checkpoint'. Leave the layer out of it: on a "
+                "Dropout of a graph cannot be recomputed by 'torch.utils.checkpoint'. Leave the layer out of it: on a "
                 "sharded graph it keeps no messages anyway."
             )
         self.drawn += 1

@@ -24,9 +24,6 @@ LEVELS = """
     context
     stream
     aggregate
-    offload.rows offload.schedule
-    offload.passes
-    offload.chunks
 
     distributed.guard distributed.staging
     distributed.agreement
@@ -36,6 +33,9 @@ LEVELS = """
     distributed.collectives
     distributed.transfer
     distributed.peers
+    offload.rows offload.schedule offload.halo
+    offload.passes
+    offload.chunks
     distributed.gather distributed.loss
     distributed.links distributed.message_flow_graph distributed.reverse distributed.shard
 

@@ -2,14 +2,18 @@ r"""The order of rows within a part: neighbors near each other, so that gathered
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from pyg_sar.data.fennel import fennel
 from pyg_sar.data.metis import metis
 from pyg_sar.distributed.shard import check_edge_index
 
 # Twice or half as many hardly change what benchmarks/locality.py counts.
 LEAF = 32
+CLUSTERS = 64  # of FENNEL: as many as there may be chunks of rows at home
 
 
 def locality_order(edge_index: Tensor, num_nodes: int, seed: int = 0) -> Tensor:
@@ -51,8 +55,18 @@ def locality_order(edge_index: Tensor, num_nodes: int, seed: int = 0) -> Tensor:
     return order.to(edge_index.device)
 
 
-def order_within(part: Tensor, edge_index: Tensor, num_parts: int, seed: int = 0) -> Tensor:
-    """Return all nodes part by part, those of a part in the :func:`locality_order` of the edges within it."""
+def fennel_order(edge_index: Tensor, num_nodes: int, seed: int = 0) -> Tensor:
+    """Order nodes by clusters of FENNEL: for graphs that METIS has no room for."""
+    clusters = fennel(edge_index, torch.ones(num_nodes, dtype=torch.int64), CLUSTERS, seed)
+    return clusters.argsort(stable=True)
+
+
+# What the rows of a part can be ordered by, besides their ids.
+ORDERS: dict[str, Callable[[Tensor, int, int], Tensor]] = {"locality": locality_order, "fennel": fennel_order}
+
+
+def order_within(part: Tensor, edge_index: Tensor, num_parts: int, order: str = "locality", seed: int = 0) -> Tensor:
+    """Return all nodes part by part, those of a part in one of the ``ORDERS``, of the edges within it."""
     row = torch.empty_like(part, dtype=torch.long)
     nodes = []
     for p in range(num_parts):
@@ -60,5 +74,5 @@ def order_within(part: Tensor, edge_index: Tensor, num_parts: int, seed: int = 0
         own = mine.nonzero().view(-1)
         row[own] = torch.arange(own.numel())
         inside = row[edge_index[:, mine[edge_index].all(0)]]
-        nodes.append(own[locality_order(inside, own.numel(), seed)])
+        nodes.append(own[ORDERS[order](inside, own.numel(), seed)])
     return torch.cat(nodes)

@@ -28,7 +28,7 @@ from pyg_sar.data.attributes import (
     take,
     trained,
 )
-from pyg_sar.data.order import order_within
+from pyg_sar.data.order import ORDERS, order_within
 from pyg_sar.data.split import split
 from pyg_sar.data.store import EDGE, NODE, EdgeRows, EdgeType, NodeRows, Shard, create, write_meta, write_part
 from pyg_sar.distributed.links import Directory
@@ -77,8 +77,8 @@ def partition(
     balances the same. The report says how well each came out.
 
     FENNEL, a streaming partitioner, is for graphs that METIS has no room for. It cuts more edges than METIS, but far
-    fewer than a random assignment (``benchmarks/partition.py``). Use it with :obj:`order="id"`: the other order runs
-    METIS on the edges within each part.
+    fewer than a random assignment (``benchmarks/partition.py``). Use it with :obj:`order="fennel"` or :obj:`"id"`:
+    the default runs METIS on the edges within each part.
 
     The rows of a part are in the order of :func:`pyg_sar.locality_order`, so that layers find most of the rows they
     gather in a cache. ``n_id`` of the loaded data tells which node each row is.
@@ -101,8 +101,8 @@ def partition(
         method (str or torch.Tensor, optional): :obj:`"metis"`, :obj:`"fennel"` (little memory), :obj:`"random"`,
             :obj:`"contiguous"` (equal ranges of nodes), or an integer tensor :obj:`[num_nodes]` with the part of each
             node, by node type for a heterogeneous graph. (default: :obj:`"metis"`)
-        order (str, optional): Order of the rows of each part: :obj:`"locality"`, or :obj:`"id"` for that of the graph.
-            (default: :obj:`"locality"`)
+        order (str, optional): Order of the rows of each part: :obj:`"locality"`, :obj:`"fennel"` (by 64 clusters, with
+            little memory), or :obj:`"id"` for that of the graph. (default: :obj:`"locality"`)
         seed (int, optional): Seed of METIS, FENNEL and the random assignment. (default: :obj:`0`)
         overwrite (bool, optional): Whether to replace a partition that :obj:`out` holds. (default: :obj:`False`)
         progress (bool, optional): Whether to show a progress bar. (default: :obj:`False`)
@@ -121,8 +121,8 @@ def partition(
     """
     if not isinstance(num_parts, int) or num_parts < 1:
         raise ValueError(f"'num_parts' must be an integer of at least 1, got {num_parts!r}.")
-    if order not in ("locality", "id"):
-        raise ValueError(f"Unknown order {order!r}, expected locality or id.")
+    if order not in (*ORDERS, "id"):
+        raise ValueError(f"Unknown order {order!r}, expected {', '.join(ORDERS)} or id.")
     if isinstance(data, Dataset):
         data = single(data)
     if isinstance(method, dict) and not isinstance(data, HeteroData):
@@ -223,10 +223,10 @@ def _place(
     part = assign(whole, num_parts, method, seed)
     bar.update()
     bar.set_description("ordering rows")
-    if order == "locality":
-        nodes = order_within(part, whole.edge_index, num_parts, seed)
-    else:
+    if order == "id":
         nodes = torch.argsort(part, stable=True)
+    else:
+        nodes = order_within(part, whole.edge_index, num_parts, order, seed)
     rows = {NODE: nodes}
     if graph.typed:
         rows = {t: nodes[(nodes >= span.start) & (nodes < span.stop)] - span.start for t, span in spans.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.affine import merge_moments
 from pyg_sar.distributed import group as workers
 from pyg_sar.distributed.agreement import agree, compare, describe, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
@@ -90,6 +91,16 @@ def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
         return tensor.detach().unsqueeze(0)
     with talking("gathering from all of them", group):
         return torch.stack(workers.all_gather(tensor.detach().contiguous(), group))
+
+
+def global_merge(count: Tensor, mean: Tensor, m2: Tensor, group: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the moments of all workers' rows, in the same order everywhere: counts, means and sums of squared
+    deviations; there is a count for each row of moments, or one for all.
+    """
+    # Double precision holds counts beyond 2^24 exactly.
+    parts = all_gather(torch.cat([count.unsqueeze(-1).double(), mean, m2], -1), group)
+    total, mean, m2 = merge_moments(parts[..., :1], *parts[..., 1:].chunk(2, -1))
+    return total.squeeze(-1).long(), mean, m2
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:

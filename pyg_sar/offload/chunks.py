@@ -10,6 +10,9 @@ as it is: the source loop of SAR within the destination loop of HongTu::
             x = fetch the rows                       case 2: fetch again, aggregate again, d_x = gradient
             y = merge(y, messages of x)              add d_x to the gradients at home, piece by piece
         write y to the home
+
+With several workers each walks its own chunks. The rows that it reads of others come home before
+(:mod:`pyg_sar.offload.halo`).
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar import running, watch
 from pyg_sar.aggregate import aggregate
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.block import Block, cut
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.passes import force, reader
 from pyg_sar.offload.rows import HostRows, Place, answers, record
 from pyg_sar.offload.schedule import ranges, source_pieces
-from pyg_sar.reduce.base import Needs, Reduce, Rows, columns
+from pyg_sar.reduce.base import Needs, Reduce, Rows
 from pyg_sar.running import About
 from pyg_sar.sources import LocalGrads, LocalRows, ProjectedRows
 
@@ -47,7 +52,7 @@ class Chunk:
     Args:
         span: The range of destinations.
         graph: Their in-edges; its sources are the rows that these read, its blocks the pieces of these.
-        sources: The numbers of these rows, ascending.
+        sources: The local-first numbers of these rows, ascending.
         edges: Where the worker's edge tensors hold the edges.
     """
 
@@ -80,32 +85,39 @@ def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
     return [(chunk.start, chunk.stop) for chunk in ranges(rowptr.cpu(), count)]
 
 
-def chunk(home: Home, graph: ShardedGraph, start: int, end: int, slots: int) -> Chunk:
-    """Return the chunk of a range of destinations, whose index tensors are at home."""
-    part = graph.rows(start, end)
-    (block,) = part.blocks
-    number, source = torch.full((graph.num_src,), -1), block.source
-    number[source] = 0
+def sources_of(graph: ShardedGraph, start: int, end: int) -> tuple[list[Block], Tensor]:
+    """Return the edges into a range of destinations by source shard, and what numbers the sources that they read,
+    ascending, from 0; the others have the number -1.
+    """
+    blocks = [block.rows(start, end) for block in graph.blocks]
+    number = torch.full((graph.num_src + graph.exchange.routes.num_halo,), -1)
+    for block in blocks:
+        number[block.source] = 0
     sources = (number == 0).nonzero().view(-1)
     number[sources] = torch.arange(len(sources))
+    return blocks, number
+
+
+def chunk(home: Home, graph: ShardedGraph, start: int, end: int, slots: int) -> Chunk:
+    """Return the chunk of a range of destinations, whose index tensors are at home."""
+    some, number = sources_of(graph, start, end)
+    sources = (number >= 0).nonzero().view(-1)
     sizes = [len(ids) for ids in source_pieces(sources, max(slots, 1))]
     ends = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     pieces = [slice(*ends_of_one) for ends_of_one in pairwise(ends)]
-    if len(pieces) == 1:
-        blocks: tuple[Block, ...] = (block.renumber(number, slice(0, block.num_edges)),)
+    if len(pieces) == len(some) == 1:
+        blocks: tuple[Block, ...] = (some[0].renumber(number, slice(0, some[0].num_edges)),)
     else:
-        col = number[source]
+        col, row = number[torch.cat([b.source for b in some])], torch.cat([b.row for b in some])
         of = torch.bucketize(col, torch.tensor(ends[1:]), right=True)
-        blocks = cut(torch.stack([col, block.row]), of, pieces, end - start)
-    assert part.origin is not None
-    few = part.replace(
+        blocks = cut(torch.stack([col, row]), of, pieces, end - start)
+    few = graph.rows(start, end).replace(
         blocks=blocks,
         num_src=len(sources),
         dst=None,
         remat=len(pieces) > 1,
         exchange=Local(Routes.local(pieces)),
-        n_id=sources if graph.n_id is None else graph.n_id[sources],
-        origin=part.origin._replace(rows=sources),
+        n_id=sources,  # nothing that runs on a chunk asks for global ids
     )
     return at_home(home, Chunk((start, end), few, sources, graph.edge_rows(start, end)))
 
@@ -126,9 +138,7 @@ def at_home(home: Home, it: Chunk) -> Chunk:
     for block in it.graph.blocks:
         blocks.append(replace(block, **dict(zip(names, islice(kept, len(names)), strict=True))))
         blocks[-1].__dict__["transpose"] = tuple(islice(kept, 3))
-    assert it.graph.origin is not None
-    origin = it.graph.origin._replace(rows=sources)
-    graph = it.graph.replace(blocks=tuple(blocks), n_id=n_id, e_id=e_id, origin=origin)
+    graph = it.graph.replace(blocks=tuple(blocks), n_id=n_id, e_id=e_id)
     return Chunk(it.span, graph, sources, edges)
 
 
@@ -140,20 +150,28 @@ class AtHome(Local):
         it: The chunk.
         place: Where rows are computed on.
         meter: Counts bytes.
-        total: The gradient of all rows, or None if nobody wants it.
+        source: The rows; None where the program is given those that it reads.
+        total: Their gradient, or None if nobody wants it.
     """
 
-    def __init__(self, it: Chunk, place: Place, meter: Meter, total: Tensor | None) -> None:
+    def __init__(
+        self, it: Chunk, place: Place, meter: Meter, source: SourceRows | None, total: SourceRows | None
+    ) -> None:  # fmt: skip
         super().__init__(it.graph.exchange.routes)
-        self.pieces, self.place, self.meter, self.total = it.pieces, place, meter, total
+        self.pieces, self.place, self.meter, self.source, self.total = it.pieces, place, meter, source, total
 
     def pull(
         self, tiles: Iterable[Tensor], order: Schedule, meter: Meter, about: About | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Fetch every piece of every tile, which are all columns, or some, of the rows at home."""
+        assert self.source is not None
+        start = 0
         for x, pieces in zip(tiles, order, strict=True):
+            source = self.source
+            if x.shape[1:] != source.local.shape[1:]:
+                source = source.columns(slice(start, start := start + x.size(-1)))
             for q in pieces:
-                yield q, fetch(x, self.pieces[q], self.place, self.meter)
+                yield q, fetch(source, self.pieces[q], self.place, self.meter)
 
     def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> HomeSink:
         """Return what adds up gradients at home."""
@@ -170,29 +188,31 @@ class HomeSink:
         tiles: The columns of each tile.
     """
 
-    def __init__(self, exchange: AtHome, total: Tensor, tiles: Sequence[slice]) -> None:
+    def __init__(self, exchange: AtHome, total: SourceRows, tiles: Sequence[slice]) -> None:
         self.exchange, self.total, self.tiles, self.count = exchange, total, tiles, 0
 
     def push(self, q: int, grad: Tensor) -> None:
         """Add the gradient of a piece; all pieces of a tile come before those of the next one."""
-        it = self.exchange
-        add(columns(self.total, self.tiles[self.count // len(it.pieces)]), it.pieces[q], grad, it.meter)
+        it, total = self.exchange, self.total
+        if len(self.tiles) > 1:
+            total = total.columns(self.tiles[self.count // len(it.pieces)])
+        add(total, it.pieces[q], grad, it.meter)
         self.count += 1
 
     def close(self) -> None:
         """Do nothing: all is at home."""
 
 
-def fetch(rows: Tensor, index: Tensor, place: Place, meter: Meter) -> Tensor:
+def fetch(rows: SourceRows, index: Tensor, place: Place, meter: Meter) -> Tensor:
     """Return rows from home."""
-    found = rows.index_select(0, index)
+    found = rows.select(index)
     meter(loaded=found.nbytes)
     return found.to(place.device, non_blocking=True)
 
 
-def add(total: Tensor, index: Tensor, grad: Tensor, meter: Meter) -> None:
+def add(total: SourceRows, index: Tensor, grad: Tensor, meter: Meter) -> None:
     """Add gradients of rows to those at home, which are loaded and stored."""
-    total.index_add_(0, index, grad.to(total.device, total.dtype))
+    total.add(index, grad.to(total.local.device, total.local.dtype))
     meter(loaded=grad.nbytes, stored=grad.nbytes)
 
 
@@ -263,10 +283,12 @@ class ByChunks(torch.autograd.Function):
         ctx.save_for_backward(*(t if keep else None for t, keep in zip(inputs, keeps, strict=True)))
         ctx.traffic = graph.exchange.log.open()
         ctx.traffic.case = 2 if program.needs_source else 1
-        meter, out = ctx.traffic.forward, None
+        meter, out, about = ctx.traffic.forward, None, told(graph, inputs[0], ctx.needs_input_grad)
+        sources = fetch_sources(place, graph, kinds, inputs, meter, about)
         for it in walk(place, graph, program, inputs):
-            values = [read(t, kind, it, place, program, meter) for t, kind in zip(inputs, kinds, strict=True)]
-            rows = program.run(it, values, AtHome(it, place, meter, None))
+            values = [read(t, kind, it, place, program, sources.get(k), meter)
+                      for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True))]  # fmt: skip
+            rows = program.run(it, values, AtHome(it, place, meter, sources.get(0), None))
             if out is None:
                 out = place.home.empty((graph.num_dst, *rows.shape[1:]), rows.dtype)
             out[it.span[0] : it.span[1]] = rows
@@ -279,30 +301,61 @@ class ByChunks(torch.autograd.Function):
     def backward(ctx: Any, grad: HostRows) -> Any:
         """Differentiate each chunk, and add up what its rows, edges and constants get."""
         once_differentiable()
-        place, program, kinds, wanted = ctx.place, ctx.program, ctx.kinds, ctx.needs_input_grad[4:]
-        inputs, given = ctx.saved_tensors, reader(grad)
-        sums: list[Any] = [None] * len(wanted)
-        if program.by_pieces and wanted[0]:
-            sums[0] = place.home.empty(*ctx.shapes[0][:2]).zero_()
-        meter = ctx.traffic.backward
-        for it in walk(place, ctx.graph, program, inputs):
-            values = [None if t is None else read(t, kind, it, place, program, meter)
-                      for t, kind in zip(inputs, kinds, strict=True)]  # fmt: skip
-            d_out, exchange = given(it.span), AtHome(it, place, meter, sums[0])
+        place, graph, program, kinds, wanted = ctx.place, ctx.graph, ctx.program, ctx.kinds, ctx.needs_input_grad[4:]
+        inputs, given, meter = ctx.saved_tensors, reader(grad), ctx.traffic.backward
+        sources = fetch_sources(place, graph, kinds, inputs, meter)
+        totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k][:2])
+                  for k, kind in enumerate(kinds) if kind == SOURCE and wanted[k]}  # fmt: skip
+        sums: list[Any] = [totals.get(k) for k in range(len(kinds))]
+        for it in walk(place, graph, program, inputs):
+            values = [read(t, kind, it, place, program, sources.get(k), meter)
+                      for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True))]  # fmt: skip
+            d_out, exchange = given(it.span), AtHome(it, place, meter, sources.get(0), totals.get(0))
             meter(loaded=d_out.nbytes)
             found: list[Any] = [None] * len(values)
             if program.needs_source:
                 found = differentiate(it, program, values, kinds, wanted, d_out, exchange)
-            elif sums[0] is not None:
+            elif totals:
                 (_, *width), dtype, _ = ctx.shapes[0]
                 program.grad(it, d_out.new_empty(0, *width, dtype=dtype), values, d_out, exchange)
             del values, d_out
             for k, kind in enumerate(kinds):
                 if wanted[k]:
                     sums[k] = add_up(sums[k], found[k], kind, it, place, meter, *ctx.shapes[k][:2])
+        for k, total in totals.items():
+            sum_halo(total, graph.exchange, meter)
+            sums[k] = total.local
         made = (HostRows(place, s) if on_host and s is not None else s
                 for s, (*_, on_host) in zip(sums, ctx.shapes, strict=True))  # fmt: skip
         return None, None, None, None, *made
+
+
+def told(graph: ShardedGraph, source: Tensor, wanted: Sequence[bool]) -> About | None:
+    """Return what workers must do alike, for the others to compare."""
+    if graph.exchange.alone:
+        return None
+    which = "gradients of rows" if wanted[4] else "gradients of all but rows" if any(wanted) else "no gradients"
+    return running.about(source.shape, source.dtype, f"{which}, rows at home")
+
+
+def fetch_sources(
+    place: Place, graph: ShardedGraph, kinds: Sequence[str], inputs: Sequence[Any], meter: Meter,
+    about: About | None = None,
+) -> dict[int, SourceRows]:  # fmt: skip
+    """Return the source rows of each input that has some, with those that other workers own."""
+    found = {}
+    for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True)):
+        if kind == SOURCE and t is not None:
+            rows: Any = t.host if isinstance(t, HostRows) else t
+            found[k], about = fetch_halo(rows, place.home, graph.exchange, meter, about), None
+    return found
+
+
+def zeros_like_sources(place: Place, graph: ShardedGraph, shape: torch.Size, dtype: torch.dtype) -> SourceRows:
+    """Return what gradients of source rows are added up in."""
+    halo = (graph.exchange.routes.num_halo, *shape[1:])
+    zeros = [place.home.empty(rows, dtype).zero_() for rows in ([shape] if graph.exchange.alone else [shape, halo])]
+    return SourceRows(zeros[0], zeros[1] if len(zeros) > 1 else None)
 
 
 def walk(place: Place, graph: ShardedGraph, program: Program, inputs: Sequence[Any]) -> Iterator[Chunk]:
@@ -331,13 +384,15 @@ def differentiate(
     return [next(found) if want else None for want in wanted]
 
 
-def read(value: Any, kind: str, it: Chunk, place: Place, program: Program, meter: Meter) -> Any:
-    """Return what a chunk reads of an input; of sources that are read by pieces, all rows, where they are."""
+def read(
+    value: Any, kind: str, it: Chunk, place: Place, program: Program, source: SourceRows | None, meter: Meter
+) -> Any:  # fmt: skip
+    """Return what a chunk reads of an input; of sources that are read by pieces, all local rows, where they are."""
+    if value is None:
+        return None
     rows: Any = value.host if isinstance(value, HostRows) else value
-    if kind == SOURCE and program.by_pieces:
-        return rows
-    if kind == SOURCE:
-        return fetch(rows, it.sources, place, meter)
+    if source is not None:
+        return rows if program.by_pieces else fetch(source, it.sources, place, meter)
     if kind == DESTINATION:
         rows = rows[it.span[0] : it.span[1]]
         meter(loaded=rows.nbytes)
@@ -381,11 +436,8 @@ def aggregate_rows(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows:
 
 def run(place: Place, graph: ShardedGraph, program: Program, kinds: Sequence[str], inputs: Sequence[Any]) -> HostRows:
     """Run a program over the chunks of a graph, of inputs that exist."""
-    if not graph.exchange.alone:
-        raise NotImplementedError(
-            f"[rank {graph.exchange.routes.rank}] Rows in host memory are aggregated by a single worker (got "
-            f"{graph.exchange.routes.size}). Start one process, or leave the rows of several in memory."
-        )
-    graph = graph if len(graph.blocks) == 1 else graph.merge()
     exist = [force(t) if isinstance(t, HostRows) else t for t in inputs]
-    return ByChunks.apply(place, graph, program, kinds, *exist)
+    out: HostRows = ByChunks.apply(place, graph, program, kinds, *exist)
+    if not graph.exchange.alone:
+        watch.rows(out)
+    return out

@@ -3,10 +3,14 @@ r"""The one call that users make: rows of loaded data leave the memory that is c
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from pyg_sar.distributed.collectives import gather_objects
+from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import graph_of, move, place_of
 
@@ -35,16 +39,22 @@ def offload(
     sums and means over all rows are ordinary tensors. Batch normalisation takes its statistics over all rows. A
     function that mixes rows raises. The mask of ``F.dropout`` is a function of the row's global id.
 
+    Of several workers each keeps its local rows at home, and, while a layer runs, the rows that it reads of others:
+    they come once, and their gradients go back once, as in memory. All workers call this together. Statistics are those
+    of all workers' rows; sums, means, ``out[mask]`` and losses are a worker's share, as in memory.
+
     Args:
-        data (Data): What :func:`pyg_sar.load` returned in a single process, or a ``Data`` whose ``edge_index`` is that
-            of :func:`pyg_sar.shard`.
-        budget (int or str, optional): Bytes, or such as :obj:`"2GiB"`, that a step may take beside the data and the
-            rows at home. The fewest chunks are taken that fit, as a dry run of ``model`` tells. (default: :obj:`None`)
+        data (Data): What :func:`pyg_sar.load` returned, or a ``Data`` whose ``edge_index`` is that of
+            :func:`pyg_sar.shard`.
+        budget (int or str, optional): Bytes, or such as :obj:`"2GiB"`, that a step of a worker may take beside the data
+            and the rows at home. The fewest chunks are taken that fit, as a dry run of ``model`` tells, with several
+            workers the same number on each. (default: :obj:`None`)
         model (torch.nn.Module, optional): The model for which the budget is; called as :obj:`model(x, edge_index)`, a
             copy of it. (default: :obj:`None`)
         home (str, optional): A folder for files with the rows, on a disk with room for several times the rows of all
             layers. They have no name, and are gone when the process ends. (default: :obj:`None`, memory)
-        chunks (int, optional): The number of chunks, instead of a budget. (default: :obj:`None`)
+        chunks (int, optional): The number of chunks, instead of a budget; workers may take different ones.
+            (default: :obj:`None`)
         limit (int or str, optional): Bytes that rows may take at home. (default: :obj:`None`, what there is)
 
     Returns:
@@ -52,11 +62,29 @@ def offload(
 
     Raises:
         TypeError: If ``edge_index`` is not sharded, or there is a budget without a model.
-        ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small; or if nodes
-            are of two sets.
-        NotImplementedError: If there are several workers, or the graph is not on the CPU.
+        ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small; if nodes
+            are of two sets; or if another worker raises.
+        NotImplementedError: If the graph is not on the CPU.
         OSError: If there is no such folder, or no room.
     """
+    kind = f"{'chunks' if budget is None else 'a budget'}, homes in {'memory' if home is None else 'files'}"
+    graph, rows = on_all_workers(data, kind, lambda: check(data, budget, model, home, chunks, limit))
+    if chunks is not None:
+        return move(data, place_of(graph, rows, chunks))
+    from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
+
+    assert model is not None
+    mask = getattr(data, "train_mask", None)
+    labelled = graph.num_src if mask is None else int(mask.sum())
+    need = choose(
+        partial(copy.deepcopy, model), lambda count: counts_of(graph, count, labelled), data.x.size(1),
+        count_bytes(budget, "budget"), home, data.x.dtype, graph.exchange.all_reduce_max,
+    )  # fmt: skip
+    return move(data, place_of(graph, rows, need.chunks, need.slots))
+
+
+def check(data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any) -> tuple[ShardedGraph, Home]:
+    """Return the graph of data and a home for its rows; raise unless everything is right."""
     graph = graph_of(data)
     if (budget is None) == (chunks is None):
         raise ValueError(f"Expected either a 'budget' with a 'model', or 'chunks' (got {budget!r} and {chunks!r})")
@@ -64,24 +92,40 @@ def offload(
         raise ValueError(f"Expected 'chunks' to be a positive integer (got {chunks!r})")
     rows = Home(home, graph.device, None if limit is None else count_bytes(limit, "limit"))
     if chunks is not None:
-        return move(data, place_of(graph, rows, chunks))
+        return graph, rows
+    count_bytes(budget, "budget")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"Expected a 'model' with the 'budget', which depends on its layers (got {type(model).__name__})"
         )
-    from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
-
-    x, mask = getattr(data, "x", None), getattr(data, "train_mask", None)
+    x = getattr(data, "x", None)
     if not isinstance(x, torch.Tensor) or x.dim() != 2:
         raise TypeError(
             "Expected features 'data.x' [num_nodes, channels] with the 'budget'; give 'chunks' without them"
         )
-    labelled = graph.num_src if mask is None else int(mask.sum())
-    need = choose(
-        lambda: copy.deepcopy(model), lambda count: counts_of(graph, count, labelled), x.size(1),
-        count_bytes(budget, "budget"), home, x.dtype,
-    )  # fmt: skip
-    return move(data, place_of(graph, rows, need.chunks, need.slots))
+    return graph, rows
+
+
+def on_all_workers(data: Any, kind: str, check: Callable[[], tuple[ShardedGraph, Home]]) -> tuple[ShardedGraph, Home]:
+    """Return what ``check`` returns; raise on all workers if it does on any, or if they ask for different kinds."""
+    exchange = getattr(getattr(getattr(data, "edge_index", None), "graph", None), "exchange", None)
+    if exchange is None or exchange.alone:
+        return check()
+    try:
+        found, error = check(), None
+    except Exception as raised:
+        found, error = None, raised
+    said = gather_objects((f"{type(error).__name__}: {error}" if error else "", kind), exchange.group)
+    if error:
+        raise error
+    rank = exchange.routes.rank
+    if told := "; ".join(f"rank {r}: {e}" for r, (e, _) in enumerate(said) if e):
+        raise ValueError(f"[rank {rank}] Other workers could not move their rows home. {told}")
+    if len({k for _, k in said}) > 1:
+        told = "; ".join(f"rank {r} asked for {k}" for r, (_, k) in enumerate(said))
+        raise ValueError(f"[rank {rank}] Expected all workers to move their rows alike ({told})")
+    assert found is not None
+    return found
 
 
 def count_bytes(value: int | str | None, name: str) -> int:

@@ -75,12 +75,13 @@ class Home:
 
     Attributes:
         peak: The most bytes that living tensors took so far.
+        widest: The most bytes that a row of any of them takes.
     """
 
     def __init__(self, folder: str | None, device: torch.device, limit: int | None) -> None:
         self.folder, self.limit = folder, limit
         self.pinned = folder is None and device.type == "cuda"
-        self.peak = 0
+        self.peak = self.widest = 0
         # Bytes of rows in files that the system writes when it likes, or never if they die before.
         self.plenty = memory() // 2
         # Of each living tensor, by its address, the view of its bytes that dies with it. What it views is a `_Mapping`.
@@ -111,7 +112,7 @@ class Home:
         view = memoryview(self._memory(needed) if self.folder is None else self._file(self.folder, needed))
         rows = torch.frombuffer(view, dtype=dtype).resize_(shape)  # no view of another tensor, for autograd's sake
         self._living[rows.data_ptr()] = view
-        self.peak = max(self.peak, self.held)
+        self.peak, self.widest = max(self.peak, self.held), max(self.widest, needed // shape[0])
         return rows
 
     def keep(self, tensors: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar import watch
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.chunks import spans
@@ -26,11 +27,6 @@ def graph_of(data: Any) -> ShardedGraph:
     graph = it.graph
     if graph.bipartite or graph.origin is not None:
         raise ValueError("Expected the 'edge_index' of a whole graph with one set of nodes")
-    if not graph.exchange.alone:
-        raise NotImplementedError(
-            f"[rank {graph.exchange.routes.rank}] Rows are moved to host memory by a single worker (got "
-            f"{graph.exchange.routes.size}). Partition into one part and start one process."
-        )
     if graph.device.type != "cpu":
         raise NotImplementedError(f"Rows are computed on by the CPU as yet (got an 'edge_index' on {graph.device})")
     return graph
@@ -46,7 +42,7 @@ def place_of(graph: ShardedGraph, home: Home, chunks: int, slots: int | None = N
         slots: The most source rows that are fetched at one time; None for no limit.
     """
     n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
-    return Place(home, graph.device, spans(graph, chunks), n_id, slots)
+    return Place(home, graph.device, spans(graph, chunks), n_id, graph.seeds, graph.exchange, slots)
 
 
 def move(data: Any, place: Place) -> Any:
@@ -55,5 +51,6 @@ def move(data: Any, place: Place) -> Any:
     for key in data.node_attrs():
         value = data[key]
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
-            out[key] = HostRows(place, value.detach()).requires_grad_(value.requires_grad)
+            rows = HostRows(place, value.detach()).requires_grad_(value.requires_grad)
+            out[key] = rows if place.exchange.alone else watch.rows(rows)
     return out

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_sar.affine import affine, merge_moments, scaled
 from pyg_sar.autograd import once_differentiable
+from pyg_sar.distributed.collectives import all_reduce, global_merge
 from pyg_sar.linear import linear
 from pyg_sar.offload.rows import (
     HostRows,
@@ -267,27 +268,34 @@ class Total(torch.autograd.Function):
 
 
 class Moments(torch.autograd.Function):
-    """Means and variances of columns over all rows, as ordinary tensors in double precision."""
+    """The number of all workers' rows, and means and variances of their columns, as ordinary tensors in double
+    precision.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: HostRows) -> tuple[Tensor, Tensor]:
-        """One pass over all rows."""
+    def forward(ctx: Any, rows: HostRows) -> tuple[int, Tensor, Tensor]:
+        """One pass over the local rows."""
         given, spans, device = reader(rows), rows.place.ranges, rows.place.device
         counts = torch.tensor([[b - a] for a, b in spans], dtype=torch.float64, device=device)
         means, m2s = torch.zeros(2, len(spans), rows.size(1), dtype=torch.float64, device=device)
         for own_mean, own_m2, span in zip(means, m2s, spans, strict=True):
             moments_(own_mean, own_m2, given(span))
-        _, mean, m2 = merge_moments(counts, means, m2s)
+        count, mean, m2 = merge_moments(counts, means, m2s)
+        exchange = rows.place.exchange
+        if not exchange.alone:
+            count, mean, m2 = global_merge(count.squeeze(0), mean, m2, exchange.group)
         ctx.save_for_backward(rows, mean)
-        return mean, m2 / len(rows)
+        ctx.count, ctx.exchange = int(count), exchange
+        count = ctx.count
+        return count, mean, m2 / max(count, 1)
 
     @staticmethod
-    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Any:
+    def backward(ctx: Any, _: None, d_mean: Tensor, d_var: Tensor) -> Any:
         """Each row has the share of one of all in both; it is made where it is read."""
         once_differentiable()
         rows, mean = ctx.saved_tensors
-        n = max(len(rows), 1)
-        scale, shift = 2 * d_var / n, d_mean / n
+        grads, n = torch.stack([2 * d_var, d_mean]), max(ctx.count, 1)
+        scale, shift = (grads if ctx.exchange.alone else all_reduce(grads, ctx.exchange.group)) / n
         return pending(lambda x: affine(x, mean, scale, shift), rows)
 
 
@@ -353,14 +361,14 @@ def total(func: Callable, args: Any, kwargs: Any) -> Any:
 
 @answers("dropout")
 def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Drop by a mask that is a function of a seed, the row's global id and the column."""
+    """Drop by a mask that is a function of a seed of the graph, the row's global id and the column."""
     names = dict(zip(("input", "p", "training", "inplace"), args, strict=False), **kwargs)
     rows, p = names["input"], names.get("p", 0.5)
     if not names.get("training", True) or p == 0:
         return rows
     if names.get("inplace"):
         refuse(func, args, kwargs, "it changes its argument; leave out 'inplace'")
-    seed = int(torch.randint(1 << 62, ()))
+    seed = rows.place.seeds.draw()
     op = Op(dropout_rows, (snapshot(rows), p, seed), {})
     learns = torch.is_grad_enabled() and requires_grad(rows)
     return HostRows(rows.place, op=op, probe=rows.probe.clone(), requires_grad=learns)
@@ -384,10 +392,10 @@ def batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     bias = 0
     if given["training"]:
         x, bias = without_bias(x)
-        x, n = force(x), len(x)
+        x = force(x)
+        n, mean, var = Moments.apply(x)
         if n == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-        mean, var = Moments.apply(x)
         with torch.no_grad():
             for old, new in zip(running, (mean + bias, var * (n / max(n - 1, 1))), strict=True):
                 if old is not None:
@@ -397,6 +405,21 @@ def batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     scale, shift = (var + given["eps"]).rsqrt(), 0 * bias + torch.zeros_like(var)
     scale = scale if given["weight"] is None else scale * given["weight"]
     shift = shift if given["bias"] is None else shift + given["bias"]
+    return scale_columns(x, mean, scale, shift)
+
+
+@answers("normalise")
+def normalise(x: HostRows, coefficients: Callable, parameters: Sequence[Tensor], track: Callable) -> HostRows:
+    """Scale and shift columns, as the moments of all rows and parameters say."""
+    x = force(x)
+    count, mean, var = Moments.apply(x)
+    m2 = var * count
+    track(count, mean.detach(), m2.detach())
+    return scale_columns(x, mean, *coefficients(count, mean, m2, *(p.double() for p in parameters)))
+
+
+def scale_columns(x: HostRows, mean: Tensor, scale: Tensor, shift: Tensor) -> HostRows:
+    """Return ``(x - mean) * scale + shift``."""
     # Vectors might be taken for a number of each row.
     return record(scaled, (x, *(t.unsqueeze(0) for t in (mean, scale, shift))), {})
 

@@ -8,7 +8,7 @@ tells the rest: on one, on one whose chunks are half as large, and on one with t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ from pyg_sar.distributed.shard import shard
 from pyg_sar.distributed.traffic import record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.offload.chunks import spans
+from pyg_sar.offload.chunks import sources_of, spans
+from pyg_sar.offload.halo import MESSAGE
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import place_of
 from pyg_sar.offload.rows import HostRows
-from pyg_sar.offload.schedule import source_rows
 from pyg_sar.planner import Live, few_objects, kept
 
 # Of a chunk in the dry run: they outweigh parameters, or the peak would be in another place; and for a first guess.
@@ -45,6 +45,7 @@ class Counts(NamedTuple):
         sources: Rows that a chunk reads.
         edges: Edges of a chunk.
         labelled: Number of nodes whose output is taken.
+        halo: Number of rows that are read of other workers.
     """
 
     chunks: int
@@ -53,6 +54,7 @@ class Counts(NamedTuple):
     sources: int
     edges: int
     labelled: int
+    halo: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,21 +76,25 @@ class OffloadNeed:
 
 def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
     """Return the counts of a graph and of the chunk that holds most rows, its own and those that it reads."""
-    graph = graph if len(graph.blocks) == 1 else graph.merge()
-    rowptr = F.pad(graph.degree.cumsum(0), (1, 0))
-    ranges = [slice(*span) for span in spans(graph, chunks)]
-    read = [ids.numel() for ids in source_rows(rowptr, graph.blocks[0].col, ranges, graph.num_src)]
-    own = [r.stop - r.start for r in ranges]
+    ranges = spans(graph, chunks)
+    own = [end - start for start, end in ranges]
+    read = [int((sources_of(graph, *span)[1] >= 0).sum()) for span in ranges]
     largest = max(range(chunks), key=lambda c: own[c] + read[c])
-    first, last = rowptr[[ranges[largest].start, ranges[largest].stop]].tolist()
-    return Counts(chunks, graph.num_src, own[largest], max(read[largest], 1), max(last - first, 1), labelled)
+    edges = int(graph.degree[slice(*ranges[largest])].sum())
+    halo = graph.exchange.routes.num_halo
+    return Counts(chunks, graph.num_src, own[largest], max(read[largest], 1), max(edges, 1), labelled, halo)
 
 
-def random_counts(nodes: int, edges: int, chunks: int, labelled: int) -> Counts:
-    """Return the counts of a graph whose edges are random, the worst case."""
-    rows, own = -(-nodes // chunks), -(-edges // chunks)
-    sources = min(round(nodes * (1 - (1 - 1 / max(nodes, 1)) ** own)), own)
-    return Counts(chunks, nodes, rows, max(sources, 1), max(own, 1), labelled)
+def random_counts(nodes: int, edges: int, chunks: int, workers: int = 1) -> Counts:
+    """Return the counts of one of equal workers in a graph of random edges, the worst case; all nodes are labelled."""
+    local, into = -(-nodes // workers), -(-edges // workers)
+    rows, own = -(-local // chunks), -(-into // chunks)
+
+    def read(count: int, among: int) -> int:
+        return round(among * (1 - (1 - 1 / max(nodes, 1)) ** count))
+
+    sources = min(max(read(own, nodes), 1), max(own, 1))
+    return Counts(chunks, local, rows, sources, max(own, 1), local, read(into, nodes - local))
 
 
 def plan_offload(
@@ -128,7 +134,10 @@ def plan_offload(
         per_row = (one[k] - half[k]) / max(rows - rows // 2, 1) - per_node * chunks
         constant = one[k] - per_row * rows - per_node * rows * chunks
         need[k] = round(constant + per_row * counts.rows + per_node * counts.nodes)
-    need["loaded"] += INDEX * counts.nodes
+    need["loaded"] += INDEX * (counts.nodes + counts.halo)
+    widest = need.pop("widest")  # of the halo rows of one aggregation, which are at home with their gradients
+    need["home"] += 2 * widest * counts.halo
+    need["step"] += 4 * MESSAGE if counts.halo else 0
     return OffloadNeed(counts.chunks, slots, **need)
 
 
@@ -166,6 +175,7 @@ def run(
         "loaded": derived + sum(t.nbytes for t in kept(net, state)),
         "step": live.peak,
         "home": x.place.home.peak,
+        "widest": x.place.home.widest,
         "moved": moved,
     }
 
@@ -173,6 +183,7 @@ def run(
 def choose(
     model: Callable[[], torch.nn.Module], counts: Callable[[int], Counts], in_channels: int, budget: float,
     home: str | None = None, dtype: torch.dtype = torch.float32,
+    most: Callable[[Sequence[int]], Sequence[int]] = lambda values: values,
 ) -> OffloadNeed:  # fmt: skip
     """Return the fewest chunks with which a step fits ``budget`` bytes.
 
@@ -183,24 +194,29 @@ def choose(
         budget: Bytes for all but the data and the rows at home.
         home: As for :func:`plan_offload`.
         dtype: As for :func:`plan_offload`.
+        most: Returns of every value the largest one on any worker: all try the same, or a model that communicates
+            would wait for others.
 
     Raises:
         ValueError: If it never does.
     """
     count = 1
     while True:
-        here = counts(count)
+        here = Counts(*most(counts(count)))
         for slots in (None, -(-here.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
                 need = plan_offload(model, here, in_channels, slots, home, rows=rows, dtype=dtype)
-                if need.total > (4 * budget if rows == ROUGH else budget):
+                (excess,) = most([need.total - int(4 * budget if rows == ROUGH else budget)])
+                if excess > 0:
                     break
             else:
                 return need
-        if count >= (most := -(-here.nodes // FEWEST)):
+        last, far = count >= (most_chunks := -(-here.nodes // FEWEST)), need.total > 8 * budget
+        last, far = (bool(n) for n in most([last, far]))
+        if last:
             raise ValueError(
                 f"A step needs at least {need.total:,} bytes beside the rows at home, {need.loaded:,} of them for "
                 f"parameters, the optimizer's state and what is derived of the graph, {need.step:,} for chunks of "
                 f"{here.rows} rows (got a budget of {int(budget):,}). Raise the budget, or make the model narrower."
             )
-        count = min(count * (4 if need.total > 8 * budget else 2), most)
+        count = min(count * (4 if far else 2), most_chunks)

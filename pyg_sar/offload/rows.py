@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyg_sar.exchange import Exchange
+from pyg_sar.graph import Seeds
 from pyg_sar.offload.home import Home
 
 PROBE = 5  # rows, as many as no layer is likely to be wide
@@ -29,6 +31,8 @@ class Place(NamedTuple):
         device: Computes.
         ranges: The rows that are computed on at one time.
         n_id: Global ids of the rows.
+        seeds: Of what is dropped.
+        exchange: The workers, of which each has some of the rows.
         slots: The most source rows that are fetched at one time; None for no limit.
     """
 
@@ -36,6 +40,8 @@ class Place(NamedTuple):
     device: torch.device
     ranges: list[tuple[int, int]]
     n_id: Tensor
+    seeds: Seeds
+    exchange: Exchange
     slots: int | None = None
 
 
@@ -94,6 +100,10 @@ class HostRows(Tensor):
     def aggregate(self, graph: Any, reduce: Any, source: Any, rows: Any) -> HostRows:
         """Aggregate what local rows are made of, which are these, see :func:`pyg_sar.aggregate.aggregate`."""
         return HANDLERS["aggregate"](graph, reduce, source, rows)
+
+    def normalise(self, coefficients: Callable, parameters: Any, track: Callable) -> HostRows:
+        """Scale and shift columns by what the moments of all rows say, see :mod:`pyg_sar.nn.norm.columns`."""
+        return HANDLERS["normalise"](self, coefficients, parameters, track)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name shape and type, and whether the rows exist."""

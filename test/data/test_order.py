@@ -156,6 +156,6 @@ def test_a_layer_gives_the_same_rows_in_either_order(pool, tmp_path, workers):
 
 
 def test_unknown_order(tmp_path):
-    with pytest.raises(ValueError, match="Unknown order 'degree', expected locality or id"):
+    with pytest.raises(ValueError, match="Unknown order 'degree', expected locality, fennel or id"):
         pyg_sar.partition(data(), 2, tmp_path / "graph", order="degree")
     assert list(tmp_path.iterdir()) == []

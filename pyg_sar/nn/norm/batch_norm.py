@@ -8,6 +8,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
+from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments, standardise
 from pyg_sar.nn.together import together
@@ -46,6 +47,8 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
     @gives(ROWS)
     def over_all(self, x: Tensor) -> Tensor:
         """Normalise by the rows of all workers."""
+        if is_elsewhere(x):  # rows at home know those of all workers
+            return super().forward(x)
         if x.dim() != 2 or x.size(1) != self.num_features:
             raise ValueError(f"Expected rows of shape [num_nodes, {self.num_features}] (got {list(x.shape)})")
         count, mean, m2 = moments = global_moments(x, self.group)

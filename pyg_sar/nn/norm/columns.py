@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.affine import affine, column_sums, merge_moments
+from pyg_sar.affine import affine, column_sums
 from pyg_sar.autograd import once_differentiable
-from pyg_sar.distributed.collectives import all_gather, all_reduce
+from pyg_sar.distributed.collectives import all_reduce, global_merge
 from pyg_sar.nn.shifted import unshifted
 from pyg_sar.ops import moments_
 
@@ -110,15 +110,5 @@ def global_moments(x: Tensor, group: Any) -> tuple[int, Tensor, Tensor]:
     """
     mean, m2 = torch.zeros(2, x.size(1), dtype=torch.float64, device=x.device)
     moments_(mean, m2, x.detach())
-    total, mean, m2 = merge(group, torch.tensor(x.size(0), device=x.device), mean, m2)
+    total, mean, m2 = global_merge(torch.tensor(x.size(0), device=x.device), mean, m2, group)
     return int(total), mean, m2
-
-
-def merge(group: Any, count: Tensor, mean: Tensor, m2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the moments of all workers, in the same order everywhere; there is a count for each row of moments, or one
-    for all.
-    """
-    # Double precision holds counts beyond 2^24 exactly.
-    parts = all_gather(torch.cat([count.unsqueeze(-1).double(), mean, m2], -1), group)
-    total, mean, m2 = merge_moments(parts[..., :1], *parts[..., 1:].chunk(2, -1))
-    return total.squeeze(-1).long(), mean, m2

@@ -8,7 +8,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.nn.norm.columns import merge
+from pyg_sar.distributed.collectives import global_merge
 from pyg_sar.nn.together import together
 from pyg_sar.ops import moments_
 
@@ -44,7 +44,7 @@ class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
         mean, m2 = torch.zeros(2, self.num_types, x.size(1), dtype=torch.float64, device=x.device)
         for k in range(self.num_types):
             moments_(mean[k], m2[k], x[type_vec == k])
-        count, mean, m2 = merge(self.group, count, mean, m2)
+        count, mean, m2 = global_merge(count, mean, m2, self.group)
         return count, mean.to(x.dtype), (m2 / count.clamp(min=1).unsqueeze(1)).to(x.dtype)
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
 from pyg_sar.nn.norm.columns import Coefficients, NormaliseColumns, global_moments
 from pyg_sar.nn.together import together
@@ -58,7 +59,7 @@ class NormalisesPerGraph:
 
     def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
         """Normalise rows ``[n, channels]``."""
-        if not together(self.group):
+        if not together(self.group) and not is_elsewhere(x):
             return super().forward(x, batch, batch_size)  # type: ignore[misc]
         return self.over_all(x, batch, batch_size)
 
@@ -67,6 +68,8 @@ class NormalisesPerGraph:
     def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the rows of all workers."""
         parameters = [*self.parameters(recurse=False)]  # type: ignore[attr-defined]
+        if batch is None and is_elsewhere(x):
+            return x.normalise(self.coefficients, parameters, self.track)  # type: ignore[attr-defined]
         if batch is None:
             moments = global_moments(x, self.group)
             self.track(*moments)
