@@ -61,6 +61,20 @@ class Chunk:
     sources: Tensor
     edges: Tensor
 
+    def at(self, place: Place) -> Chunk:
+        """Return the chunk with its topology where rows are computed on; what rows at home are found by stays."""
+        graph = self.graph
+        if place.device == graph.device and not place.copies:
+            return self
+        assert graph.e_id is not None
+        blocks = []
+        for block in graph.blocks:
+            moved: dict[str, Any] = {k: place.bring(t) for k, t in vars(block).items() if isinstance(t, Tensor)}
+            blocks.append(replace(block, **moved))
+            blocks[-1].__dict__["transpose"] = tuple(map(place.bring, block.transpose))
+        exchange = graph.exchange.to(place.device)
+        return replace(self, graph=graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=place.bring(graph.e_id)))
+
     @property
     def pieces(self) -> list[Tensor]:
         """The numbers of the rows of each piece."""
@@ -179,6 +193,24 @@ class AtHome(Local):
         return HomeSink(self, self.total, receiver.tiles)
 
 
+class RowsElsewhere(LocalRows):
+    """All local rows, which are at home, of an aggregation on a device.
+
+    Args:
+        x: The rows.
+        device: Where they are fetched to.
+    """
+
+    def __init__(self, x: Tensor, device: torch.device) -> None:
+        super().__init__(x)
+        self.device = device
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of fetched rows."""
+        return self.x.new_empty(0, *self.x.shape[1:], device=self.device)
+
+
 class HomeSink:
     """Adds the gradients of pieces to those at home; the receiver gets none.
 
@@ -207,7 +239,7 @@ def fetch(rows: SourceRows, index: Tensor, place: Place, meter: Meter) -> Tensor
     """Return rows from home."""
     found = rows.select(index)
     meter(loaded=found.nbytes)
-    return found.to(place.device, non_blocking=True)
+    return place.bring(found)
 
 
 def add(total: SourceRows, index: Tensor, grad: Tensor, meter: Meter) -> None:
@@ -255,7 +287,8 @@ class Aggregation(Program):
     def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
         """Aggregate."""
         graph = it.graph.replace(exchange=exchange, num_src=values[0].size(0))
-        return aggregate(graph, self.reduce.into(graph, *it.span), values[0], *self.rows(values[1:]))
+        source = RowsElsewhere(values[0], exchange.place.device)
+        return aggregate(graph, self.reduce.into(graph, *it.span), source, *self.rows(values[1:]))
 
     def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
         """Ask the reduction, piece by piece."""
@@ -294,7 +327,7 @@ class ByChunks(torch.autograd.Function):
             out[it.span[0] : it.span[1]] = rows
             place.home.wrote(out, *it.span)
             meter(stored=rows.nbytes)
-            del values, rows
+            del it, values, rows  # or they would live while the next chunk is fetched
         return HostRows(place, out)
 
     @staticmethod
@@ -322,6 +355,7 @@ class ByChunks(torch.autograd.Function):
             for k, kind in enumerate(kinds):
                 if wanted[k]:
                     sums[k] = add_up(sums[k], found[k], kind, it, place, meter, *ctx.shapes[k][:2])
+            del it, exchange, found
         for k, total in totals.items():
             sum_halo(total, graph.exchange, meter)
             sums[k] = total.local
@@ -365,7 +399,7 @@ def walk(place: Place, graph: ShardedGraph, program: Program, inputs: Sequence[A
         for t in inputs:
             if following is not None and isinstance(t, HostRows) and t.host is not None:
                 place.home.advise(t.host, *following.span)
-        yield it
+        yield it.at(place)
 
 
 def differentiate(
@@ -398,7 +432,7 @@ def read(
         meter(loaded=rows.nbytes)
     elif kind == EDGE:
         rows = rows.index_select(0, it.edges)
-    return rows.to(place.device, non_blocking=True)
+    return place.bring(rows)
 
 
 def add_up(

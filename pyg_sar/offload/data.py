@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1
 
 
 def offload(
-    data: Any, budget: int | str | None = None, model: torch.nn.Module | None = None, *, home: str | None = None,
-    chunks: int | None = None, limit: int | str | None = None,
+    data: Any, budget: int | str | None = None, model: torch.nn.Module | None = None, *,
+    device: torch.device | str = "cpu", home: str | None = None, chunks: int | None = None,
+    limit: int | str | None = None,
 ) -> Any:  # fmt: skip
     r"""Keep rows of nodes in host memory or in files, and compute on some of them at a time.
 
@@ -51,6 +51,8 @@ def offload(
             workers the same number on each. (default: :obj:`None`)
         model (torch.nn.Module, optional): The model for which the budget is; called as :obj:`model(x, edge_index)`, a
             copy of it. (default: :obj:`None`)
+        device (torch.device, optional): Where rows are computed on, where ``model`` is, and where labels and masks go.
+            (default: :obj:`"cpu"`)
         home (str, optional): A folder for files with the rows, on a disk with room for several times the rows of all
             layers. They have no name, and are gone when the process ends. (default: :obj:`None`, memory)
         chunks (int, optional): The number of chunks, instead of a budget; workers may take different ones.
@@ -63,34 +65,36 @@ def offload(
     Raises:
         TypeError: If ``edge_index`` is not sharded, or there is a budget without a model.
         ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small; if nodes
-            are of two sets; or if another worker raises.
-        NotImplementedError: If the graph is not on the CPU.
+            are of two sets, or the graph is not on the CPU; or if another worker raises.
         OSError: If there is no such folder, or no room.
     """
+    there = torch.empty(0, device=device).device  # with its number
     kind = f"{'chunks' if budget is None else 'a budget'}, homes in {'memory' if home is None else 'files'}"
-    graph, rows = on_all_workers(data, kind, lambda: check(data, budget, model, home, chunks, limit))
+    graph, rows = on_all_workers(data, kind, lambda: check(data, budget, model, home, chunks, limit, there))
     if chunks is not None:
-        return move(data, place_of(graph, rows, chunks))
+        return move(data, place_of(graph, rows, chunks, None, there))
     from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
 
     assert model is not None
     mask = getattr(data, "train_mask", None)
     labelled = graph.num_src if mask is None else int(mask.sum())
     need = choose(
-        partial(copy.deepcopy, model), lambda count: counts_of(graph, count, labelled), data.x.size(1),
-        count_bytes(budget, "budget"), home, data.x.dtype, graph.exchange.all_reduce_max,
+        lambda: copy.deepcopy(model).cpu(), lambda count: counts_of(graph, count, labelled), data.x.size(1),
+        count_bytes(budget, "budget"), home, data.x.dtype, there == graph.device, graph.exchange.all_reduce_max,
     )  # fmt: skip
-    return move(data, place_of(graph, rows, need.chunks, need.slots))
+    return move(data, place_of(graph, rows, need.chunks, need.slots, there))
 
 
-def check(data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any) -> tuple[ShardedGraph, Home]:
+def check(
+    data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any, device: torch.device
+) -> tuple[ShardedGraph, Home]:  # fmt: skip
     """Return the graph of data and a home for its rows; raise unless everything is right."""
     graph = graph_of(data)
     if (budget is None) == (chunks is None):
         raise ValueError(f"Expected either a 'budget' with a 'model', or 'chunks' (got {budget!r} and {chunks!r})")
     if chunks is not None and (type(chunks) is not int or chunks < 1):
         raise ValueError(f"Expected 'chunks' to be a positive integer (got {chunks!r})")
-    rows = Home(home, graph.device, None if limit is None else count_bytes(limit, "limit"))
+    rows = Home(home, device, None if limit is None else count_bytes(limit, "limit"))
     if chunks is not None:
         return graph, rows
     count_bytes(budget, "budget")

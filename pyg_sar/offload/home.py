@@ -112,7 +112,7 @@ class Home:
         view = memoryview(self._memory(needed) if self.folder is None else self._file(self.folder, needed))
         rows = torch.frombuffer(view, dtype=dtype).resize_(shape)  # no view of another tensor, for autograd's sake
         self._living[rows.data_ptr()] = view
-        self.peak, self.widest = max(self.peak, self.held), max(self.widest, needed // shape[0])
+        self.peak, self.widest = max(self.peak, self.held), max(self.widest, needed // [*shape, 1][0])
         return rows
 
     def keep(self, tensors: Sequence[Any]) -> list[Any]:

@@ -28,29 +28,42 @@ def graph_of(data: Any) -> ShardedGraph:
     if graph.bipartite or graph.origin is not None:
         raise ValueError("Expected the 'edge_index' of a whole graph with one set of nodes")
     if graph.device.type != "cpu":
-        raise NotImplementedError(f"Rows are computed on by the CPU as yet (got an 'edge_index' on {graph.device})")
+        raise ValueError(
+            f"Expected an 'edge_index' on the CPU, with the rows (got one on {graph.device}). Leave 'device' out of "
+            f"'load', and name it here."
+        )
     return graph
 
 
-def place_of(graph: ShardedGraph, home: Home, chunks: int, slots: int | None = None) -> Place:
+def place_of(
+    graph: ShardedGraph, home: Home, chunks: int, slots: int | None = None, device: torch.device | None = None
+) -> Place:  # fmt: skip
     """Return the place of a graph's rows.
 
     Args:
-        graph: The graph.
+        graph: The graph, on the CPU.
         home: Makes memory for rows.
         chunks: The number of ranges of nodes.
         slots: The most source rows that are fetched at one time; None for no limit.
+        device: Where rows are computed on; by default the CPU.
     """
     n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
-    return Place(home, graph.device, spans(graph, chunks), n_id, graph.seeds, graph.exchange, slots)
+    return Place(home, device or graph.device, spans(graph, chunks), n_id, graph.seeds, graph.exchange, slots)
 
 
 def move(data: Any, place: Place) -> Any:
-    """Return the same data with its rows at home; what its rows were before is not copied."""
+    """Return the same data with its rows at home, which are not copied; numbers of nodes, such as labels and masks,
+    are on the device.
+    """
     out = copy.copy(data)
     for key in data.node_attrs():
         value = data[key]
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+        if not isinstance(value, Tensor):
+            continue
+        if not (value.is_floating_point() and value.dim() > 1):
+            moved = value.to(place.device)
+            out[key] = moved if place.exchange.alone or moved is value else watch.rows(moved)
+        else:
             rows = HostRows(place, value.detach()).requires_grad_(value.requires_grad)
             out[key] = rows if place.exchange.alone else watch.rows(rows)
     return out

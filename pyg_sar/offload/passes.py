@@ -6,7 +6,7 @@ and differentiates it (HongTu, section 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +120,7 @@ class Range:
     def rows(self, value: Tensor) -> Tensor:
         """Return the range of rows on the host."""
         a, b = self.span
-        return value[a:b].to(self.place.device, non_blocking=True)
+        return self.place.bring(value[a:b])
 
     def value(self, value: Any) -> Any:
         """Return an argument of a function as it is for the range."""
@@ -151,7 +151,7 @@ def on_range(leaf: Tensor, span: tuple[int, int], place: Place, num_rows: int) -
     if not isinstance(leaf, HostRows) and not has_rows(leaf, num_rows):
         return leaf.detach()
     assert rows is not None
-    return rows[span[0] : span[1]].detach().to(place.device, non_blocking=True)
+    return place.bring(rows[span[0] : span[1]].detach())
 
 
 class Pass(torch.autograd.Function):
@@ -166,10 +166,12 @@ class Pass(torch.autograd.Function):
         for a, b in place.ranges:
             values = [on_range(leaf, (a, b), place, num_rows) for leaf in leaves]
             rows = Range(place, num_rows, (a, b), values).run(step)
+            del values
             if out is None:
                 out = place.home.empty((num_rows, *rows.shape[1:]), rows.dtype)
             out[a:b] = rows
             place.home.wrote(out, a, b)
+            del rows
         return HostRows(place, out)
 
     @staticmethod
@@ -178,23 +180,32 @@ class Pass(torch.autograd.Function):
         once_differentiable()
         place, n, leaves, wanted = ctx.place, ctx.num_rows, ctx.saved_tensors, ctx.needs_input_grad[3:]
         grads: list[Any] = [None] * len(leaves)
-        given_rows = reader(grad)
+        given = reader(grad)
         for span in place.ranges:
-            values = [on_range(leaf, span, place, n).requires_grad_(want)
-                      for leaf, want in zip(leaves, wanted, strict=True)]  # fmt: skip
-            with torch.enable_grad():
-                out = Range(place, n, span, values).run(ctx.step)
-            given = [value for value, want in zip(values, wanted, strict=True) if want]
-            got: Any = [None] * len(given)
-            if out.requires_grad:
-                got = torch.autograd.grad(out, given, given_rows(span), allow_unused=True)
-            found = iter(got)
+            found = differentiate(place, ctx.step, n, span, leaves, wanted, given)
             for k, leaf in enumerate(leaves):
                 if wanted[k]:
                     collect(grads, k, leaf, next(found), span, place, n)
+            del found  # or it would live while the next range is computed
         made = (HostRows(place, g) if isinstance(leaf, HostRows) and g is not None else g
                 for g, leaf in zip(grads, leaves, strict=True))  # fmt: skip
         return None, None, None, *made
+
+
+def differentiate(
+    place: Place, step: Step, num_rows: int, span: tuple[int, int], leaves: Sequence[Tensor], wanted: Sequence[bool],
+    given: Callable[[tuple[int, int]], Tensor],
+) -> Iterator[Tensor | None]:  # fmt: skip
+    """Run a program on a range of rows once more, and return the gradients of the leaves that are wanted."""
+    values = [on_range(leaf, span, place, num_rows).requires_grad_(want)
+              for leaf, want in zip(leaves, wanted, strict=True)]  # fmt: skip
+    with torch.enable_grad():
+        out = Range(place, num_rows, span, values).run(step)
+    by = [value for value, want in zip(values, wanted, strict=True) if want]
+    del values
+    if not out.requires_grad:
+        return iter([None] * len(by))
+    return iter(torch.autograd.grad(out, by, given(span), allow_unused=True))
 
 
 def reader(rows: HostRows) -> Callable[[tuple[int, int]], Tensor]:
@@ -231,8 +242,9 @@ class Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: HostRows, index: Any) -> Tensor:
         """Copy them to the device."""
-        ctx.place, ctx.shape, ctx.dtype, ctx.index = rows.place, rows.shape, rows.dtype, index
         assert rows.host is not None
+        index = index.to(rows.host.device) if isinstance(index, Tensor) else index
+        ctx.place, ctx.shape, ctx.dtype, ctx.index = rows.place, rows.shape, rows.dtype, index
         return rows.host[index].to(rows.place.device, copy=True)
 
     @staticmethod

@@ -32,6 +32,7 @@ ROWS, ROUGH = 2048, 512
 CHUNKS = 8  # in the dry run, at most, but where a chunk reads more
 FEWEST = 64  # rows of a chunk, on average
 INDEX = 24  # bytes a node: its id, its degree, and its number while a chunk is made
+MARGIN = 1.1  # of an accelerator, whose products keep a range more, and whose allocator rounds up
 PIECES = 8  # into which sources are cut where chunks alone do not fit
 
 
@@ -75,14 +76,13 @@ class OffloadNeed:
 
 
 def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
-    """Return the counts of a graph and of the chunk that holds most rows, its own and those that it reads."""
+    """Return the counts of a graph, and the largest of its chunks in each respect."""
     ranges = spans(graph, chunks)
-    own = [end - start for start, end in ranges]
-    read = [int((sources_of(graph, *span)[1] >= 0).sum()) for span in ranges]
-    largest = max(range(chunks), key=lambda c: own[c] + read[c])
-    edges = int(graph.degree[slice(*ranges[largest])].sum())
+    rows = max(end - start for start, end in ranges)
+    sources = max(int((sources_of(graph, *span)[1] >= 0).sum()) for span in ranges)
+    edges = max(int(graph.degree[slice(*span)].sum()) for span in ranges)
     halo = graph.exchange.routes.num_halo
-    return Counts(chunks, graph.num_src, own[largest], max(read[largest], 1), max(edges, 1), labelled, halo)
+    return Counts(chunks, graph.num_src, rows, max(sources, 1), max(edges, 1), labelled, halo)
 
 
 def random_counts(nodes: int, edges: int, chunks: int, workers: int = 1) -> Counts:
@@ -100,7 +100,7 @@ def random_counts(nodes: int, edges: int, chunks: int, workers: int = 1) -> Coun
 def plan_offload(
     model: Callable[[], torch.nn.Module], counts: Counts, in_channels: int, slots: int | None = None,
     home: str | None = None, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, rows: int = ROWS,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, beside: bool = True,
 ) -> OffloadNeed:  # fmt: skip
     """Tell the memory of training with rows at home.
 
@@ -113,6 +113,8 @@ def plan_offload(
         optimizer: Makes the optimizer of parameters.
         rows: Of a chunk in the dry run, at most.
         dtype: The type of the features.
+        beside: Whether graph and homes are in the memory that is asked for; if not, as on an accelerator, what a range
+            or a chunk needs of them is copied there.
     """
     rows, ratio = min(rows, counts.rows), counts.sources / max(counts.rows, 1)
     chunks = min(counts.chunks, max(CHUNKS, math.ceil(ratio)))
@@ -123,6 +125,7 @@ def plan_offload(
             edge_index = small(counts, own, many)
             few = None if slots is None else max(round(slots * factor), 1)
             place = place_of(edge_index.graph, Home(home, torch.device("cpu"), None), many, few)
+            place = place._replace(copies=not beside)
             x = HostRows(place, torch.zeros(own * many, in_channels, dtype=dtype))
             labelled = round(counts.labelled * own * many / max(counts.nodes, 1))
             with pieces.scaled(factor):
@@ -134,7 +137,9 @@ def plan_offload(
         per_row = (one[k] - half[k]) / max(rows - rows // 2, 1) - per_node * chunks
         constant = one[k] - per_row * rows - per_node * rows * chunks
         need[k] = round(constant + per_row * counts.rows + per_node * counts.nodes)
-    need["loaded"] += INDEX * (counts.nodes + counts.halo)
+    derived = need.pop("derived") + INDEX * (counts.nodes + counts.halo)
+    need["loaded"] += derived if beside else 0
+    need["step"] = round(need["step"] * (1 if beside else MARGIN))
     widest = need.pop("widest")  # of the halo rows of one aggregation, which are at home with their gradients
     need["home"] += 2 * widest * counts.halo
     need["step"] += 4 * MESSAGE if counts.halo else 0
@@ -172,7 +177,8 @@ def run(
     derived = sum(graph.memory().values()) - before
     moved = sum(t.forward_loaded + t.forward_stored + t.backward_loaded + t.backward_stored for t in layers)
     return {
-        "loaded": derived + sum(t.nbytes for t in kept(net, state)),
+        "loaded": sum(t.nbytes for t in kept(net, state)),
+        "derived": derived,
         "step": live.peak,
         "home": x.place.home.peak,
         "widest": x.place.home.widest,
@@ -182,7 +188,7 @@ def run(
 
 def choose(
     model: Callable[[], torch.nn.Module], counts: Callable[[int], Counts], in_channels: int, budget: float,
-    home: str | None = None, dtype: torch.dtype = torch.float32,
+    home: str | None = None, dtype: torch.dtype = torch.float32, beside: bool = True,
     most: Callable[[Sequence[int]], Sequence[int]] = lambda values: values,
 ) -> OffloadNeed:  # fmt: skip
     """Return the fewest chunks with which a step fits ``budget`` bytes.
@@ -194,6 +200,7 @@ def choose(
         budget: Bytes for all but the data and the rows at home.
         home: As for :func:`plan_offload`.
         dtype: As for :func:`plan_offload`.
+        beside: As for :func:`plan_offload`.
         most: Returns of every value the largest one on any worker: all try the same, or a model that communicates
             would wait for others.
 
@@ -205,7 +212,7 @@ def choose(
         here = Counts(*most(counts(count)))
         for slots in (None, -(-here.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
-                need = plan_offload(model, here, in_channels, slots, home, rows=rows, dtype=dtype)
+                need = plan_offload(model, here, in_channels, slots, home, rows=rows, dtype=dtype, beside=beside)
                 (excess,) = most([need.total - int(4 * budget if rows == ROUGH else budget)])
                 if excess > 0:
                     break

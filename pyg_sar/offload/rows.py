@@ -34,6 +34,7 @@ class Place(NamedTuple):
         seeds: Of what is dropped.
         exchange: The workers, of which each has some of the rows.
         slots: The most source rows that are fetched at one time; None for no limit.
+        copies: Whether what comes to the device is copied, even if that is the CPU: in a dry run for an accelerator.
     """
 
     home: Home
@@ -43,6 +44,11 @@ class Place(NamedTuple):
     seeds: Seeds
     exchange: Exchange
     slots: int | None = None
+    copies: bool = False
+
+    def bring(self, rows: Tensor) -> Tensor:
+        """Return rows on the device."""
+        return rows.to(self.device, non_blocking=True, copy=self.copies)
 
 
 class Op(NamedTuple):
@@ -88,7 +94,7 @@ class HostRows(Tensor):
         """Make a tensor without storage of its own."""
         if probe is None:
             assert host is not None
-            probe = some(host)
+            probe = some(host, place.device)
         num_rows = len(place.n_id) if host is None else host.size(0)
         out = torch.Tensor._make_wrapper_subclass(
             cls, (num_rows, *probe.shape[1:]), dtype=probe.dtype, device=place.device
@@ -117,7 +123,7 @@ class HostRows(Tensor):
         name = name_of(func)
         if name in HANDLERS:
             return HANDLERS[name](func, args, kwargs)
-        if name in ANSWERS:
+        if name in ANSWERS or isinstance(func, torch._ops.OpOverload):  # the latter by a mode, in place of autograd
             with PLAIN():
                 return func(*args, **kwargs)
         return record(func, args, kwargs)
@@ -148,11 +154,11 @@ def pending(func: Callable, *args: Any) -> HostRows:
     return HostRows(first.place, op=Op(func, args, {}), probe=probe)
 
 
-def some(rows: Tensor) -> Tensor:
-    """Return five of the rows, or zeros if there are none."""
+def some(rows: Tensor, device: torch.device) -> Tensor:
+    """Return five of the rows on a device, or zeros if there are none."""
     if rows.size(0) == 0:
-        return rows.new_zeros(PROBE, *rows.shape[1:])
-    return rows.detach()[torch.arange(PROBE, device=rows.device) % rows.size(0)]
+        return rows.new_zeros(PROBE, *rows.shape[1:]).to(device)
+    return rows.detach()[torch.arange(PROBE, device=rows.device) % rows.size(0)].to(device)
 
 
 def name_of(func: Any) -> str:
@@ -213,16 +219,16 @@ def record(func: Callable, args: Any, kwargs: Any) -> Any:
 
 def probed(func: Callable, args: Any, kwargs: Any) -> tuple[Any, bool]:
     """Return what a function makes of five rows, and whether it changes its first argument; refuse what mixes rows."""
-    num_rows = next(rows_in((args, kwargs))).size(0)
-    state = torch.get_rng_state()
+    first = next(rows_in((args, kwargs)))
+    state = drawn(first.device)
     try:
-        results = [run_on(which, func, args, kwargs, num_rows) for which in (slice(None), slice(0, 2), slice(2, PROBE))]
+        cuts = (slice(None), slice(0, 2), slice(2, PROBE))
+        results = [run_on(which, func, args, kwargs, len(first), first.device) for which in cuts]
     except NotImplementedError:
         raise
     except Exception as error:
         refuse(func, args, kwargs, f"on five rows it raised {type(error).__name__}: {error}")
-    if not torch.equal(state, torch.get_rng_state()):
-        torch.set_rng_state(state)
+    if not torch.equal(state, drawn(first.device)):
         refuse(func, args, kwargs, "it draws random numbers, which backward would draw anew; 'F.dropout' is known")
     (whole, changed), *parts = results
     several = isinstance(whole, tuple)
@@ -235,7 +241,14 @@ def probed(func: Callable, args: Any, kwargs: Any) -> tuple[Any, bool]:
     return whole, bool(changed)
 
 
-def run_on(which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int) -> tuple[Any, list[bool]]:
+def drawn(device: torch.device) -> Tensor:
+    """Return the state of the generator of a device's random numbers."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def run_on(
+    which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int, device: torch.device
+) -> tuple[Any, list[bool]]:  # fmt: skip
     """Return what a function makes of some of five rows; and of rows that it changes, whether that is its result and
     they are its first argument.
     """
@@ -245,7 +258,7 @@ def run_on(which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int) 
         if isinstance(value, HostRows):
             copies.append((value.probe[which].clone(), value))
             return copies[-1][0]
-        return some(value)[which] if has_rows(value, num_rows) else value
+        return some(value, device)[which] if has_rows(value, num_rows) else value
 
     given = tree_map(pick, (args, kwargs))
     with torch.no_grad():

@@ -140,10 +140,19 @@ def test_random_counts():
     torch.manual_seed(0)
     n, e = 3000, 30_000
     edge_index = torch.stack([torch.randint(n, (e,)), torch.arange(e) % n])
-    found, told = counts_of(pyg_sar.shard(edge_index, n).graph, 10, 7), random_counts(n, e, 10, 7)
+    found, told = counts_of(pyg_sar.shard(edge_index, n).graph, 10, 7), random_counts(n, e, 10)
     assert found.rows == told.rows and abs(found.sources - told.sources) < 0.1 * told.sources
     assert abs(found.edges - told.edges) < 0.1 * told.edges
-    assert random_counts(5, 0, 3, 5).sources == random_counts(5, 0, 3, 5).edges == 1
+    assert random_counts(5, 0, 3).sources == random_counts(5, 0, 3).edges == 1
+
+
+def test_random_counts_of_workers():
+    torch.manual_seed(0)
+    n, e, workers = 3000, 30_000, 3
+    source, row = torch.randint(n, (e,)), torch.arange(e) % n
+    halo = source[(row % workers == 0) & (source % workers > 0)].unique()
+    told = random_counts(n, e, 4, workers)
+    assert (told.nodes, told.rows) == (1000, 250) and abs(told.halo - len(halo)) < 0.1 * len(halo)
 
 
 LIMITED = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyg_sar.distributed import staging
+from pyg_sar.offload.rows import HostRows
 
 DEVICE = "pretend"
 # The host needs to know what they find, or how many.
@@ -83,6 +85,8 @@ class Pretence(TorchDispatchMode):
     def __init__(self, kernels: Any = None) -> None:
         super().__init__()
         self.kernels, self.waits = kernels, []
+        self.held = self.peak = 0  # bytes of all tensors on the device
+        self.counted: set[int] = set()
         self.keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,6 +94,9 @@ class Pretence(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return There.__torch_dispatch__(func, types, args)
         tensors, asked = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)], kwargs.get("device")
+        if any(isinstance(t, HostRows) for t in tensors):  # whose parts lie on the device
+            with self:
+                return HostRows.__torch_dispatch__(func, types, args, kwargs)
         there = {id(t.here): t for t in tensors if isinstance(t, There)}
         if not there and not is_there(asked):
             return func(*args, **kwargs)
@@ -102,7 +109,22 @@ class Pretence(TorchDispatchMode):
         # Our operators in plain PyTorch may use autograd, which is otherwise behind us here.
         with torch._C._ForceDispatchKeyGuard(*self.keys) if func.namespace == "pyg_sar" else nullcontext():
             out = func(*here(args), **here(kwargs))
-        return tree_map_only(Tensor, lambda t: there[id(t)] if id(t) in there else There(t), out) if into else out
+        return tree_map_only(Tensor, lambda t: there[id(t)] if id(t) in there else self.put(t), out) if into else out
+
+    def put(self, tensor: Tensor) -> There:
+        """Return a tensor that lies on the device, and count its memory."""
+        memory = tensor.untyped_storage()
+        if memory._cdata not in self.counted:
+            self.counted.add(memory._cdata)
+            self.held += memory.nbytes()
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(memory, self.free, memory._cdata, memory.nbytes())
+        return There(tensor)
+
+    def free(self, key: int, count: int) -> None:
+        """Forget memory that was given back."""
+        self.counted.discard(key)
+        self.held -= count
 
     def look(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], into: bool) -> None:
         """Write down whether the host waits; raise if tensors of different devices meet."""

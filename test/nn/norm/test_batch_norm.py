@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch_geometric.nn
 from support.nasty_graph import close
 
+from pyg_sar.distributed.collectives import global_merge
 from pyg_sar.nn import BatchNorm, BatchNorm1d
 from pyg_sar.nn.norm import columns
 
@@ -195,7 +196,7 @@ def test_low_precision(pool, weights, dtype):
 def counts(group, numbers):
     """Merge moments of batches that nobody could hold."""
     mean, m2 = torch.tensor([[float(dist.get_rank(group))], [2.0]], dtype=torch.float64)
-    count, mean, m2 = columns.merge(group, torch.tensor(numbers[dist.get_rank(group)]), mean, m2)
+    count, mean, m2 = global_merge(torch.tensor(numbers[dist.get_rank(group)]), mean, m2, group)
     return int(count), mean, m2
 
 

@@ -1,0 +1,126 @@
+"""Rows at home that a device computes on: the simulated accelerator, whose memory is counted."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.nasty_graph import NUM_NODES, close
+from support.offloaded import LAYERS, inputs, network
+from support.pool import Pool
+from support.simulated_accelerator import DEVICE, pretence
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar import nn, offload
+from pyg_sar.data.datasets import community_graph
+from pyg_sar.nn import convert
+from pyg_sar.offload.passes import host
+from pyg_sar.offload.plan import counts_of, plan_offload
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """Processes in which autograd knows of the device from the beginning."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a real GPU, and torch knows one kind of accelerator at a time")
+    pool = Pool(1)
+    yield pool
+    pool.close()
+
+
+def equals(group, kind, folder):
+    data, given = inputs()
+    whole, whole_given = inputs()
+    norm = ("batch", "layer")[list(LAYERS).index(kind) % 2]
+    with pretence():
+        reference = network(kind, norm)
+        expected = reference(whole.x, whole.edge_index, whole_given)
+        F.cross_entropy(expected[whole.mask], whole.y[whole.mask]).backward()
+        data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+        data.x = data.x.detach()
+        data = offload(data, chunks=4, device=DEVICE, home=folder)
+        data.x.requires_grad_()
+        model = convert(network(kind, norm).to(DEVICE))
+        out = model(data.x, data.edge_index, given)
+        assert data.y.device.type == data.mask.device.type == out.device.type == data.x.device.type == DEVICE
+        taken = out[data.mask]
+        F.cross_entropy(taken, data.y[data.mask]).backward()
+        close(taken.cpu(), expected[whole.mask], "output")
+        close(host(data.x.grad), whole.x.grad, "gradient of rows")
+        for key, t in given.items():
+            close(t.grad, whole_given[key].grad, f"gradient of {key}")
+        for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            close(p.grad.cpu(), q.grad, f"gradient of {key}")
+        for (key, p), q in zip(model.named_buffers(), reference.buffers(), strict=True):
+            close(p.cpu(), q, key)
+
+
+SOME = ("sage", "gcn, weights", "gat, edges", "rgcn", "pna")
+
+
+@pytest.mark.parametrize("kind", [k if k in SOME else pytest.param(k, marks=pytest.mark.grid) for k in LAYERS])
+def test_equals_pyg(machines, kind, tmp_path):
+    machines.run(1, equals, kind, str(tmp_path) if kind == "gat" else None)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, kind, widths):
+        super().__init__()
+        layer = {"sage": nn.SAGEConv, "gat": nn.GATConv}[kind]
+        self.convs = torch.nn.ModuleList(layer(a, b) for a, b in itertools.pairwise(widths))
+        self.norms = torch.nn.ModuleList(nn.BatchNorm(b) for b in widths[1:-1])
+
+    def forward(self, x, edge_index):
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            x = norm(conv(x, edge_index)).relu()
+        return self.convs[-1](x, edge_index)
+
+
+def peaks(group, kind, chunks):
+    """Bytes on the device in a step, of rows in memory and of rows at home for some numbers of chunks."""
+    found = []
+    for count in (None, *chunks):
+        with pretence() as it:
+            data = graph()
+            model = Net(kind, WIDTHS).to(DEVICE)
+            data = data.to(DEVICE) if count is None else offload(data, chunks=count, device=DEVICE)
+            for _ in range(2):
+                before, it.peak = it.held, it.held
+                F.cross_entropy(model(data.x, data.edge_index)[data.train_mask], data.y[data.train_mask]).backward()
+            found.append(it.peak - before)
+    return found
+
+
+def graph():
+    found = community_graph(4000, 40_000, 32, 4)
+    edge_index = pyg_sar.shard(found.edge_index, 4000)
+    return Data(x=found.x, y=found.y, train_mask=found.train_mask, edge_index=edge_index)
+
+
+WIDTHS = [32, 64, 64, 4]
+
+
+@pytest.mark.parametrize("kind", ["sage", "gat"])
+def test_plan_tells_what_the_device_holds(machines, kind):
+    chunks, data = (2, 8), graph()
+    ((memory, *found),) = machines.run(1, peaks, kind, chunks, timeout=120)
+    assert memory > 1.5 * found[0] > 3 * found[1], (memory, found)
+    for count, peak in zip(chunks, found, strict=True):
+        counts = counts_of(data.edge_index.graph, count, int(data.train_mask.sum()))
+        told = plan_offload(lambda: Net(kind, WIDTHS), counts, 32, beside=False).step
+        assert peak <= told <= 1.25 * peak, (count, peak, told)
+
+
+def planned(group):
+    """A budget for the device, on which the model is."""
+    with pretence():
+        model = Net("sage", WIDTHS).to(DEVICE)
+        data = offload(graph(), 2**22, model, device=DEVICE)
+        model(data.x, data.edge_index)[data.train_mask].sum().backward()
+    return len(data.x.place.ranges), next(model.parameters()).grad.device.type
+
+
+def test_budget_of_a_device(machines):
+    ((count, device),) = machines.run(1, planned, timeout=120)
+    assert count >= 1 and device == DEVICE
