@@ -97,7 +97,7 @@ def by_short_messages(group, kind, way, folder):
 
 
 @pytest.mark.parametrize("kind", ["sage", "gat", "edge", "rgcn"])
-def test_rows_of_others_in_many_messages(pool, kind, tmp_path):
+def test_halo_rows_in_many_messages(pool, kind, tmp_path):
     pool.run(3, by_short_messages, kind, "one is empty", str(tmp_path))
 
 
