@@ -4,9 +4,9 @@
     python benchmarks/large.py --out /tmp --nodes 100000 --edges 1000000
     python benchmarks/large.py --out docs/results --home /scratch --limit 6
 
-With ``--home`` one worker trains GraphSAGE with rows in files, of 100 features and 128 hidden, in a process whose
-anonymous memory the system limits to so many GiB (``RLIMIT_DATA``; mapped files do not count), where the rows take more
-than the machine has. A graph of a hundredth of the size is trained before, so and in memory without a limit, and the
+With ``--home`` one worker trains GraphSAGE with rows in files, of 100 features and 128 hidden, in a process that the
+system gives no more than so many GiB of memory beside the mapped parts and what it has before (``RLIMIT_DATA``; homes do
+not count), where the rows take more than the machine has. A graph of a hundredth of the size is trained before, so and in memory without a limit, and the
 losses must be the same. Writes ``larger.md``.
 
 Every step runs in fresh processes, and the graph is on disk between them. Peaks are resident memory from the start of
@@ -68,8 +68,9 @@ def train(args: argparse.Namespace) -> None:
         chunks, home = 1, None
         if args.home:
             torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # makes threads
-            resource.setrlimit(resource.RLIMIT_DATA, 2 * (int(args.limit * 2**30),))
-            budget = int(args.limit * 2**30 - entry("/proc/self/status", "VmData") * 2**20) - SLACK
+            limit, held = int(args.limit * 2**30), int(entry("/proc/self/status", "VmData") * 2**20)
+            resource.setrlimit(resource.RLIMIT_DATA, (held + limit, held + limit))
+            budget = limit - SLACK
             many = {"chunks": args.chunks} if args.chunks else {"budget": budget, "model": model}
             data = pyg_sar.offload(data, **many, home=args.home)
             chunks, home = len(data.x.place.ranges), data.x.place.home
@@ -129,7 +130,7 @@ def at_home(args: argparse.Namespace) -> None:
     lines = [
         f"A generated graph of {args.nodes:,} nodes and {args.edges:,} edges, {args.features} features, {args.classes} "
         f"classes; 3 layers of GraphSAGE, {args.hidden} hidden, batch normalisation, Adam, float32; one worker of "
-        f"{os.cpu_count()} threads, rows in files by order of ids, anonymous memory limited to {args.limit:g} GiB "
+        f"{os.cpu_count()} threads, rows in files by order of ids, memory beside the data limited to {args.limit:g} GiB "
         f"(`RLIMIT_DATA`). On a hundredth of the graph, by 16 chunks, the losses of {args.epochs} epochs differ from "
         f"those in memory by {differs:.0e} at most. Generated in {made['seconds']:.0f} s and partitioned in "
         f"{report['seconds']:.0f} s, without the limit. The disk writes {rate[0]:.0f} and reads {rate[1]:.0f} MiB/s, "

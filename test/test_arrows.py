@@ -34,6 +34,7 @@ LEVELS = """
     distributed.transfer
     distributed.peers
     offload.rows offload.schedule offload.halo
+    offload.slots
     offload.passes
     offload.chunks
     distributed.gather distributed.loss

@@ -7,9 +7,9 @@ as it is: the source loop of SAR within the destination loop of HongTu::
     forward                                      backward
     for each chunk of destinations               for each chunk of destinations
         for each piece of its sources                case 1: d_x = gradient, which reads no rows
-            x = fetch the rows                       case 2: fetch again, aggregate again, d_x = gradient
-            y = merge(y, messages of x)              add d_x to the gradients at home, piece by piece
-        write y to the home
+            load what is in no slot                  case 2: load again, aggregate again, d_x = gradient
+            y = merge(y, messages of the slots)      store the gradients of rows that leave their slots
+        write y to the home                          add d_x to those in slots
 
 With several workers each walks its own chunks. The rows that it reads of others come home before
 (:mod:`pyg_sar.offload.halo`).
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +36,8 @@ from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.passes import force, reader
 from pyg_sar.offload.rows import HostRows, Place, answers, record
-from pyg_sar.offload.schedule import ranges, source_pieces
+from pyg_sar.offload.schedule import accesses, ranges, source_pieces
+from pyg_sar.offload.slots import Slots, add, fetch
 from pyg_sar.reduce.base import Needs, Reduce, Rows
 from pyg_sar.running import About
 from pyg_sar.sources import LocalGrads, LocalRows, ProjectedRows
@@ -51,14 +52,17 @@ class Chunk:
 
     Args:
         span: The range of destinations.
-        graph: Their in-edges; its sources are the rows that these read, its blocks the pieces of these.
-        sources: The local-first numbers of these rows, ascending.
+        graph: Their in-edges; its blocks are those of the pieces, its source rows the slots of a buffer, or all that
+            are read.
+        pieces: The local-first numbers of the rows of each piece, ascending.
+        slots: The slots that these rows are in; None if they are fetched in one piece, in their order.
         edges: Where the worker's edge tensors hold the edges.
     """
 
     span: tuple[int, int]
     graph: ShardedGraph
-    sources: Tensor
+    pieces: list[Tensor]
+    slots: list[Tensor] | None
     edges: Tensor
 
     def at(self, place: Place) -> Chunk:
@@ -75,22 +79,18 @@ class Chunk:
         exchange = graph.exchange.to(place.device)
         return replace(self, graph=graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=place.bring(graph.e_id)))
 
-    @property
-    def pieces(self) -> list[Tensor]:
-        """The numbers of the rows of each piece."""
-        return [self.sources[piece] for piece in self.graph.exchange.routes.shards]
-
 
 def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
     """Return chunks of destinations, which are made once for each graph; with all sources in one piece, or in as many
-    as the place has room for.
+    as the place has room for, in slots.
     """
-    count, slots = len(place.ranges), place.slots if by_pieces and place.slots is not None else graph.num_src
+    count = len(place.ranges)
 
     def make() -> list[Chunk]:
-        return [chunk(place.home, graph, *span, slots) for span in spans(graph, count)]
+        every = spans(graph, count)
+        return in_slots(place, graph, every) if by_pieces else [whole(place.home, graph, span) for span in every]
 
-    return graph.derived(("chunks", place.home, count, slots), make)
+    return graph.derived(("chunks", place.home, count, place.slots if by_pieces else "whole"), make)
 
 
 def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
@@ -99,41 +99,59 @@ def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
     return [(chunk.start, chunk.stop) for chunk in ranges(rowptr.cpu(), count)]
 
 
-def sources_of(graph: ShardedGraph, start: int, end: int) -> tuple[list[Block], Tensor]:
-    """Return the edges into a range of destinations by source shard, and what numbers the sources that they read,
-    ascending, from 0; the others have the number -1.
-    """
-    blocks = [block.rows(start, end) for block in graph.blocks]
-    number = torch.full((graph.num_src + graph.exchange.routes.num_halo,), -1)
-    for block in blocks:
-        number[block.source] = 0
-    sources = (number == 0).nonzero().view(-1)
-    number[sources] = torch.arange(len(sources))
-    return blocks, number
+def sources_of(graph: ShardedGraph, span: tuple[int, int]) -> Tensor:
+    """Return the numbers of the sources that a range of destinations reads, ascending."""
+    read = torch.zeros(graph.num_src + graph.exchange.routes.num_halo, dtype=torch.bool)
+    for block in graph.blocks:
+        read[block.rows(*span).source] = True
+    return read.nonzero().view(-1)
 
 
-def chunk(home: Home, graph: ShardedGraph, start: int, end: int, slots: int) -> Chunk:
+def whole(home: Home, graph: ShardedGraph, span: tuple[int, int]) -> Chunk:
+    """Return the chunk of a range of destinations, whose sources are fetched in their order."""
+    sources = sources_of(graph, span)
+    return replace(chunk(home, graph, span, [sources], [torch.arange(len(sources))], len(sources)), slots=None)
+
+
+def in_slots(place: Place, graph: ShardedGraph, every: Sequence[tuple[int, int]]) -> list[Chunk]:
+    """Return chunks whose sources are in slots, as the schedule says."""
+    sources = place.home.keep([sources_of(graph, span) for span in every])
+    most = max(map(len, sources))
+    num_slots = max(most if place.slots is None else min(place.slots, most), 1)
+    pieces = [list(source_pieces(ids, num_slots)) for ids in sources]
+    flat = [ids for of_chunk in pieces for ids in of_chunk]
+    num_slots = max(map(len, flat))
+    plan = accesses(flat, graph.num_src + graph.exchange.routes.num_halo, num_slots)
+    return [chunk(place.home, graph, span, of_chunk, [next(plan).slots for _ in of_chunk], num_slots)
+            for span, of_chunk in zip(every, pieces, strict=True)]  # fmt: skip
+
+
+def chunk(
+    home: Home, graph: ShardedGraph, span: tuple[int, int], pieces: list[Tensor], slots: list[Tensor], num_slots: int
+) -> Chunk:  # fmt: skip
     """Return the chunk of a range of destinations, whose index tensors are at home."""
-    some, number = sources_of(graph, start, end)
-    sources = (number >= 0).nonzero().view(-1)
-    sizes = [len(ids) for ids in source_pieces(sources, max(slots, 1))]
-    ends = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    pieces = [slice(*ends_of_one) for ends_of_one in pairwise(ends)]
+    some = [block.rows(*span) for block in graph.blocks]
+    number = torch.empty(graph.num_src + graph.exchange.routes.num_halo, dtype=torch.int64)
+    for ids, slot in zip(pieces, slots, strict=True):
+        number[ids] = slot
     if len(pieces) == len(some) == 1:
-        blocks: tuple[Block, ...] = (some[0].renumber(number, slice(0, some[0].num_edges)),)
+        (block,) = some
+        col, edges = number[block.source].to(block.col.dtype), slice(0, block.num_edges)
+        blocks: tuple[Block, ...] = (replace(block, col=col, ids=slice(0, num_slots), num_src=num_slots, edges=edges),)
     else:
-        col, row = number[torch.cat([b.source for b in some])], torch.cat([b.row for b in some])
-        of = torch.bucketize(col, torch.tensor(ends[1:]), right=True)
-        blocks = cut(torch.stack([col, row]), of, pieces, end - start)
-    few = graph.rows(start, end).replace(
+        source, row = torch.cat([b.source for b in some]), torch.cat([b.row for b in some])
+        last = torch.stack([ids[-1] if len(ids) else torch.tensor(-1) for ids in pieces])
+        of, places = torch.bucketize(source, last), [slice(0, num_slots)] * len(pieces)
+        blocks = cut(torch.stack([number[source], row]), of, places, span[1] - span[0])
+    few = graph.rows(*span).replace(
         blocks=blocks,
-        num_src=len(sources),
+        num_src=num_slots,
         dst=None,
         remat=len(pieces) > 1,
-        exchange=Local(Routes.local(pieces)),
-        n_id=sources,  # nothing that runs on a chunk asks for global ids
+        exchange=Local(Routes.local([slice(0, num_slots)] * len(pieces))),
+        n_id=pieces[0],  # nothing that runs on a chunk asks for global ids
     )
-    return at_home(home, Chunk((start, end), few, sources, graph.edge_rows(start, end)))
+    return at_home(home, Chunk(span, few, pieces, slots, graph.edge_rows(*span)))
 
 
 def at_home(home: Home, it: Chunk) -> Chunk:
@@ -143,54 +161,77 @@ def at_home(home: Home, it: Chunk) -> Chunk:
     if home.folder is None:
         return it
     names = ("rowptr", "col", "ids", "edges", "dst")
-    tensors = [it.sources, it.edges, it.graph.n_id, it.graph.e_id]
+    assert it.slots is not None
+    tensors = [it.edges, it.graph.n_id, it.graph.e_id, *it.pieces, *it.slots]
     for block in it.graph.blocks:
         tensors += [*(getattr(block, name) for name in names), *block.transpose]
     kept = iter(home.keep(tensors))
-    sources, edges, n_id, e_id = islice(kept, 4)
+    edges, n_id, e_id = islice(kept, 3)
+    pieces, slots = (list(islice(kept, len(it.pieces))) for _ in range(2))
     blocks = []
     for block in it.graph.blocks:
         blocks.append(replace(block, **dict(zip(names, islice(kept, len(names)), strict=True))))
         blocks[-1].__dict__["transpose"] = tuple(islice(kept, 3))
     graph = it.graph.replace(blocks=tuple(blocks), n_id=n_id, e_id=e_id)
-    return Chunk(it.span, graph, sources, edges)
+    return Chunk(it.span, graph, pieces, slots, edges)
 
 
 class AtHome(Local):
-    """The exchange of a chunk whose source rows are at home: a piece is fetched when its turn comes, and its gradient
-    is added up there.
+    """The exchange of a chunk whose source rows are at home: a piece is loaded when its turn comes, and its gradient
+    is added up, in slots that all chunks of a pass share.
 
     Args:
         it: The chunk.
-        place: Where rows are computed on.
-        meter: Counts bytes.
-        source: The rows; None where the program is given those that it reads.
-        total: Their gradient, or None if nobody wants it.
+        slots: The slots.
     """
 
-    def __init__(
-        self, it: Chunk, place: Place, meter: Meter, source: SourceRows | None, total: SourceRows | None
-    ) -> None:  # fmt: skip
+    def __init__(self, it: Chunk, slots: Slots) -> None:
         super().__init__(it.graph.exchange.routes)
-        self.pieces, self.place, self.meter, self.source, self.total = it.pieces, place, meter, source, total
+        self.it, self.slots = it, slots
 
     def pull(
         self, tiles: Iterable[Tensor], order: Schedule, meter: Meter, about: About | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Fetch every piece of every tile, which are all columns, or some, of the rows at home."""
-        assert self.source is not None
-        start = 0
+        """Load every piece of every tile, which are all columns, or some, of the rows at home."""
+        start, all_columns = 0, self.slots.shape
         for x, pieces in zip(tiles, order, strict=True):
-            source = self.source
-            if x.shape[1:] != source.local.shape[1:]:
-                source = source.columns(slice(start, start := start + x.size(-1)))
+            which = slice(None)
+            if x.shape[1:] != all_columns:
+                which = slice(start, start := start + x.size(-1))
             for q in pieces:
-                yield q, fetch(source, self.pieces[q], self.place, self.meter)
+                yield q, self.slots.load(*self.piece(q), which, self.it.graph.num_src)
+
+    def piece(self, q: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of a piece, and their slots."""
+        assert self.it.slots is not None
+        return self.it.pieces[q], self.it.slots[q]
 
     def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> HomeSink:
-        """Return what adds up gradients at home."""
-        assert isinstance(receiver, LocalGrads) and self.total is not None
-        return HomeSink(self, self.total, receiver.tiles)
+        """Return what adds up gradients."""
+        assert isinstance(receiver, LocalGrads)
+        return HomeSink(self, receiver.tiles)
+
+
+class HomeSink:
+    """Adds the gradients of pieces to those in slots; the receiver gets none.
+
+    Args:
+        exchange: Of the chunk.
+        tiles: The columns of each tile.
+    """
+
+    def __init__(self, exchange: AtHome, tiles: Sequence[slice]) -> None:
+        self.exchange, self.tiles, self.count = exchange, tiles, 0
+
+    def push(self, q: int, grad: Tensor) -> None:
+        """Add the gradient of a piece; all pieces of a tile come before those of the next one."""
+        it = self.exchange
+        which = self.tiles[self.count // len(it.it.pieces)] if len(self.tiles) > 1 else slice(None)
+        it.slots.add(*it.piece(q), which, grad)
+        self.count += 1
+
+    def close(self) -> None:
+        """Do nothing: the slots know all."""
 
 
 class RowsElsewhere(LocalRows):
@@ -209,43 +250,6 @@ class RowsElsewhere(LocalRows):
     def like(self) -> Tensor:
         """An empty tensor of fetched rows."""
         return self.x.new_empty(0, *self.x.shape[1:], device=self.device)
-
-
-class HomeSink:
-    """Adds the gradients of pieces to those at home; the receiver gets none.
-
-    Args:
-        exchange: Of the chunk.
-        total: The gradient of all rows.
-        tiles: The columns of each tile.
-    """
-
-    def __init__(self, exchange: AtHome, total: SourceRows, tiles: Sequence[slice]) -> None:
-        self.exchange, self.total, self.tiles, self.count = exchange, total, tiles, 0
-
-    def push(self, q: int, grad: Tensor) -> None:
-        """Add the gradient of a piece; all pieces of a tile come before those of the next one."""
-        it, total = self.exchange, self.total
-        if len(self.tiles) > 1:
-            total = total.columns(self.tiles[self.count // len(it.pieces)])
-        add(total, it.pieces[q], grad, it.meter)
-        self.count += 1
-
-    def close(self) -> None:
-        """Do nothing: all is at home."""
-
-
-def fetch(rows: SourceRows, index: Tensor, place: Place, meter: Meter) -> Tensor:
-    """Return rows from home."""
-    found = rows.select(index)
-    meter(loaded=found.nbytes)
-    return place.bring(found)
-
-
-def add(total: SourceRows, index: Tensor, grad: Tensor, meter: Meter) -> None:
-    """Add gradients of rows to those at home, which are loaded and stored."""
-    total.add(index, grad.to(total.local.device, total.local.dtype))
-    meter(loaded=grad.nbytes, stored=grad.nbytes)
 
 
 class Program(Protocol):
@@ -287,7 +291,7 @@ class Aggregation(Program):
     def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
         """Aggregate."""
         graph = it.graph.replace(exchange=exchange, num_src=values[0].size(0))
-        source = RowsElsewhere(values[0], exchange.place.device)
+        source = RowsElsewhere(values[0], exchange.slots.place.device)
         return aggregate(graph, self.reduce.into(graph, *it.span), source, *self.rows(values[1:]))
 
     def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
@@ -295,11 +299,11 @@ class Aggregation(Program):
         rows = self.rows(values[1:])
         (tile,) = self.reduce.into(it.graph, *it.span).tiles(like, rows, 1)
         needs, saved = Needs(True, Rows(*([False] * len(t) for t in rows))), tile.reduce.prepare((), grad)
-        assert exchange.total is not None
-        for block, ids in zip(it.graph.blocks, exchange.pieces, strict=True):
+        for q, block in enumerate(it.graph.blocks):
             d_x = tile.grad(block, None, rows, saved, grad, needs)[0]
             assert d_x is not None
-            add(exchange.total, ids, d_x, exchange.meter)
+            exchange.slots.add(*exchange.piece(q), slice(None), d_x)
+            del d_x
 
 
 class ByChunks(torch.autograd.Function):
@@ -318,10 +322,11 @@ class ByChunks(torch.autograd.Function):
         ctx.traffic.case = 2 if program.needs_source else 1
         meter, out, about = ctx.traffic.forward, None, told(graph, inputs[0], ctx.needs_input_grad)
         sources = fetch_sources(place, graph, kinds, inputs, meter, about)
+        slots = Slots(place, sources.get(0), None, meter)
         for it in walk(place, graph, program, inputs):
             values = [read(t, kind, it, place, program, sources.get(k), meter)
                       for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True))]  # fmt: skip
-            rows = program.run(it, values, AtHome(it, place, meter, sources.get(0), None))
+            rows = program.run(it, values, AtHome(it, slots))
             if out is None:
                 out = place.home.empty((graph.num_dst, *rows.shape[1:]), rows.dtype)
             out[it.span[0] : it.span[1]] = rows
@@ -340,10 +345,11 @@ class ByChunks(torch.autograd.Function):
         totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k][:2])
                   for k, kind in enumerate(kinds) if kind == SOURCE and wanted[k]}  # fmt: skip
         sums: list[Any] = [totals.get(k) for k in range(len(kinds))]
+        slots = Slots(place, sources.get(0), totals.get(0), meter)
         for it in walk(place, graph, program, inputs):
             values = [read(t, kind, it, place, program, sources.get(k), meter)
                       for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True))]  # fmt: skip
-            d_out, exchange = given(it.span), AtHome(it, place, meter, sources.get(0), totals.get(0))
+            d_out, exchange = given(it.span), AtHome(it, slots)
             meter(loaded=d_out.nbytes)
             found: list[Any] = [None] * len(values)
             if program.needs_source:
@@ -356,6 +362,7 @@ class ByChunks(torch.autograd.Function):
                 if wanted[k]:
                     sums[k] = add_up(sums[k], found[k], kind, it, place, meter, *ctx.shapes[k][:2])
             del it, exchange, found
+        slots.flush()
         for k, total in totals.items():
             sum_halo(total, graph.exchange, meter)
             sums[k] = total.local
@@ -426,7 +433,7 @@ def read(
         return None
     rows: Any = value.host if isinstance(value, HostRows) else value
     if source is not None:
-        return rows if program.by_pieces else fetch(source, it.sources, place, meter)
+        return rows if program.by_pieces else fetch(source, it.pieces[0], place, meter)
     if kind == DESTINATION:
         rows = rows[it.span[0] : it.span[1]]
         meter(loaded=rows.nbytes)
@@ -447,7 +454,7 @@ def add_up(
     if total is None:
         total = place.home.empty(shape, dtype).zero_()
     if kind == SOURCE:
-        add(total, it.sources, grad, meter)
+        add(total, it.pieces[0], grad, meter)
     elif kind == DESTINATION:
         total[it.span[0] : it.span[1]] = grad
         place.home.wrote(total, *it.span)

@@ -79,7 +79,7 @@ def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
     """Return the counts of a graph, and the largest of its chunks in each respect."""
     ranges = spans(graph, chunks)
     rows = max(end - start for start, end in ranges)
-    sources = max(int((sources_of(graph, *span)[1] >= 0).sum()) for span in ranges)
+    sources = max(len(sources_of(graph, span)) for span in ranges)
     edges = max(int(graph.degree[slice(*span)].sum()) for span in ranges)
     halo = graph.exchange.routes.num_halo
     return Counts(chunks, graph.num_src, rows, max(sources, 1), max(edges, 1), labelled, halo)

@@ -9,7 +9,7 @@ chosen as in Algorithm 4 of `"HongTu: Scalable Full-Graph GNN Training on Multip
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -75,9 +75,14 @@ def make_schedule(rows: Sequence[Tensor], num_rows: int, num_slots: int, horizon
     Raises:
         ValueError: If an access has more rows than there are slots.
     """
+    return Schedule(tuple(accesses(rows, num_rows, num_slots, horizon)), num_slots)
+
+
+def accesses(rows: Sequence[Tensor], num_rows: int, num_slots: int, horizon: int | None = None) -> Iterator[Access]:
+    """Yield the accesses of :func:`make_schedule`, of which all arguments are, one by one."""
     check_slots(rows, num_slots)
     never = len(rows)
-    accesses, held, free = [], torch.empty(0, dtype=torch.int64), torch.arange(num_slots)
+    held, free = torch.empty(0, dtype=torch.int64), torch.arange(num_slots)
     slot, flushed = torch.full((num_rows,), -1), torch.zeros(num_rows, dtype=torch.bool)
     use = torch.full((num_rows,), never)  # the next access of each row
     for t, (ids, uses) in enumerate(zip(rows, next_uses(rows, num_rows), strict=True)):
@@ -88,9 +93,8 @@ def make_schedule(rows: Sequence[Tensor], num_rows: int, num_slots: int, horizon
         room = num_slots - rows[t + 1].numel() if t + 1 < never else 0
         stays = chosen(use[held], t + 1, last, room)
         gone, held = held[~stays].sort().values, held[stays]
-        accesses.append(Access(load, taken, slot[ids], gone, slot[gone], ~flushed[gone]))
+        yield Access(load, taken, slot[ids], gone, slot[gone], ~flushed[gone])
         free, slot[gone], flushed[gone] = torch.cat([free, slot[gone]]), -1, True
-    return Schedule(tuple(accesses), num_slots)
 
 
 def check_slots(rows: Sequence[Tensor], num_slots: int) -> None:

@@ -20,11 +20,13 @@ import pyg_sar
 from pyg_sar import nn, offload, ops
 from pyg_sar.nn.convert import convert
 from pyg_sar.offload import chunks as by_chunks
+from pyg_sar.offload import slots
 from pyg_sar.offload.data import count_bytes
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
 from pyg_sar.offload.rows import HostRows
+from pyg_sar.offload.schedule import make_schedule
 from pyg_sar.rewire import with_self_loops
 
 CHUNKS = [1, 2, 5, 17]
@@ -422,11 +424,11 @@ def test_files_are_closed(tmp_path):
         open_files.append(len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else count)
     assert len(set(open_files)) == 1
     chunks = by_chunks.chunks(data.x.place, with_self_loops(data.edge_index.graph)[0], True)
-    homes = {it.sources.untyped_storage().data_ptr() for it in chunks}
+    homes = {it.edges.untyped_storage().data_ptr() for it in chunks}
     for it in chunks:
         (block,) = it.graph.blocks
-        for t in (it.edges, it.graph.e_id, block.rowptr, block.col, *block.transpose):
-            assert t.untyped_storage().data_ptr() == it.sources.untyped_storage().data_ptr()
+        for t in (*it.pieces, *it.slots, it.graph.e_id, block.rowptr, block.col, *block.transpose):
+            assert t.untyped_storage().data_ptr() == it.edges.untyped_storage().data_ptr()
     assert len(homes) == 3 and data.x.place.home.held > 0 and list(tmp_path.iterdir()) == []
 
 
@@ -440,7 +442,7 @@ def test_interrupted(monkeypatch):
         F.cross_entropy(model(data.x, data.edge_index, {})[data.mask], data.y[data.mask]).backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    expected, fetch, calls = step(), by_chunks.fetch, []
+    expected, fetch, calls = step(), slots.fetch, []
 
     def interrupted(*args):
         calls.append(args)
@@ -449,7 +451,7 @@ def test_interrupted(monkeypatch):
         return fetch(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(by_chunks, "fetch", interrupted)
+        patch.setattr(slots, "fetch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step()
     equal(step(), expected)
@@ -466,7 +468,10 @@ def test_traffic(kind):
         conv(data.x, data.edge_index)[data.mask].sum().backward()
     (it,) = layers
     chunks = by_chunks.chunks(data.x.place, data.edge_index.graph, True)
-    read, width = sum(len(chunk.sources) for chunk in chunks), {"sage": 6, "gat": 7}[kind]
+    (pieces,) = zip(*(chunk.pieces for chunk in chunks), strict=True)
+    schedule = make_schedule(pieces, NUM_NODES, max(map(len, pieces)))
+    read, width = schedule.loads, {"sage": 6, "gat": 7}[kind]
+    assert read < sum(map(len, pieces))
     rows, n = 8 * read * width, 8 * NUM_NODES
     queries = n if kind == "gat" else 0
     assert (it.case, it.forward_loaded, it.forward_stored) == (1 + (kind == "gat"), rows + queries, 6 * n)

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import nn, offload
 from pyg_sar.nn import convert
-from pyg_sar.offload import chunks, halo
+from pyg_sar.offload import halo, slots
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
@@ -222,7 +222,7 @@ def fails(group, direction):
     data = at_home(data, 4)
     conv, calls = nn.GATConv(IN, 6).double(), []
     if group.rank() == 1:
-        fetch = chunks.fetch
+        fetch = slots.fetch
 
         def broken(*args):
             calls.append(args)
@@ -230,7 +230,7 @@ def fails(group, direction):
                 raise ValueError("boom")
             return fetch(*args)
 
-        chunks.fetch = broken
+        slots.fetch = broken
     for _ in range(2):
         conv(data.x, data.edge_index)[data.mask].sum().backward()
 

@@ -1,0 +1,99 @@
+r"""Source rows on the device, in the slots of a buffer, where they stay as long as the schedule has room for them.
+
+Which slot a row takes is decided beforehand (:mod:`pyg_sar.offload.schedule`); a row that is in its slot already is not
+loaded. Gradients are added up in slots as well, and go home when another row takes the slot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyg_sar.exchange import Meter
+from pyg_sar.offload.halo import SourceRows
+from pyg_sar.offload.rows import Place
+
+NOBODY = -1  # is in a slot
+
+
+class Slots:
+    """The slots of one pass over all chunks.
+
+    Args:
+        place: Where rows are computed on.
+        source: The rows at home; None if nobody reads them.
+        total: Their gradients at home; None if nobody wants them.
+        meter: Counts bytes.
+    """
+
+    def __init__(self, place: Place, source: SourceRows | None, total: SourceRows | None, meter: Meter) -> None:
+        self.place, self.source, self.total, self.meter = place, source, total, meter
+        self.rows: Tensor | None = None  # the buffers, on the device
+        self.grads: Tensor | None = None
+        # By the first and the last column of a tile, which row is in each slot.
+        self.held: dict[tuple[int | None, int | None], Tensor] = {}
+        self.held_grads: dict[tuple[int | None, int | None], Tensor] = {}
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of a row."""
+        assert self.source is not None
+        return self.source.local.shape[1:]
+
+    def load(self, ids: Tensor, slots: Tensor, which: slice, num_slots: int) -> Tensor:
+        """Return columns of the buffer, in which these rows are: those that are not in their slots yet are loaded."""
+        assert self.source is not None
+        self.rows = self.buffer(self.source, num_slots) if self.rows is None else self.rows
+        held = self.held.setdefault((which.start, which.stop), torch.full((num_slots,), NOBODY))
+        new = held[slots] != ids
+        ids, slots = ids[new], slots[new]
+        held[slots] = ids
+        rows = self.rows if which == slice(None) else self.rows[..., which]
+        found = fetch(self.source if which == slice(None) else self.source.columns(which), ids, self.place, self.meter)
+        return rows.index_copy_(0, slots.to(rows.device), found)
+
+    def add(self, ids: Tensor, slots: Tensor, which: slice, grad: Tensor) -> None:
+        """Add the gradients of all slots, of which these rows are in some; what was in these before goes home."""
+        assert self.total is not None
+        self.grads = self.buffer(self.total, len(grad)) if self.grads is None else self.grads
+        held = self.held_grads.setdefault((which.start, which.stop), torch.full((len(grad),), NOBODY))
+        new = held[slots] != ids
+        self.store(slots[new], which)
+        held[slots[new]] = ids[new]
+        grads = self.grads if which == slice(None) else self.grads[..., which]
+        grads += grad
+
+    def store(self, slots: Tensor, which: slice) -> None:
+        """Add the gradients in some slots to those at home, and begin anew."""
+        assert self.total is not None and self.grads is not None
+        held = self.held_grads[which.start, which.stop]
+        slots = slots[held[slots] != NOBODY]
+        ids, order = held[slots].sort()
+        there = slots[order].to(self.grads.device)
+        grads = self.grads if which == slice(None) else self.grads[..., which]
+        total = self.total if which == slice(None) else self.total.columns(which)
+        add(total, ids, grads.index_select(0, there), self.meter)
+        grads.index_fill_(0, there, 0)
+
+    def flush(self) -> None:
+        """Send home what is in slots."""
+        for span, held in self.held_grads.items():
+            self.store(torch.arange(len(held)), slice(*span))
+
+    def buffer(self, rows: SourceRows, num_slots: int) -> Tensor:
+        """Return zeros: rows that nobody reads are multiplied, too, and must be numbers."""
+        shape = (num_slots, *rows.local.shape[1:])
+        return torch.zeros(shape, dtype=rows.local.dtype, device=self.place.device)
+
+
+def fetch(rows: SourceRows, index: Tensor, place: Place, meter: Meter) -> Tensor:
+    """Return rows from home."""
+    found = rows.select(index)
+    meter(loaded=found.nbytes)
+    return place.bring(found)
+
+
+def add(total: SourceRows, index: Tensor, grad: Tensor, meter: Meter) -> None:
+    """Add gradients of rows to those at home, which are loaded and stored."""
+    total.add(index, grad.to(total.local.device, total.local.dtype))
+    meter(loaded=grad.nbytes, stored=grad.nbytes)
