@@ -5,9 +5,9 @@
     python benchmarks/large.py --out docs/results --home /scratch --limit 6
 
 With ``--home`` one worker trains GraphSAGE with rows in files, of 100 features and 128 hidden, in a process that the
-system gives no more than so many GiB of memory beside the mapped parts and what it has before (``RLIMIT_DATA``; homes do
-not count), where the rows take more than the machine has. A graph of a hundredth of the size is trained before, so and in memory without a limit, and the
-losses must be the same. Writes ``larger.md``.
+system gives no more than so many GiB of memory beside the mapped parts (``RLIMIT_DATA``; homes do not count), where the
+rows take more than the machine has. A graph of a hundredth of the size is trained before, so and in memory without a
+limit, and the losses must be the same. Writes ``larger.md``.
 
 Every step runs in fresh processes, and the graph is on disk between them. Peaks are resident memory from the start of
 the process on, libraries included; pages of a partition's files, which are mapped, count as long as the system leaves
@@ -130,8 +130,8 @@ def at_home(args: argparse.Namespace) -> None:
     lines = [
         f"A generated graph of {args.nodes:,} nodes and {args.edges:,} edges, {args.features} features, {args.classes} "
         f"classes; 3 layers of GraphSAGE, {args.hidden} hidden, batch normalisation, Adam, float32; one worker of "
-        f"{os.cpu_count()} threads, rows in files by order of ids, memory beside the data limited to {args.limit:g} GiB "
-        f"(`RLIMIT_DATA`). On a hundredth of the graph, by 16 chunks, the losses of {args.epochs} epochs differ from "
+        f"{os.cpu_count()} threads, rows in files by order of ids, memory beside the data limited to {args.limit:g} "
+        f"GiB (`RLIMIT_DATA`). On a hundredth of the graph, by 16 chunks, the losses of {args.epochs} epochs differ from "
         f"those in memory by {differs:.0e} at most. Generated in {made['seconds']:.0f} s and partitioned in "
         f"{report['seconds']:.0f} s, without the limit. The disk writes {rate[0]:.0f} and reads {rate[1]:.0f} MiB/s, "
         f"without anything else. "

@@ -29,7 +29,7 @@ from torch import Tensor
 from pyg_sar import running, watch
 from pyg_sar.aggregate import aggregate
 from pyg_sar.autograd import once_differentiable
-from pyg_sar.block import Block, cut
+from pyg_sar.block import Block, cut, length
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
@@ -52,10 +52,10 @@ class Chunk:
 
     Args:
         span: The range of destinations.
-        graph: Their in-edges; its blocks are those of the pieces, its source rows the slots of a buffer, or all that
-            are read.
+        graph: Their in-edges; its blocks are those of the pieces, whose source rows are those of a piece, in their
+            order, or slots.
         pieces: The local-first numbers of the rows of each piece, ascending.
-        slots: The slots that these rows are in; None if they are fetched in one piece, in their order.
+        slots: The slots that these rows are in, or None.
         edges: Where the worker's edge tensors hold the edges.
     """
 
@@ -82,15 +82,22 @@ class Chunk:
 
 def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
     """Return chunks of destinations, which are made once for each graph; with all sources in one piece, or in as many
-    as the place has room for, in slots.
+    as the place has room for.
     """
-    count = len(place.ranges)
+    count, num_slots = len(place.ranges), place.slots if by_pieces else None
+    keeps = by_pieces and place.keeps
 
     def make() -> list[Chunk]:
         every = spans(graph, count)
-        return in_slots(place, graph, every) if by_pieces else [whole(place.home, graph, span) for span in every]
+        sources = place.home.keep([sources_of(graph, span) for span in every])
+        most = max(map(len, sources))
+        room = max(most if num_slots is None else min(num_slots, most), 1)
+        pieces = [list(source_pieces(ids, room)) for ids in sources]
+        room = max(len(ids) for of_chunk in pieces for ids in of_chunk)
+        slots: Iterable[Any] = scheduled(graph, pieces, room) if keeps else [None] * count
+        return [chunk(place.home, graph, *of_one, room) for of_one in zip(every, pieces, slots, strict=True)]
 
-    return graph.derived(("chunks", place.home, count, place.slots if by_pieces else "whole"), make)
+    return graph.derived(("chunks", place.home, count, num_slots, keeps), make)
 
 
 def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
@@ -107,48 +114,41 @@ def sources_of(graph: ShardedGraph, span: tuple[int, int]) -> Tensor:
     return read.nonzero().view(-1)
 
 
-def whole(home: Home, graph: ShardedGraph, span: tuple[int, int]) -> Chunk:
-    """Return the chunk of a range of destinations, whose sources are fetched in their order."""
-    sources = sources_of(graph, span)
-    return replace(chunk(home, graph, span, [sources], [torch.arange(len(sources))], len(sources)), slots=None)
-
-
-def in_slots(place: Place, graph: ShardedGraph, every: Sequence[tuple[int, int]]) -> list[Chunk]:
-    """Return chunks whose sources are in slots, as the schedule says."""
-    sources = place.home.keep([sources_of(graph, span) for span in every])
-    most = max(map(len, sources))
-    num_slots = max(most if place.slots is None else min(place.slots, most), 1)
-    pieces = [list(source_pieces(ids, num_slots)) for ids in sources]
-    flat = [ids for of_chunk in pieces for ids in of_chunk]
-    num_slots = max(map(len, flat))
-    plan = accesses(flat, graph.num_src + graph.exchange.routes.num_halo, num_slots)
-    return [chunk(place.home, graph, span, of_chunk, [next(plan).slots for _ in of_chunk], num_slots)
-            for span, of_chunk in zip(every, pieces, strict=True)]  # fmt: skip
+def scheduled(graph: ShardedGraph, pieces: list[list[Tensor]], num_slots: int) -> Iterator[list[Tensor]]:
+    """Yield the slots of the rows of each piece, chunk by chunk, such that no other choice loads fewer rows."""
+    every = [ids for of_chunk in pieces for ids in of_chunk]
+    plan = accesses(every, graph.num_src + graph.exchange.routes.num_halo, num_slots)
+    for of_chunk in pieces:
+        yield [next(plan).slots for _ in of_chunk]
 
 
 def chunk(
-    home: Home, graph: ShardedGraph, span: tuple[int, int], pieces: list[Tensor], slots: list[Tensor], num_slots: int
+    home: Home, graph: ShardedGraph, span: tuple[int, int], pieces: list[Tensor], slots: list[Tensor] | None,
+    num_slots: int,
 ) -> Chunk:  # fmt: skip
-    """Return the chunk of a range of destinations, whose index tensors are at home."""
+    """Return the chunk of a range of destinations, whose index tensors are at home; without slots, the rows of a piece
+    are numbered in their order.
+    """
     some = [block.rows(*span) for block in graph.blocks]
     number = torch.empty(graph.num_src + graph.exchange.routes.num_halo, dtype=torch.int64)
-    for ids, slot in zip(pieces, slots, strict=True):
-        number[ids] = slot
+    for k, ids in enumerate(pieces):
+        number[ids] = torch.arange(len(ids)) if slots is None else slots[k]
+    places = [slice(0, len(ids)) if slots is None else slice(0, num_slots) for ids in pieces]
     if len(pieces) == len(some) == 1:
         (block,) = some
         col, edges = number[block.source].to(block.col.dtype), slice(0, block.num_edges)
-        blocks: tuple[Block, ...] = (replace(block, col=col, ids=slice(0, num_slots), num_src=num_slots, edges=edges),)
+        blocks: tuple[Block, ...] = (replace(block, col=col, ids=places[0], num_src=length(places[0]), edges=edges),)
     else:
         source, row = torch.cat([b.source for b in some]), torch.cat([b.row for b in some])
         last = torch.stack([ids[-1] if len(ids) else torch.tensor(-1) for ids in pieces])
-        of, places = torch.bucketize(source, last), [slice(0, num_slots)] * len(pieces)
+        of = torch.bucketize(source, last)
         blocks = cut(torch.stack([number[source], row]), of, places, span[1] - span[0])
     few = graph.rows(*span).replace(
         blocks=blocks,
-        num_src=num_slots,
+        num_src=num_slots if slots else sum(map(len, pieces)),
         dst=None,
         remat=len(pieces) > 1,
-        exchange=Local(Routes.local([slice(0, num_slots)] * len(pieces))),
+        exchange=Local(Routes.local(places)),
         n_id=pieces[0],  # nothing that runs on a chunk asks for global ids
     )
     return at_home(home, Chunk(span, few, pieces, slots, graph.edge_rows(*span)))
@@ -161,28 +161,26 @@ def at_home(home: Home, it: Chunk) -> Chunk:
     if home.folder is None:
         return it
     names = ("rowptr", "col", "ids", "edges", "dst")
-    assert it.slots is not None
-    tensors = [it.edges, it.graph.n_id, it.graph.e_id, *it.pieces, *it.slots]
+    tensors = [it.edges, it.graph.e_id, *(it.slots or ())]
     for block in it.graph.blocks:
         tensors += [*(getattr(block, name) for name in names), *block.transpose]
     kept = iter(home.keep(tensors))
-    edges, n_id, e_id = islice(kept, 3)
-    pieces, slots = (list(islice(kept, len(it.pieces))) for _ in range(2))
+    edges, e_id = islice(kept, 2)
+    slots = None if it.slots is None else list(islice(kept, len(it.slots)))
     blocks = []
     for block in it.graph.blocks:
         blocks.append(replace(block, **dict(zip(names, islice(kept, len(names)), strict=True))))
         blocks[-1].__dict__["transpose"] = tuple(islice(kept, 3))
-    graph = it.graph.replace(blocks=tuple(blocks), n_id=n_id, e_id=e_id)
-    return Chunk(it.span, graph, pieces, slots, edges)
+    return replace(it, graph=it.graph.replace(blocks=tuple(blocks), e_id=e_id), slots=slots, edges=edges)
 
 
 class AtHome(Local):
     """The exchange of a chunk whose source rows are at home: a piece is loaded when its turn comes, and its gradient
-    is added up, in slots that all chunks of a pass share.
+    is added up.
 
     Args:
         it: The chunk.
-        slots: The slots.
+        slots: What all chunks of a pass share.
     """
 
     def __init__(self, it: Chunk, slots: Slots) -> None:
@@ -201,10 +199,9 @@ class AtHome(Local):
             for q in pieces:
                 yield q, self.slots.load(*self.piece(q), which, self.it.graph.num_src)
 
-    def piece(self, q: int) -> tuple[Tensor, Tensor]:
-        """Return the rows of a piece, and their slots."""
-        assert self.it.slots is not None
-        return self.it.pieces[q], self.it.slots[q]
+    def piece(self, q: int) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of a piece, and their slots if they have some."""
+        return self.it.pieces[q], None if self.it.slots is None else self.it.slots[q]
 
     def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> HomeSink:
         """Return what adds up gradients."""
@@ -213,7 +210,7 @@ class AtHome(Local):
 
 
 class HomeSink:
-    """Adds the gradients of pieces to those in slots; the receiver gets none.
+    """Adds up the gradients of pieces; the receiver gets none.
 
     Args:
         exchange: Of the chunk.
@@ -439,7 +436,7 @@ def read(
         meter(loaded=rows.nbytes)
     elif kind == EDGE:
         rows = rows.index_select(0, it.edges)
-    return place.bring(rows)
+    return rows if kind == PARAMETER else place.bring(rows)
 
 
 def add_up(

@@ -32,7 +32,7 @@ ROWS, ROUGH = 2048, 512
 CHUNKS = 8  # in the dry run, at most, but where a chunk reads more
 FEWEST = 64  # rows of a chunk, on average
 INDEX = 24  # bytes a node: its id, its degree, and its number while a chunk is made
-MARGIN = 1.1  # of an accelerator, whose products keep a range more, and whose allocator rounds up
+MARGIN = 1.15  # for what allocators and libraries keep; on an accelerator, products keep a range more
 PIECES = 8  # into which sources are cut where chunks alone do not fit
 
 
@@ -139,7 +139,6 @@ def plan_offload(
         need[k] = round(constant + per_row * counts.rows + per_node * counts.nodes)
     derived = need.pop("derived") + INDEX * (counts.nodes + counts.halo)
     need["loaded"] += derived if beside else 0
-    need["step"] = round(need["step"] * (1 if beside else MARGIN))
     widest = need.pop("widest")  # of the halo rows of one aggregation, which are at home with their gradients
     need["home"] += 2 * widest * counts.halo
     need["step"] += 4 * MESSAGE if counts.halo else 0
@@ -213,7 +212,7 @@ def choose(
         for slots in (None, -(-here.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
                 need = plan_offload(model, here, in_channels, slots, home, rows=rows, dtype=dtype, beside=beside)
-                (excess,) = most([need.total - int(4 * budget if rows == ROUGH else budget)])
+                (excess,) = most([round(MARGIN * need.total) - int(4 * budget if rows == ROUGH else budget)])
                 if excess > 0:
                     break
             else:
@@ -222,8 +221,9 @@ def choose(
         last, far = (bool(n) for n in most([last, far]))
         if last:
             raise ValueError(
-                f"A step needs at least {need.total:,} bytes beside the rows at home, {need.loaded:,} of them for "
+                f"A step needs at least {round(MARGIN * need.total):,} bytes beside the rows at home: {need.loaded:,} for "
                 f"parameters, the optimizer's state and what is derived of the graph, {need.step:,} for chunks of "
-                f"{here.rows} rows (got a budget of {int(budget):,}). Raise the budget, or make the model narrower."
+                f"{here.rows} rows, and what allocators keep (got a budget of {int(budget):,}). Raise the budget, or "
+                f"make the model narrower."
             )
         count = min(count * (4 if far else 2), most_chunks)

@@ -50,6 +50,13 @@ class Place(NamedTuple):
         """Return rows on the device."""
         return rows.to(self.device, non_blocking=True, copy=self.copies)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether source rows stay on the device for the next chunks: where they come from another memory. On a CPU
+        they would be copied to another place of the same one, which takes as long and more of it.
+        """
+        return self.copies or self.device.type != "cpu"
+
 
 class Op(NamedTuple):
     """A function that was recorded, and what it was called with.

@@ -1,7 +1,8 @@
-r"""Source rows on the device, in the slots of a buffer, where they stay as long as the schedule has room for them.
+r"""Source rows on the device: on an accelerator in the slots of a buffer, where they stay as long as there is room.
 
 Which slot a row takes is decided beforehand (:mod:`pyg_sar.offload.schedule`); a row that is in its slot already is not
-loaded. Gradients are added up in slots as well, and go home when another row takes the slot.
+loaded. Gradients are added up in slots as well, and go home when another row takes the slot. Without slots each piece
+is loaded anew, and its gradient goes home at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NOBODY = -1  # is in a slot
 
 
 class Slots:
-    """The slots of one pass over all chunks.
+    """The source rows of one pass over all chunks, and their gradients.
 
     Args:
         place: Where rows are computed on.
@@ -40,21 +41,26 @@ class Slots:
         assert self.source is not None
         return self.source.local.shape[1:]
 
-    def load(self, ids: Tensor, slots: Tensor, which: slice, num_slots: int) -> Tensor:
-        """Return columns of the buffer, in which these rows are: those that are not in their slots yet are loaded."""
+    def load(self, ids: Tensor, slots: Tensor | None, which: slice, num_slots: int) -> Tensor:
+        """Return columns of some rows; or of the buffer, in which those that are not in their slots yet are loaded."""
         assert self.source is not None
+        source = self.source if which == slice(None) else self.source.columns(which)
+        if slots is None:
+            return fetch(source, ids, self.place, self.meter)
         self.rows = self.buffer(self.source, num_slots) if self.rows is None else self.rows
         held = self.held.setdefault((which.start, which.stop), torch.full((num_slots,), NOBODY))
         new = held[slots] != ids
         ids, slots = ids[new], slots[new]
         held[slots] = ids
         rows = self.rows if which == slice(None) else self.rows[..., which]
-        found = fetch(self.source if which == slice(None) else self.source.columns(which), ids, self.place, self.meter)
-        return rows.index_copy_(0, slots.to(rows.device), found)
+        return rows.index_copy_(0, slots.to(rows.device), fetch(source, ids, self.place, self.meter))
 
-    def add(self, ids: Tensor, slots: Tensor, which: slice, grad: Tensor) -> None:
-        """Add the gradients of all slots, of which these rows are in some; what was in these before goes home."""
+    def add(self, ids: Tensor, slots: Tensor | None, which: slice, grad: Tensor) -> None:
+        """Add the gradients of some rows; or of all slots, in some of which they are. What was in these goes home."""
         assert self.total is not None
+        if slots is None:
+            add(self.total if which == slice(None) else self.total.columns(which), ids, grad, self.meter)
+            return
         self.grads = self.buffer(self.total, len(grad)) if self.grads is None else self.grads
         held = self.held_grads.setdefault((which.start, which.stop), torch.full((len(grad),), NOBODY))
         new = held[slots] != ids

@@ -51,10 +51,12 @@ def numbers(model, data, given, x, steps=1):
             *edge, *(p.grad for p in model.parameters()), *model.buffers()]  # fmt: skip
 
 
-def on_chunks(model, count, home=None, steps=1, dtype=torch.float64, slots=None):
+def on_chunks(model, count, home=None, steps=1, dtype=torch.float64, slots=None, keeps=False):
+    """With ``keeps`` source rows stay in slots, as on an accelerator."""
     data, given = inputs(dtype)
     data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
-    data = move(data, place_of(data.edge_index.graph, Home(home, torch.device("cpu"), None), count, slots))
+    place = place_of(data.edge_index.graph, Home(home, torch.device("cpu"), None), count, slots)
+    data = move(data, place._replace(copies=keeps))
     data.x.requires_grad_()
     return numbers(convert(model), data, given, data.x, steps)
 
@@ -79,13 +81,14 @@ def test_equals_pyg(kind, count):
     equal(on_chunks(network(kind, norm), count), in_memory(network(kind, norm)))
 
 
-@pytest.mark.parametrize(("count", "slots"), [(1, 20), (4, 7), (5, 1)])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("count", "slots"), [(1, 20), (4, 7), (5, 1), (4, None)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_source_pieces(kind, count, slots, tmp_path):
-    """Of so many rows that a chunk is read in several pieces; homes in memory and in files."""
+def test_source_pieces(kind, count, slots, keeps, tmp_path):
+    """Of so many rows that a chunk is read in several pieces; in slots and not; homes in memory and in files."""
     norm = ("batch", "layer", "none")[(list(LAYERS).index(kind) + count) % 3]
-    home = str(tmp_path) if count == 4 else None
-    equal(on_chunks(network(kind, norm), count, home, slots=slots), in_memory(network(kind, norm)))
+    home = str(tmp_path) if slots == 7 else None
+    equal(on_chunks(network(kind, norm), count, home, slots=slots, keeps=keeps), in_memory(network(kind, norm)))
 
 
 @pytest.mark.parametrize("norm", ["batch", "layer", "none"])
@@ -427,7 +430,7 @@ def test_files_are_closed(tmp_path):
     homes = {it.edges.untyped_storage().data_ptr() for it in chunks}
     for it in chunks:
         (block,) = it.graph.blocks
-        for t in (*it.pieces, *it.slots, it.graph.e_id, block.rowptr, block.col, *block.transpose):
+        for t in (it.graph.e_id, block.rowptr, block.col, *block.transpose):
             assert t.untyped_storage().data_ptr() == it.edges.untyped_storage().data_ptr()
     assert len(homes) == 3 and data.x.place.home.held > 0 and list(tmp_path.iterdir()) == []
 
@@ -457,10 +460,14 @@ def test_interrupted(monkeypatch):
     equal(step(), expected)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("kind", ["sage", "gat"])
-def test_traffic(kind):
+def test_traffic(kind, keeps):
     """One record for each layer, with the bytes of the rows that chunks read and write, as the schedule counts them."""
-    data = small(4)
+    data, _ = inputs()
+    data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+    place = place_of(data.edge_index.graph, Home(None, torch.device("cpu"), None), 4)
+    data = move(data, place._replace(copies=keeps))
     data.x.requires_grad_()
     sage, gat = nn.SAGEConv(IN, 6, root_weight=False), nn.GATConv(IN, 6, add_self_loops=False)
     conv = (sage if kind == "sage" else gat).double()
@@ -470,8 +477,8 @@ def test_traffic(kind):
     chunks = by_chunks.chunks(data.x.place, data.edge_index.graph, True)
     (pieces,) = zip(*(chunk.pieces for chunk in chunks), strict=True)
     schedule = make_schedule(pieces, NUM_NODES, max(map(len, pieces)))
-    read, width = schedule.loads, {"sage": 6, "gat": 7}[kind]
-    assert read < sum(map(len, pieces))
+    assert schedule.loads < sum(map(len, pieces))
+    read, width = schedule.loads if keeps else sum(map(len, pieces)), {"sage": 6, "gat": 7}[kind]
     rows, n = 8 * read * width, 8 * NUM_NODES
     queries = n if kind == "gat" else 0
     assert (it.case, it.forward_loaded, it.forward_stored) == (1 + (kind == "gat"), rows + queries, 6 * n)
