@@ -131,8 +131,8 @@ def at_home(args: argparse.Namespace) -> None:
         f"A generated graph of {args.nodes:,} nodes and {args.edges:,} edges, {args.features} features, {args.classes} "
         f"classes; 3 layers of GraphSAGE, {args.hidden} hidden, batch normalisation, Adam, float32; one worker of "
         f"{os.cpu_count()} threads, rows in files by order of ids, memory beside the data limited to {args.limit:g} "
-        f"GiB (`RLIMIT_DATA`). On a hundredth of the graph, by 16 chunks, the losses of {args.epochs} epochs differ from "
-        f"those in memory by {differs:.0e} at most. Generated in {made['seconds']:.0f} s and partitioned in "
+        f"GiB (`RLIMIT_DATA`). On a hundredth of the graph, by 16 chunks, the losses of {args.epochs} epochs differ "
+        f"from those in memory by {differs:.0e} at most. Generated in {made['seconds']:.0f} s and partitioned in "
         f"{report['seconds']:.0f} s, without the limit. The disk writes {rate[0]:.0f} and reads {rate[1]:.0f} MiB/s, "
         f"without anything else. "
         f"{processor()}, torch {torch.__version__}. Made by `benchmarks/large.py --home`.",

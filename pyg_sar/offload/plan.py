@@ -221,8 +221,8 @@ def choose(
         last, far = (bool(n) for n in most([last, far]))
         if last:
             raise ValueError(
-                f"A step needs at least {round(MARGIN * need.total):,} bytes beside the rows at home: {need.loaded:,} for "
-                f"parameters, the optimizer's state and what is derived of the graph, {need.step:,} for chunks of "
+                f"A step needs at least {round(MARGIN * need.total):,} bytes beside the rows at home: {need.loaded:,} "
+                f"for parameters, the optimizer's state and what is derived of the graph, {need.step:,} for chunks of "
                 f"{here.rows} rows, and what allocators keep (got a budget of {int(budget):,}). Raise the budget, or "
                 f"make the model narrower."
             )

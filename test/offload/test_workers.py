@@ -1,6 +1,8 @@
 """Training on rows at home by several workers, against PyG in one process."""
 
+import os
 import re
+import signal
 
 import pytest
 import torch
@@ -216,8 +218,8 @@ def test_workers_that_part(pool, what, texts):
         assert told[2] < 10
 
 
-def fails(group, direction):
-    """A worker raises between two chunks."""
+def fails(group, direction, how):
+    """A worker raises, or is killed, between two chunks."""
     data, _, _ = part(group, "random")
     data = at_home(data, 4)
     conv, calls = nn.GATConv(IN, 6).double(), []
@@ -227,6 +229,8 @@ def fails(group, direction):
         def broken(*args):
             calls.append(args)
             if len(calls) == (2 if direction == "forward" else 6):
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise ValueError("boom")
             return fetch(*args)
 
@@ -235,12 +239,13 @@ def fails(group, direction):
         conv(data.x, data.edge_index)[data.mask].sum().backward()
 
 
+@pytest.mark.parametrize("how", ["raises", "killed"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_worker_that_fails_in_a_pass(pool, direction):
-    found = pool.outcomes(2, fails, direction)
-    (kind, _, message, seconds), (other, _, own, _) = found
-    assert (kind, other) == ("error", "error") and "boom" in own
-    assert "Lost the other workers" in message and seconds < 20, message
+def test_a_worker_that_fails_in_a_pass(pool, direction, how):
+    """The other one hears of it at the next rows or gradients that it waits for."""
+    (kind, _, message, seconds), (other, *own) = pool.outcomes(2, fails, direction, how)
+    assert (other, own[0]) == (("died", -signal.SIGKILL) if how == "killed" else ("error", "ValueError"))
+    assert kind == "error" and "Lost the other workers" in message and seconds < 20, message
 
 
 def test_halo_rows_die(pool):
