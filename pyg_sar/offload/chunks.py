@@ -11,8 +11,7 @@ as it is: the source loop of SAR within the destination loop of HongTu::
             y = merge(y, messages of the slots)      store the gradients of rows that leave their slots
         write y to the home                          add d_x to those in slots
 
-With several workers each walks its own chunks. The rows that it reads of others come home before
-(:mod:`pyg_sar.offload.halo`).
+With several workers each walks its own chunks, with its halo rows at home, too (:mod:`pyg_sar.offload.halo`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-r"""Rows that other workers own: they come home once for each aggregation, before its first chunk, and their gradients
-go back once, behind the last one.
+r"""Halo rows at home: they are fetched once for each aggregation, before its first chunk, and their gradients are sent
+to the owners once, behind the last one.
 
 So a row crosses the network once for each worker that reads it, however many chunks do, and workers need not walk their
 chunks in step. HongTu, whose workers share one host's memory, sends rows with every batch of chunks instead.
@@ -140,7 +140,7 @@ def swap(
 
     Args:
         exchange: Of the workers.
-        like: Rows of the type and width that travel.
+        like: Rows of their type and width.
         what: They are.
         send: Returns what to send, whom to, whom to receive from, and how many rows.
         take: Takes what was received.

@@ -1,8 +1,8 @@
 r"""Source rows on the device: on an accelerator in the slots of a buffer, where they stay as long as there is room.
 
 Which slot a row takes is decided beforehand (:mod:`pyg_sar.offload.schedule`); a row that is in its slot already is not
-loaded. Gradients are added up in slots as well, and go home when another row takes the slot. Without slots each piece
-is loaded anew, and its gradient goes home at once.
+loaded. Gradients are added up in slots as well, and stored when another row takes the slot. Without slots each piece is
+loaded anew, and its gradient stored at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Slots:
         return rows.index_copy_(0, slots.to(rows.device), fetch(source, ids, self.place, self.meter))
 
     def add(self, ids: Tensor, slots: Tensor | None, which: slice, grad: Tensor) -> None:
-        """Add the gradients of some rows; or of all slots, in some of which they are. What was in these goes home."""
+        """Add the gradients of some rows; or of all slots, in some of which they are, others being stored first."""
         assert self.total is not None
         if slots is None:
             add(self.total if which == slice(None) else self.total.columns(which), ids, grad, self.meter)
@@ -82,7 +82,7 @@ class Slots:
         grads.index_fill_(0, there, 0)
 
     def flush(self) -> None:
-        """Send home what is in slots."""
+        """Store what is in slots."""
         for span, held in self.held_grads.items():
             self.store(torch.arange(len(held)), slice(*span))
 
