@@ -10,7 +10,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar.data import store
 from pyg_sar.data.datasets import community_graph
-from pyg_sar.data.order import order_within
+from pyg_sar.data.order import ORDERS, fennel_order, order_within
 
 
 def cliques(count=20, size=32):
@@ -42,7 +42,8 @@ def test_it_is_a_permutation(name):
     num_nodes, edges = ODD[name] if name in ODD else GRAPHS[name]
     edge_index = torch.tensor(edges, dtype=torch.long)
     before = edge_index.clone()
-    assert is_permutation(pyg_sar.locality_order(edge_index, num_nodes), num_nodes)
+    for order in ORDERS.values():
+        assert is_permutation(order(edge_index, num_nodes, 0), num_nodes)
     assert edge_index.equal(before)
 
 
@@ -80,6 +81,19 @@ def test_an_order_within_parts_knows_the_edges_within_parts_alone():
     assert is_permutation(nodes, 640)
     assert (clique % 3)[nodes].equal((clique % 3).sort().values)
     assert clique[nodes].diff().ne(0).sum() == 19
+
+
+def test_clusters_of_fennel_are_ranges():
+    """Eight chunks read fewer rows than in the order as given."""
+    edge_index, clique = cliques(count=40)
+    n = clique.numel()
+    edge_index = torch.cat([edge_index, edge_index.flip(0), random_edges(n, n)], 1)
+
+    def read(order):
+        source, row = order.argsort()[edge_index]
+        return sum(source[row // (n // 8) == chunk].unique().numel() for chunk in range(8))
+
+    assert read(fennel_order(edge_index, n)) < 0.6 * read(torch.arange(n))
 
 
 def misses(edge_index, order, cache=400):
@@ -145,7 +159,7 @@ def sum_over_edges(group, folder):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_layer_gives_the_same_rows_in_either_order(pool, tmp_path, workers):
     found = {}
-    for order in ("locality", "id"):
+    for order in ("locality", "fennel", "id"):
         pyg_sar.partition(data(), workers, tmp_path / order, method="random", order=order)
         shares = pool.run(workers, sum_over_edges, tmp_path / order)
         n_id, x, out = (torch.cat(rows) for rows in zip(*shares, strict=True))
@@ -153,6 +167,7 @@ def test_a_layer_gives_the_same_rows_in_either_order(pool, tmp_path, workers):
         found[order] = torch.empty_like(out).index_copy_(0, n_id, out)
         assert all(ids.equal(ids.sort().values) for ids, *_ in shares) == (order == "id")
     torch.testing.assert_close(found["locality"], found["id"])
+    torch.testing.assert_close(found["fennel"], found["id"])
 
 
 def test_unknown_order(tmp_path):
