@@ -128,7 +128,8 @@ def chunk(
     """Return the chunk of a range of destinations, whose index tensors are at home; without slots, the rows of a piece
     are numbered in their order.
     """
-    some = [block.rows(*span) for block in graph.blocks]
+    part = graph.rows(*span)
+    some = part.blocks
     number = torch.empty(graph.num_src + graph.exchange.routes.num_halo, dtype=torch.int64)
     for k, ids in enumerate(pieces):
         number[ids] = torch.arange(len(ids)) if slots is None else slots[k]
@@ -142,7 +143,7 @@ def chunk(
         last = torch.stack([ids[-1] if len(ids) else torch.tensor(-1) for ids in pieces])
         of = torch.bucketize(source, last)
         blocks = cut(torch.stack([number[source], row]), of, places, span[1] - span[0])
-    few = graph.rows(*span).replace(
+    few = part.replace(
         blocks=blocks,
         num_src=num_slots if slots else sum(map(len, pieces)),
         dst=None,

@@ -68,9 +68,8 @@ def offload(
             are of two sets, or the graph is not on the CPU; or if another worker raises.
         OSError: If there is no such folder, or no room.
     """
-    there = torch.empty(0, device=device).device  # with its number
     kind = f"{'chunks' if budget is None else 'a budget'}, homes in {'memory' if home is None else 'files'}"
-    graph, rows = on_all_workers(data, kind, lambda: check(data, budget, model, home, chunks, limit, there))
+    graph, rows, there = on_all_workers(data, kind, lambda: check(data, budget, model, home, chunks, limit, device))
     if chunks is not None:
         return move(data, place_of(graph, rows, chunks, None, there))
     from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
@@ -85,18 +84,19 @@ def offload(
     return move(data, place_of(graph, rows, need.chunks, need.slots, there))
 
 
-def check(
-    data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any, device: torch.device
-) -> tuple[ShardedGraph, Home]:  # fmt: skip
-    """Return the graph of data and a home for its rows; raise unless everything is right."""
-    graph = graph_of(data)
+Found = tuple[ShardedGraph, Home, torch.device]
+
+
+def check(data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any, device: Any) -> Found:
+    """Return the graph of data, a home for its rows, and the device; raise unless everything is right."""
+    graph, there = graph_of(data), torch.empty(0, device=device).device  # with its number
     if (budget is None) == (chunks is None):
         raise ValueError(f"Expected either a 'budget' with a 'model', or 'chunks' (got {budget!r} and {chunks!r})")
     if chunks is not None and (type(chunks) is not int or chunks < 1):
         raise ValueError(f"Expected 'chunks' to be a positive integer (got {chunks!r})")
-    rows = Home(home, device, None if limit is None else count_bytes(limit, "limit"))
+    rows = Home(home, there, None if limit is None else count_bytes(limit, "limit"))
     if chunks is not None:
-        return graph, rows
+        return graph, rows, there
     count_bytes(budget, "budget")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
@@ -107,10 +107,10 @@ def check(
         raise TypeError(
             "Expected features 'data.x' [num_nodes, channels] with the 'budget'; give 'chunks' without them"
         )
-    return graph, rows
+    return graph, rows, there
 
 
-def on_all_workers(data: Any, kind: str, check: Callable[[], tuple[ShardedGraph, Home]]) -> tuple[ShardedGraph, Home]:
+def on_all_workers(data: Any, kind: str, check: Callable[[], Found]) -> Found:
     """Return what ``check`` returns; raise on all workers if it does on any, or if they ask for different kinds."""
     exchange = getattr(getattr(getattr(data, "edge_index", None), "graph", None), "exchange", None)
     if exchange is None or exchange.alone:

@@ -19,6 +19,7 @@ from pyg_sar.distributed.peers import Remote
 from pyg_sar.distributed.transfer import Pending
 from pyg_sar.exchange import Exchange, Meter, Routes
 from pyg_sar.offload.home import Home
+from pyg_sar.reduce.base import columns
 from pyg_sar.running import About
 
 MESSAGE = 2**18  # bytes of rows, of which four are in memory: two that leave and two that come
@@ -62,7 +63,7 @@ class SourceRows:
 
     def columns(self, which: slice) -> SourceRows:
         """Return some columns."""
-        return SourceRows(self.local[..., which], None if self.halo is None else self.halo[..., which])
+        return SourceRows(columns(self.local, which), None if self.halo is None else columns(self.halo, which))
 
 
 class Part(NamedTuple):

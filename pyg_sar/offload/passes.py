@@ -118,7 +118,7 @@ class Range:
         self.made: dict[int, Any] = {}  # by steps, which several others may read
 
     def rows(self, value: Tensor) -> Tensor:
-        """Return the range of rows on the host."""
+        """Return the range of rows that are on the host."""
         a, b = self.span
         return self.place.bring(value[a:b])
 
@@ -297,17 +297,16 @@ class Moments(torch.autograd.Function):
         if not exchange.alone:
             count, mean, m2 = global_merge(count.squeeze(0), mean, m2, exchange.group)
         ctx.save_for_backward(rows, mean)
-        ctx.count, ctx.exchange = int(count), exchange
-        count = ctx.count
-        return count, mean, m2 / max(count, 1)
+        ctx.count = int(count)
+        return ctx.count, mean, m2 / max(ctx.count, 1)
 
     @staticmethod
     def backward(ctx: Any, _: None, d_mean: Tensor, d_var: Tensor) -> Any:
         """Each row has the share of one of all in both; it is made where it is read."""
         once_differentiable()
         rows, mean = ctx.saved_tensors
-        grads, n = torch.stack([2 * d_var, d_mean]), max(ctx.count, 1)
-        scale, shift = (grads if ctx.exchange.alone else all_reduce(grads, ctx.exchange.group)) / n
+        grads, exchange = torch.stack([2 * d_var, d_mean]), rows.place.exchange
+        scale, shift = (grads if exchange.alone else all_reduce(grads, exchange.group)) / max(ctx.count, 1)
         return pending(lambda x: affine(x, mean, scale, shift), rows)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from pyg_sar.exchange import Meter
 from pyg_sar.offload.halo import SourceRows
 from pyg_sar.offload.rows import Place
+from pyg_sar.reduce.base import columns
 
 NOBODY = -1  # is in a slot
 
@@ -44,7 +45,7 @@ class Slots:
     def load(self, ids: Tensor, slots: Tensor | None, which: slice, num_slots: int) -> Tensor:
         """Return columns of some rows; or of the buffer, in which those that are not in their slots yet are loaded."""
         assert self.source is not None
-        source = self.source if which == slice(None) else self.source.columns(which)
+        source = self.source.columns(which)
         if slots is None:
             return fetch(source, ids, self.place, self.meter)
         self.rows = self.buffer(self.source, num_slots) if self.rows is None else self.rows
@@ -52,22 +53,21 @@ class Slots:
         new = held[slots] != ids
         ids, slots = ids[new], slots[new]
         held[slots] = ids
-        rows = self.rows if which == slice(None) else self.rows[..., which]
+        rows = columns(self.rows, which)
         return rows.index_copy_(0, slots.to(rows.device), fetch(source, ids, self.place, self.meter))
 
     def add(self, ids: Tensor, slots: Tensor | None, which: slice, grad: Tensor) -> None:
         """Add the gradients of some rows; or of all slots, in some of which they are, others being stored first."""
         assert self.total is not None
         if slots is None:
-            add(self.total if which == slice(None) else self.total.columns(which), ids, grad, self.meter)
+            add(self.total.columns(which), ids, grad, self.meter)
             return
         self.grads = self.buffer(self.total, len(grad)) if self.grads is None else self.grads
         held = self.held_grads.setdefault((which.start, which.stop), torch.full((len(grad),), NOBODY))
         new = held[slots] != ids
         self.store(slots[new], which)
         held[slots[new]] = ids[new]
-        grads = self.grads if which == slice(None) else self.grads[..., which]
-        grads += grad
+        columns(self.grads, which).add_(grad)
 
     def store(self, slots: Tensor, which: slice) -> None:
         """Add the gradients in some slots to those at home, and begin anew."""
@@ -76,9 +76,8 @@ class Slots:
         slots = slots[held[slots] != NOBODY]
         ids, order = held[slots].sort()
         there = slots[order].to(self.grads.device)
-        grads = self.grads if which == slice(None) else self.grads[..., which]
-        total = self.total if which == slice(None) else self.total.columns(which)
-        add(total, ids, grads.index_select(0, there), self.meter)
+        grads = columns(self.grads, which)
+        add(self.total.columns(which), ids, grads.index_select(0, there), self.meter)
         grads.index_fill_(0, there, 0)
 
     def flush(self) -> None:
