@@ -2,6 +2,11 @@ r"""What the package's functions of autograd share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
 import torch
 
 
@@ -12,3 +17,12 @@ def once_differentiable() -> None:
             "Layers of 'pyg_sar.nn' have no second derivative. Call 'backward' or 'autograd.grad' without "
             "'create_graph=True', or use the layer of 'torch_geometric.nn' if the graph is not sharded."
         )
+
+
+def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what has functions run as autocast would have them run now, in a later pass, too.
+
+    Copies of parameters are not kept: of those that are made without gradients, others would take none either.
+    """
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return partial(torch.autocast, device.type, dtype, enabled, cache_enabled=False)

@@ -16,7 +16,7 @@ With several workers each walks its own chunks, with its halo rows at home, too 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pyg_sar import running, watch
 from pyg_sar.aggregate import aggregate
-from pyg_sar.autograd import once_differentiable
+from pyg_sar.autograd import autocast_as_now, once_differentiable
 from pyg_sar.block import Block, cut, length
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
 from pyg_sar.graph import ShardedGraph
@@ -35,7 +35,7 @@ from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.passes import force, reader
 from pyg_sar.offload.rows import HostRows, Place, answers, record
-from pyg_sar.offload.schedule import accesses, ranges, source_pieces
+from pyg_sar.offload.schedule import accesses, best_order, ranges, source_pieces
 from pyg_sar.offload.slots import Slots, add, fetch
 from pyg_sar.reduce.base import Needs, Reduce, Rows
 from pyg_sar.running import About
@@ -81,7 +81,7 @@ class Chunk:
 
 def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
     """Return chunks of destinations, which are made once for each graph; with all sources in one piece, or in as many
-    as the place has room for.
+    as the place has room for. Where source rows stay for the next chunks, these are in the order that loads fewer.
     """
     count, num_slots = len(place.ranges), place.slots if by_pieces else None
     keeps = by_pieces and place.keeps
@@ -91,6 +91,9 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
         sources = place.home.keep([sources_of(graph, span) for span in every])
         most = max(map(len, sources))
         room = max(most if num_slots is None else min(num_slots, most), 1)
+        if keeps:
+            order = best_order([sources], graph.num_src + graph.exchange.routes.num_halo, room)
+            every, sources = ([of_chunk[c] for c in order] for of_chunk in (every, sources))
         pieces = [list(source_pieces(ids, room)) for ids in sources]
         room = max(len(ids) for of_chunk in pieces for ids in of_chunk)
         slots: Iterable[Any] = scheduled(graph, pieces, room) if keeps else [None] * count
@@ -315,6 +318,7 @@ class ByChunks(torch.autograd.Function):
         ctx.shapes = [(t.shape, t.dtype, isinstance(t, HostRows)) for t in inputs]
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
         ctx.save_for_backward(*(t if keep else None for t, keep in zip(inputs, keeps, strict=True)))
+        ctx.autocast = autocast_as_now(place.device)
         ctx.traffic = graph.exchange.log.open()
         ctx.traffic.case = 2 if program.needs_source else 1
         meter, out, about = ctx.traffic.forward, None, told(graph, inputs[0], ctx.needs_input_grad)
@@ -323,7 +327,8 @@ class ByChunks(torch.autograd.Function):
         for it in walk(place, graph, program, inputs):
             values = [read(t, kind, it, place, program, sources.get(k), meter)
                       for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True))]  # fmt: skip
-            rows = program.run(it, values, AtHome(it, slots))
+            with ctx.autocast():
+                rows = program.run(it, values, AtHome(it, slots))
             if out is None:
                 out = place.home.empty((graph.num_dst, *rows.shape[1:]), rows.dtype)
             out[it.span[0] : it.span[1]] = rows
@@ -350,7 +355,7 @@ class ByChunks(torch.autograd.Function):
             meter(loaded=d_out.nbytes)
             found: list[Any] = [None] * len(values)
             if program.needs_source:
-                found = differentiate(it, program, values, kinds, wanted, d_out, exchange)
+                found = differentiate(it, program, values, kinds, wanted, d_out, exchange, ctx.autocast)
             elif totals:
                 (_, *width), dtype, _ = ctx.shapes[0]
                 program.grad(it, d_out.new_empty(0, *width, dtype=dtype), values, d_out, exchange)
@@ -408,12 +413,12 @@ def walk(place: Place, graph: ShardedGraph, program: Program, inputs: Sequence[A
 
 def differentiate(
     it: Chunk, program: Program, values: list[Any], kinds: Sequence[str], wanted: Sequence[bool], grad: Tensor,
-    exchange: AtHome,
+    exchange: AtHome, autocast: Callable[[], Any],
 ) -> list[Tensor | None]:  # fmt: skip
     """Compute a chunk once more, and return the gradients of what it reads."""
     values = [v if kind == PARAMETER else v.detach().requires_grad_(want)
               for v, kind, want in zip(values, kinds, wanted, strict=True)]  # fmt: skip
-    with torch.enable_grad():
+    with torch.enable_grad(), autocast():
         out = program.run(it, values, exchange)
     given = [v for v, want in zip(values, wanted, strict=True) if want]
     if not given or not out.requires_grad:

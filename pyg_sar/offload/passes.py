@@ -134,14 +134,14 @@ class Range:
 
     def run(self, step: Step) -> Any:
         """Return what a function makes."""
-        func, args, kwargs, _ = step.op
+        func, args, kwargs, changes, autocast = step.op
         if func is dropout_rows:  # which reads the numbers of rows
             rows, p, seed = args
             return dropout_rows(self.value(rows), p, seed, self.rows(self.place.n_id))
         args, kwargs = tree_map(self.value, (args, kwargs), is_leaf=lambda value: type(value) is Step)
-        if step.op.changes:  # others may read what it changes
+        if changes:  # others may read what it changes
             args = (args[0].clone(), *args[1:])
-        with torch.set_grad_enabled(step.learns and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(step.learns and torch.is_grad_enabled()), autocast():
             return FASTER.get(func, func)(*args, **kwargs)
 
 

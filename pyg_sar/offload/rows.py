@@ -8,6 +8,7 @@ aggregation, or where rows are taken out (:mod:`pyg_sar.offload.passes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyg_sar.autograd import autocast_as_now
 from pyg_sar.exchange import Exchange
 from pyg_sar.graph import Seeds
 from pyg_sar.offload.home import Home
@@ -66,12 +68,14 @@ class Op(NamedTuple):
         args: Its arguments; rows among them are :class:`HostRows`.
         kwargs: Those by name.
         changes: Whether it changes its first argument.
+        autocast: What it runs within, as it was when it was recorded.
     """
 
     func: Callable[..., Any]
     args: Any
     kwargs: Any
     changes: bool = False
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class HostRows(Tensor):
@@ -206,15 +210,15 @@ def result_of(func: Callable, k: int, *args: Any, **kwargs: Any) -> Any:
 def record(func: Callable, args: Any, kwargs: Any) -> Any:
     """Return what a function makes of rows, which is not computed yet."""
     first = next(rows_in((args, kwargs)))
-    if torch.is_autocast_enabled(first.device.type):
-        refuse(func, args, kwargs, "autocast is not supported there yet")
-    whole, changes = probed(func, args, kwargs)
+    autocast = autocast_as_now(first.device)
+    with autocast():
+        whole, changes = probed(func, args, kwargs)
     if isinstance(whole, tuple):
         found = [record(partial(result_of, func, k), args, kwargs) for k in range(len(whole))]
         return tuple(found) if type(whole) is tuple else type(whole)(found)  # such as values and numbers of maxima
     learns = torch.is_grad_enabled() and any(requires_grad(t) for t in tree_leaves((args, kwargs)))
     kept = tree_map(lambda v: snapshot(v) if isinstance(v, HostRows) else v, (args, kwargs))
-    op = Op(func, kept[0], kept[1], changes)
+    op = Op(func, kept[0], kept[1], changes, autocast)
     out = HostRows(first.place, op=op, probe=whole, requires_grad=learns and whole.is_floating_point())
     if not changes:
         return out
@@ -283,7 +287,9 @@ def row_wise(whole: Any, parts: list[Any]) -> bool:
     joined = torch.cat(parts)
     if not whole.is_floating_point():
         return torch.equal(joined, whole)
-    return torch.allclose(joined, whole, rtol=1e-3, atol=1e-5, equal_nan=True)
+    units = 4 * torch.finfo(whole.dtype).eps  # products of few rows are rounded otherwise than those of more
+    size = float(whole.double().nan_to_num(0, 0, 0).abs().sum()) / max(whole.numel(), 1)
+    return torch.allclose(joined, whole, rtol=max(1e-3, units), atol=max(1e-5, units) * size, equal_nan=True)
 
 
 def snapshot(rows: HostRows) -> HostRows:

@@ -134,6 +134,53 @@ def small(count=3, num_nodes=NUM_NODES, home=None):
     return offload(data, chunks=count, home=home)
 
 
+UNIT = torch.finfo(torch.bfloat16).eps / 2  # what rounding to bfloat16 changes a number by, at most
+
+
+def under_autocast(kind, where, cast=True):
+    """Output and gradients of PyG, of this package in memory, or of rows at home by some chunks."""
+    dtype = torch.float32 if cast else torch.float64
+    (data, given), model = inputs(dtype), network(kind, "batch", dtype)
+    if where != "PyG":
+        data.edge_index, model = pyg_sar.shard(data.edge_index, NUM_NODES), convert(model)
+    if where in CHUNKS:
+        data = offload(data, chunks=where)
+        data.x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        out = model(data.x, data.edge_index, given)
+    assert out.dtype == (torch.bfloat16 if cast else dtype)
+    out = out[data.mask]
+    F.cross_entropy(out.double(), data.y[data.mask]).backward()
+    grad = host(data.x.grad) if where in CHUNKS else data.x.grad
+    return [out.detach(), grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_autocast(kind):
+    """Backward, which is outside, computes again what forward computed: in memory this is as far from the truth."""
+    truth, *known, found = (under_autocast(kind, *how) for how in (("PyG", False), ("PyG",), ("memory",), (5,)))
+    for k, value in enumerate(truth):
+        if value is None or value.norm() < 1e-9:
+            continue  # a bias before a normalisation: all is rounding
+        one, *others = (float((it[k].double() - value).norm() / value.norm()) for it in (found, *known))
+        assert one <= 2 * max(others) + (UNIT if k == 0 else 8 * UNIT), k
+
+
+def test_autocast_of_parameters_that_are_used_again():
+    """Copies of parameters that were made without gradients, for passes over rows, are not those of the rest."""
+    lin, rows = torch.nn.Linear(IN, IN), torch.ones(12, IN)
+    edge_index = pyg_sar.shard(torch.arange(12).repeat(2, 1), 12)
+    at_home = offload(Data(x=rows, edge_index=edge_index), chunks=3).x
+    with torch.autocast("cpu", torch.bfloat16):
+        lin(lin(at_home)[torch.arange(12)]).sum().backward()
+    expected = [p.grad.clone() for p in lin.parameters()]
+    lin.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        lin(lin(rows)).sum().backward()
+    for a, b in zip(expected, (p.grad for p in lin.parameters()), strict=True):
+        torch.testing.assert_close(a, b, rtol=8 * UNIT, atol=8 * UNIT)
+
+
 @pytest.mark.parametrize("num_nodes", [1, 3, 5, 6])
 def test_fewer_nodes_than_chunks(num_nodes):
     data, results = small(num_nodes=num_nodes), []
@@ -484,6 +531,46 @@ def test_traffic(kind, keeps):
     assert (it.case, it.forward_loaded, it.forward_stored) == (1 + (kind == "gat"), rows + queries, 6 * n)
     again = rows + queries if kind == "gat" else 0  # in case 2 rows are read again
     assert (it.backward_loaded, it.backward_stored) == (again + 6 * n + rows, rows + queries)
+
+
+def test_chunks_are_in_the_order_that_loads_fewer():
+    """Chunks 0 and 2, and 1 and 3, read the same half of the rows: the greedy order loads each half once."""
+    n, conv = 16, nn.SAGEConv(IN, IN, root_weight=False).double()
+    first = torch.arange(n) // 4 % 2 * 8  # of the rows that a destination reads
+    edge_index = torch.stack([(first.view(-1, 1) + torch.arange(8)).view(-1), torch.arange(n).repeat_interleave(8)])
+    data = Data(x=torch.randn(n, IN, dtype=torch.float64), edge_index=pyg_sar.shard(edge_index, n))
+    place = place_of(data.edge_index.graph, Home(None, torch.device("cpu"), None), 4)
+    expected = conv(data.x, edge_index)
+    in_order = [(0, 4), (4, 8), (8, 12), (12, 16)]
+    for keeps, loads, spans in ((False, 4, in_order), (True, 2, [in_order[c] for c in (0, 2, 1, 3)])):
+        moved = move(data, place._replace(copies=keeps))
+        with pyg_sar.record_traffic(moved.edge_index) as layers:
+            out = conv(moved.x, moved.edge_index)
+        torch.testing.assert_close(out[torch.arange(n)], expected, rtol=1e-10, atol=1e-10)
+        assert layers[0].forward_loaded == loads * 8 * IN * 8
+        assert [it.span for it in by_chunks.chunks(moved.x.place, data.edge_index.graph, True)] == spans
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("kind", ["sage", "sage, max", "gat", "transformer", "edge"])
+def test_source_rows_die_before_others_are_loaded(kind, keeps, monkeypatch, no_garbage_collection):
+    """Of what was loaded nothing is left but the slots."""
+    (data, given), model, fetch = inputs(), convert(network(kind, "batch")), slots.fetch
+    data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+    place = place_of(data.edge_index.graph, Home(None, torch.device("cpu"), None), 4, 9)
+    data = move(data, place._replace(copies=keeps))
+    loaded, alive = [], []
+
+    def watched(*args):
+        alive.append(sum(ref() is not None for ref in loaded))
+        out = fetch(*args)
+        loaded.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(slots, "fetch", watched)
+    monkeypatch.setattr(by_chunks, "fetch", watched)
+    F.cross_entropy(model(data.x, data.edge_index, given)[data.mask], data.y[data.mask]).backward()
+    assert len(alive) > 12 and max(alive) == 0, alive
 
 
 def test_sums_keep_no_source_rows():
