@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class GNN(torch.nn.Module):
-    """Layers of GraphSAGE, GAT or R-GCN, with batch normalisation and dropout between them."""
+    """Layers of GraphSAGE, GCN, GAT or R-GCN, with batch normalisation and dropout between them."""
 
     def __init__(
         self, nn: ModuleType, kind: str, in_channels: int, hidden: int, out_channels: int, heads: int = 4,
@@ -19,8 +19,9 @@ class GNN(torch.nn.Module):
         self.dropout = dropout
         width = heads * hidden if kind == "gat" else hidden
         widths = [in_channels, *[width] * (layers - 1)]
-        if kind in ("sage", "rgcn"):
-            layer, options = (nn.SAGEConv, []) if kind == "sage" else (nn.RGCNConv, [relations])
+        if kind != "gat":
+            layer = {"sage": nn.SAGEConv, "gcn": nn.GCNConv, "rgcn": nn.RGCNConv}[kind]
+            options = [relations] if kind == "rgcn" else []
             convs = [layer(a, b, *options) for a, b in pairwise([*widths, out_channels])]
         else:
             convs = [nn.GATConv(a, hidden, heads, dropout=attention_dropout) for a in widths[:-1]]

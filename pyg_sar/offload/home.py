@@ -18,7 +18,7 @@ import mmap
 import os
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -218,10 +218,21 @@ class Home:
 def memory() -> int:
     """Return the bytes of memory of this machine, or what a control group leaves this process of them."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            found.append(int(Path(file).read_text()))
+    for group in control_groups():
+        for file in (f"/sys/fs/cgroup{group}/memory.max", f"/sys/fs/cgroup/memory{group}/memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):
+                found.append(int(Path(file).read_text()))
     return min(found)
+
+
+def control_groups() -> Iterator[str]:
+    """Yield the paths of the control groups that count memory of this process, each with those around it."""
+    lines = [":memory:/"]
+    with suppress(OSError):
+        lines += Path("/proc/self/cgroup").read_text().splitlines()
+    for _, kinds, path in (line.split(":", 2) for line in lines):
+        if kinds in ("", "memory"):
+            yield from (str(group).rstrip("/") for group in (Path(path), *Path(path).parents))
 
 
 def _sync(mapping: _Mapping, start: int, stop: int, how: int) -> None:
