@@ -1,24 +1,33 @@
 """Rows at home (``pyg_sar.offload``) against rows in memory: time of a step, memory, and what moves; and under a limit.
 
     python benchmarks/offload.py --folder /scratch --out docs/results
-    python benchmarks/offload.py --folder /scratch --of limit --limited Community/200000/4000000
+    python benchmarks/offload.py --folder /scratch --out /tmp --of limit --limited Community/200000/4000000
 
 The first table trains on a graph that fits, homes in memory. Each setting is a process of its own; they take turns, and
 the table has medians. The loss of the second step is compared, before rounding grows with each. *Device* is the peak of
-all tensors that are made in a step, other than rows at home.
+all tensors that are made in a step, other than rows at home. *Again*: backward computes sums once more, as it does
+attention, instead of keeping what they give (HongTu's hybrid switched off). *Stay*: source rows stay in slots between
+chunks, as on an accelerator.
 
 The second table trains in processes whose anonymous memory the system limits (``RLIMIT_DATA``) to what they hold once
 the data is loaded, and a share of what a step in memory needs; homes are files in ``--folder``. Mapped files do not
-count. Writes ``offload-cpu.md``.
+count. The third trains in a control group that holds so much memory, pages of files included (version 1, made by
+``root``), so that the disk has to be read and written: rows at home; the same without reading ahead and writing behind;
+and rows in memory, of which autograd saves all tensors in mapped files (``saved_tensors_hooks``). Writes
+``offload-cpu.md``.
 """
 
 import argparse
+import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +39,9 @@ from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
+from pyg_sar.offload import chunks as by_chunks
+from pyg_sar.offload.home import Home
+from pyg_sar.offload.move import move, place_of
 from pyg_sar.planner import Live
 
 SLACK = 32 * 2**20  # for what Python and the allocator take besides tensors
@@ -37,15 +49,17 @@ SLACK = 32 * 2**20  # for what Python and the allocator take besides tensors
 
 def main(args: argparse.Namespace) -> None:
     lines = [
-        f"Three layers (GraphSAGE: {args.hidden} hidden, GAT: 4 heads of {args.hidden // 2}), batch normalisation, no "
-        f"dropout, Adam, single precision, {args.threads} threads. {processor()}, torch {torch.__version__}. Made by "
-        "`benchmarks/offload.py`."
+        f"Three layers (GraphSAGE, GCN: {args.hidden} hidden, GAT: 4 heads of {args.hidden // 2}), batch "
+        f"normalisation, no dropout, Adam, single precision, {args.threads} threads. {processor()}, "
+        f"torch {torch.__version__}. Made by `benchmarks/offload.py`."
     ]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        if args.of in ("time", "both"):
+        if args.of in ("time", "all"):
             lines += ["", *times(args, prepare(args.graph, folder))]
-        if args.of in ("limit", "both"):
+        if args.of in ("limit", "all"):
             lines += ["", *limits(args, prepare(args.limited, folder))]
+        if args.of in ("disk", "all"):
+            lines += ["", *disk(args, prepare(args.limited, folder))]
     print(write(args.out, "offload-cpu.md", lines))
 
 
@@ -58,26 +72,29 @@ def prepare(graph: str, folder: str) -> str:
 
 def times(args: argparse.Namespace, path: str) -> list[str]:
     """Return the lines of the first table."""
-    settings = [(kind, chunks) for kind in args.models for chunks in (0, *args.chunks)]
+    settings = [(kind, chunks, "") for kind in args.models for chunks in (0, *args.chunks)]
+    settings += [(kind, chunks, how) for kind in args.models for chunks in args.chunks for how in ("again", "stay")
+                 if how == "stay" or kind != "gat"]  # fmt: skip
     found: dict[Any, list[dict[str, Any]]] = {setting: [] for setting in settings}
     for _ in tqdm(range(args.rounds)):
-        for kind, chunks in settings:
-            options = [path, kind, str(args.hidden), str(args.steps), "--chunks", str(chunks)]
-            found[kind, chunks] += launch(__file__, 0, options, threads=args.threads)
+        for kind, chunks, how in settings:
+            options = [path, kind, str(args.hidden), str(args.steps), "--chunks", str(chunks), "--how", how]
+            found[kind, chunks, how] += launch(__file__, 0, options, threads=args.threads)
     lines = [
         f"`{args.graph}`, homes in memory, medians of {args.rounds} rounds.",
         "",
         "| model | chunks | s a step | times memory | device MiB | of memory | MiB at home | GiB loaded | stored |",
         "|" + "---|" * 9,
     ]
-    for (kind, chunks), runs in found.items():
+    for (kind, chunks, how), runs in sorted(found.items(), key=lambda it: settings.index((it[0][0], 0, ""))):
         one = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
-        memory = {k: statistics.median(r[k] for r in found[kind, 0]) for k in one}
+        memory = {k: statistics.median(r[k] for r in found[kind, 0, ""]) for k in one}
         assert abs(one["loss"] - memory["loss"]) <= 1e-4 * abs(memory["loss"])
         cells = [f"{one['seconds']:.2f}", f"{one['seconds'] / memory['seconds']:.2f}", f"{one['device'] / 2**20:.0f}"]
         cells += [f"{one['device'] / memory['device']:.2f}", f"{one['home'] / 2**20:.0f}"]
         cells += [f"{one[k] / 2**30:.2f}" for k in ("loaded", "stored")]
-        lines.append(f"| {kind} | {chunks or 'in memory'} | {' | '.join(cells)} |")
+        setting = f"{chunks}{how and f', {how}'}" if chunks else "in memory"
+        lines.append(f"| {kind} | {setting} | {' | '.join(cells)} |")
     return lines
 
 
@@ -109,6 +126,83 @@ def limits(args: argparse.Namespace, path: str) -> list[str]:
     return lines
 
 
+def disk(args: argparse.Namespace, path: str) -> list[str]:
+    """Return the lines of the third table."""
+    reads, writes = rates(args.folder)
+    lines = [
+        f"`{args.limited}`, in a control group of the budget and {SLACK >> 20} MiB, pages of files included. This disk "
+        f"reads {reads / 2**20:.0f} and writes {writes / 2**20:.0f} MiB/s, one after the other in one file.",
+        "",
+        "| model | budget, MiB | rows | s a step | GiB read | written | share of the disk's rate |",
+        "|" + "---|" * 7,
+    ]
+    for kind in args.limited_models:
+        options = [path, kind, str(args.hidden), str(args.steps)]
+        (free,) = launch(__file__, 0, [*options, "--chunks", "0"], threads=args.threads)
+        budget = round(free["device"] / args.disk_share)
+        for how, what in (("", "at home"), ("plain", "at home, plain files"), ("saved", "saved tensors in files")):
+            Path("/proc/sys/vm/drop_caches").write_text("1")
+            limited = ["--budget", str(budget), "--home", args.folder, "--group", "--how", how]
+            it = attempt([*options, *limited, *(["--chunks", "0"] if how == "saved" else [])], args.threads)
+            cells = [kind, f"{budget / 2**20:.0f} (1/{args.disk_share})", what]
+            if isinstance(it, dict):
+                assert abs(it["loss"] - free["loss"]) <= 1e-4 * abs(free["loss"])
+                moving = it["read"] / reads + it["written"] / writes
+                cells += [f"{it['seconds']:.1f}", f"{it['read'] / 2**30:.1f}", f"{it['written'] / 2**30:.1f}"]
+                cells.append(f"{moving / it['seconds']:.0%}")
+            else:
+                cells += [it, "", "", ""]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def rates(folder: str) -> tuple[float, float]:
+    """Return the bytes a second that the disk reads and writes, of a file that is not in memory."""
+    block, count = bytes(2**24), 128
+    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
+        start = time.perf_counter()
+        for _ in range(count):
+            file.write(block)
+        os.fsync(file.fileno())
+        write_rate = count * len(block) / (time.perf_counter() - start)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start = time.perf_counter()
+        while file.read(len(block)):
+            pass
+        return count * len(block) / (time.perf_counter() - start), write_rate
+
+
+def moved() -> tuple[int, int]:
+    """Return the bytes that this process had read from disks, and written there or marked to be."""
+    entries = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(entries["read_bytes"]), int(entries["write_bytes"])
+
+
+def join_group(limit: int) -> None:
+    """Enter a control group that holds so many bytes from now on."""
+    (own,) = (
+        line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line
+    )
+    group = Path(f"/sys/fs/cgroup/memory{own}/offload-{os.getpid()}")
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Has autograd save tensors in files of a folder, but for parameters."""
+
+    def __init__(self, folder: str) -> None:
+        self.home = Home(folder, torch.device("cpu"), None)
+        super().__init__(self.pack, lambda t: t)
+
+    def pack(self, t: torch.Tensor) -> torch.Tensor:
+        if t.is_leaf and t.requires_grad:
+            return t
+        return self.home.empty(t.shape, t.dtype).copy_(t)
+
+
 def attempt(options: list[str], threads: int) -> dict[str, Any] | str:
     """Return what a run finds, or why it failed."""
     command = [sys.executable, __file__, "--worker", *options]
@@ -116,7 +210,9 @@ def attempt(options: list[str], threads: int) -> dict[str, Any] | str:
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode == 0:
         return results(done.stdout)[0]
-    return "out of memory" if "can't allocate memory" in done.stderr else f"fails: {done.stderr.strip()[-90:]}"
+    if done.returncode == -signal.SIGKILL or "can't allocate memory" in done.stderr:
+        return "out of memory"
+    return f"fails: {done.stderr.strip()[-90:]}"
 
 
 def worker(argv: list[str]) -> None:
@@ -129,26 +225,41 @@ def worker(argv: list[str]) -> None:
     parser.add_argument("--chunks", type=int)
     parser.add_argument("--budget", type=int)
     parser.add_argument("--home")
+    parser.add_argument("--how", default="")
+    parser.add_argument("--group", action="store_true")
     args = parser.parse_args(argv)
     data = pyg_sar.load(args.path)
     torch.manual_seed(0)
-    hidden = args.hidden if args.kind == "sage" else args.hidden // 2
+    hidden = args.hidden // 2 if args.kind == "gat" else args.hidden
     model = GNN(pyg_sar.nn, args.kind, data.x.size(1), hidden, data.num_classes, dropout=0.0)
     torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # makes threads
     if args.budget:
-        limit = int(entry("/proc/self/status", "VmData") * 2**20) + args.budget + SLACK
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        if args.group:
+            join_group(args.budget + SLACK)
+        else:
+            limit = int(entry("/proc/self/status", "VmData") * 2**20) + args.budget + SLACK
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    if args.how == "plain":
+        Home.advise = Home.wrote = lambda *_: None
+    if args.how == "again":
+        by_chunks.Aggregation.needs_source = property(lambda self: True, lambda self, value: None)
     if args.chunks is None:
         data = pyg_sar.offload(data, args.budget, model, home=args.home)
     elif args.chunks:
-        data = pyg_sar.offload(data, chunks=args.chunks, home=args.home)
+        home = Home(args.home, torch.device("cpu"), None)
+        place = place_of(data.edge_index.graph, home, args.chunks)
+        data = move(data, place._replace(copies=args.how == "stay"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    seconds, losses = [], []
+    seconds, losses, ways = [], [], []
     for _ in range(args.steps):
-        start = time.perf_counter()
-        with pyg_sar.record_traffic(data.edge_index) as layers:
+        start, before = time.perf_counter(), moved()
+        with (
+            pyg_sar.record_traffic(data.edge_index) as layers,
+            Saved(args.home) if args.how == "saved" else nullcontext(),
+        ):
             losses.append(step(model, data, optimizer))
         seconds.append(time.perf_counter() - start)
+        ways.append([after - old for after, old in zip(moved(), before, strict=True)])
     device = 0
     if not args.budget:
         with Live() as live:
@@ -160,6 +271,7 @@ def worker(argv: list[str]) -> None:
         "chunks": len(place.ranges) if place else 0, "home": place.home.peak if place else 0,
         "loaded": sum(t.forward_loaded + t.backward_loaded for t in layers),
         "stored": sum(t.forward_stored + t.backward_stored for t in layers), "resident": resident("VmHWM"),
+        "read": statistics.median(r for r, _ in ways[1:]), "written": statistics.median(w for _, w in ways[1:]),
     })  # fmt: skip
 
 
@@ -176,14 +288,15 @@ if __name__ == "__main__":
         worker(sys.argv[2:])
         sys.exit()
     parser = argparse.ArgumentParser()
-    parser.add_argument("--of", choices=["time", "limit", "both"], default="both")
+    parser.add_argument("--of", choices=["time", "limit", "disk", "all"], default="all")
     parser.add_argument("--graph", default="Community/50000/1000000")
     parser.add_argument("--limited", default="Community/200000/4000000")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that homes are made on")
-    parser.add_argument("--models", nargs="+", default=["sage", "gat"])
+    parser.add_argument("--models", nargs="+", default=["sage", "gcn", "gat"])
     parser.add_argument("--limited-models", nargs="+", default=["sage"])
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--shares", type=int, nargs="+", default=[2, 5, 10])
+    parser.add_argument("--shares", type=int, nargs="+", default=[2, 5, 10, 20])
+    parser.add_argument("--disk-share", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
