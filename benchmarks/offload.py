@@ -1,7 +1,7 @@
 """Rows at home (``pyg_sar.offload``) against rows in memory: time of a step, memory, and what moves; and under a limit.
 
     python benchmarks/offload.py --folder /scratch --out docs/results
-    python benchmarks/offload.py --folder /scratch --out /tmp --of limit --limited Community/200000/4000000
+    python benchmarks/offload.py --folder /scratch --out /tmp --of limit disk --limited Community/200000/4000000
 
 The first table trains on a graph that fits, homes in memory. Each setting is a process of its own; they take turns, and
 the table has medians. The loss of the second step is compared, before rounding grows with each. *Device* is the peak of
@@ -14,7 +14,7 @@ the data is loaded, and a share of what a step in memory needs; homes are files 
 count. The third trains in a control group that holds so much memory, pages of files included (version 1, made by
 ``root``), so that the disk has to be read and written: rows at home; the same without reading ahead and writing behind;
 and rows in memory, of which autograd saves all tensors in mapped files (``saved_tensors_hooks``). Writes
-``offload-cpu.md``.
+``offload-time.md``, ``offload-limit.md`` and ``offload-disk.md``.
 """
 
 import argparse
@@ -48,32 +48,30 @@ SLACK = 32 * 2**20  # for what Python and the allocator take besides tensors
 
 
 def main(args: argparse.Namespace) -> None:
-    lines = [
+    head = (
         f"Three layers (GraphSAGE, GCN: {args.hidden} hidden, GAT: 4 heads of {args.hidden // 2}), batch "
-        f"normalisation, no dropout, Adam, single precision, {args.threads} threads. {processor()}, "
-        f"torch {torch.__version__}. Made by `benchmarks/offload.py`."
-    ]
+        f"normalisation, no dropout, Adam, single precision, {args.threads} threads. {processor()}, torch "
+        f"{torch.__version__}. Made by `benchmarks/offload.py`."
+    )
+    tables = {"time": (times, args.graph), "limit": (limits, args.limited), "disk": (disk, args.limited)}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        if args.of in ("time", "all"):
-            lines += ["", *times(args, prepare(args.graph, folder))]
-        if args.of in ("limit", "all"):
-            lines += ["", *limits(args, prepare(args.limited, folder))]
-        if args.of in ("disk", "all"):
-            lines += ["", *disk(args, prepare(args.limited, folder))]
-    print(write(args.out, "offload-cpu.md", lines))
+        for name in args.of:
+            make, graph = tables[name]
+            print(write(args.out, f"offload-{name}.md", [head, "", *make(args, prepare(graph, folder))]))
 
 
 def prepare(graph: str, folder: str) -> str:
     """Partition a graph into one part, whose rows are in locality order."""
     path = f"{folder}/{graph.replace('/', '-')}"
-    pyg_sar.partition(dataset(graph, "data"), 1, path)
+    if not Path(path).exists():
+        pyg_sar.partition(dataset(graph, "data"), 1, path)
     return path
 
 
 def times(args: argparse.Namespace, path: str) -> list[str]:
     """Return the lines of the first table."""
     settings = [(kind, chunks, "") for kind in args.models for chunks in (0, *args.chunks)]
-    settings += [(kind, chunks, how) for kind in args.models for chunks in args.chunks for how in ("again", "stay")
+    settings += [(kind, args.chunks[0], how) for kind in args.models for how in ("again", "stay")
                  if how == "stay" or kind != "gat"]  # fmt: skip
     found: dict[Any, list[dict[str, Any]]] = {setting: [] for setting in settings}
     for _ in tqdm(range(args.rounds)):
@@ -288,7 +286,7 @@ if __name__ == "__main__":
         worker(sys.argv[2:])
         sys.exit()
     parser = argparse.ArgumentParser()
-    parser.add_argument("--of", choices=["time", "limit", "disk", "all"], default="all")
+    parser.add_argument("--of", nargs="+", choices=["time", "limit", "disk"], default=["time", "limit", "disk"])
     parser.add_argument("--graph", default="Community/50000/1000000")
     parser.add_argument("--limited", default="Community/200000/4000000")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that homes are made on")

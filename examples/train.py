@@ -4,6 +4,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py runs/community-2 --model gat
     python examples/train.py runs/community-1 --offload /scratch --budget 1GiB    # rows in files
 
+With ``--checkpoint runs/checkpoints --resume`` it goes on where it ended, also by ``--max-restarts 3`` of the launcher.
+
 Lines marked with ``# sar`` are what a script for one process would not have.
 """
 
@@ -34,6 +36,9 @@ parser.add_argument("--offload", help="keep rows in host memory ('memory') or in
 parser.add_argument("--budget", default="2GiB", help="with --offload: what a step may take beside data and rows")
 parser.add_argument("--device", default="cpu")
 parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--checkpoint", help="save the run to this folder, which all workers see")
+parser.add_argument("--every", type=int, default=1, help="epochs between two checkpoints")
+parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 parser.add_argument("--save", help="write the trained weights to this safetensors file")
 
 
@@ -73,8 +78,13 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
         data = pyg_sar.offload(data, args.budget, model, home=home)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
+    saves = None
+    if args.checkpoint:
+        saves = pyg_sar.Checkpoints(args.checkpoint, args.every, model=model, optimizer=optimizer, data=data)  # sar
+    first = 1 + saves.restore() if saves and args.resume else 1
+
     loaded = peak_memory(args.device)
-    times, bar = [], tqdm(range(1, args.epochs + 1), disable=rank != 0)
+    times, bar = [], tqdm(range(first, args.epochs + 1), disable=rank != 0)
     for epoch in bar:
         start = time.perf_counter()
         with pyg_sar.record_traffic(data.edge_index) as layers:
@@ -83,6 +93,8 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
         accs = test(model, data)
         if rank == 0:
             bar.write(f"epoch {epoch:3d}  loss {loss:.4f}  train {accs[0]:.4f}  val {accs[1]:.4f}  test {accs[2]:.4f}")
+        if saves and saves.step(epoch):
+            break  # SIGTERM: everything is saved
     report(args.model, accs[2], times, loaded, layers, rank, data.edge_index)
     if rank == 0 and args.save:
         save_file({k: v.contiguous() for k, v in model.state_dict().items()}, args.save)

@@ -4,9 +4,11 @@ import importlib
 from typing import Any
 
 from pyg_sar import nn
+from pyg_sar.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from pyg_sar.checks.check import check
 from pyg_sar.checks.record import CheckError
 from pyg_sar.data.load import load
+from pyg_sar.debugging import debug
 from pyg_sar.distributed.collectives import (
     all_reduce,
     broadcast_parameters,
@@ -47,6 +49,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "CheckError",
+    "Checkpoints",
     "HostRows",
     "MessageFlowGraphs",
     "ShardedEdgeIndex",
@@ -55,6 +58,7 @@ __all__ = [
     "allow_local",
     "broadcast_parameters",
     "check",
+    "debug",
     "degree_histogram",
     "gather",
     "global_mean",
@@ -62,6 +66,7 @@ __all__ = [
     "inference",
     "init",
     "load",
+    "load_checkpoint",
     "locality_order",
     "message_flow_graphs",
     "negative_sampling",
@@ -72,6 +77,7 @@ __all__ = [
     "process_group",
     "record_traffic",
     "replicated",
+    "save_checkpoint",
     "shard",
     "shard_links",
     "sum_gradients",

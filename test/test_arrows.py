@@ -12,7 +12,10 @@ ROOT = Path(pyg_sar.__file__).parent
 # From the lowest level to the highest. A file imports files of lower levels alone. 'folder.*' are all files of a folder
 # that no other level names; these may import each other, but not in a circle.
 LEVELS = """
-    autograd block caller running structure watch.__init__ distributed.group distributed.traffic
+    autograd block caller running structure watch.__init__ distributed.traffic distributed.values durable
+    distributed.notices
+    distributed.group
+    debugging
     offload.__init__ offload.home
     ops.*
     affine linear exchange
@@ -47,6 +50,7 @@ LEVELS = """
 
     data.*
     planner
+    checkpoint
     offload.move
     offload.plan
     offload.data
@@ -79,7 +83,7 @@ THIRD_PARTY = {
     "torch.distributed": {"distributed"},
     "triton": {"ops"},
     "pymetis": {"data/metis.py"},
-    "safetensors": {"data/store.py"},
+    "safetensors": {"data/store.py", "distributed/values.py"},
 }
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 

@@ -79,7 +79,10 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data | HeteroDa
             data.edge_type = _relations(data)
     else:
         data = _ogb(name, root) if kind.startswith("ogbn-") else _pyg(name, root)
-    return data if isinstance(data, HeteroData) else _complete(data, name)
+    try:
+        return data if isinstance(data, HeteroData) else _complete(data, name)
+    except (IndexError, KeyError, RuntimeError, TypeError) as error:  # such as lists of nodes that there are not
+        raise ValueError(f"'{name}' is no graph whose parts fit together, {type(error).__name__}: {error}.") from error
 
 
 def community_graph(
@@ -241,10 +244,11 @@ def _read_text(path: Path) -> Data:
 
 
 def _edges(edges: np.ndarray, num_nodes: Any = None) -> Data:
-    if num_nodes is None:
-        num_nodes = edges.max(initial=-1) + 1
     edge_index = torch.from_numpy(edges.astype(np.int64, casting="same_kind"))
-    return Data(edge_index=edge_index, num_nodes=int(num_nodes))
+    count = int(edges.max(initial=-1)) + 1 if num_nodes is None else int(num_nodes)
+    if not 0 <= count < 2**48:  # index arithmetic multiplies it
+        raise ValueError(f"it has {count} nodes, by the largest number of one or by 'num_nodes'.")
+    return Data(edge_index=edge_index, num_nodes=count)
 
 
 _READERS: dict[str, tuple[Callable[[Path], Any], str]] = {

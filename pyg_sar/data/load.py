@@ -31,6 +31,7 @@ def load(
     prefetch: int = 1,
     comm_dtype: torch.dtype | None = None,
     one_shot: bool = False,
+    mmap: bool = True,
 ) -> Data | HeteroData:
     r"""Load this worker's part of a partitioned graph.
 
@@ -44,7 +45,8 @@ def load(
             out = model(data.x, data.edge_index)  # rows of this worker's nodes
 
     Tensors on the CPU are mapped from their files: what is not used takes no memory, the system can take back what is
-    not changed, and changes are private to the process.
+    not changed, and changes are private to the process. Nobody must write to the files meanwhile: the numbers would
+    change, and where a file became shorter the process would be killed (SIGBUS). ``mmap=False`` reads them once.
 
     Args:
         path (str): The folder written by :func:`pyg_sar.partition`.
@@ -60,6 +62,8 @@ def load(
             Results are then no longer exact. (default: :obj:`None`, nothing is rounded)
         one_shot (bool, optional): Whether all halo rows of a layer are fetched at once (mode 3), which is faster and
             takes more memory. (default: :obj:`False`)
+        mmap (bool, optional): Whether tensors on the CPU stay in their files until they are used.
+            (default: :obj:`True`)
 
     Returns:
         A :class:`torch_geometric.data.Data` with this worker's rows of every node-level and edge-level tensor.
@@ -84,8 +88,10 @@ def load(
             raise ValueError(f"Expected 'prefetch' to be 0 or more (got {prefetch})")
         if comm_dtype is not None and not comm_dtype.is_floating_point:
             raise ValueError(f"Expected 'comm_dtype' to be a floating-point type (got {comm_dtype})")
-        shard = read_part(path, rank)
+        shard = read_part(path, rank, mmap=mmap)
         mine |= {"identity": shard.identity, "num_parts": shard.num_parts}
+        topologies = [rows.topology for rows in shard.edges.values()]
+        mine |= {"reads": [t.num_src for t in topologies], "serves": [[*map(len, t.serve)] for t in topologies]}
     except Exception as e:  # whatever it is, the others must hear of it
         mine["error"] = f"{type(e).__name__}: {e}"
     said = gather_objects(mine, group)
@@ -124,6 +130,14 @@ def _agree(said: list[dict[str, Any]], rank: int) -> None:
             repair = repairs.get(name, f"Pass the same '{name}' to 'load' on every rank.")
             listed = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
             raise RuntimeError(f"[rank {rank}] The workers differ in '{name}' ({listed}). {repair}")
+    for p, its in enumerate(said):
+        for q, other in enumerate(said):
+            reads, serves = ([counts[k] for counts in c] for c, k in ((its["reads"], q), (other["serves"], p)))
+            if p != q and reads != serves:
+                raise RuntimeError(
+                    f"[rank {rank}] The parts do not fit together: part {p} reads {reads} rows of part {q}, which "
+                    f"serves {serves}. Partition the graph again."
+                )
 
 
 def assemble(

@@ -119,7 +119,7 @@ def partition(
         FileExistsError: If ``out`` exists and ``overwrite`` is not set.
         ImportError: If METIS is needed and ``pymetis`` is missing.
     """
-    if not isinstance(num_parts, int) or num_parts < 1:
+    if not isinstance(num_parts, int) or isinstance(num_parts, bool) or num_parts < 1:
         raise ValueError(f"'num_parts' must be an integer of at least 1, got {num_parts!r}.")
     if order not in (*ORDERS, "id"):
         raise ValueError(f"Unknown order {order!r}, expected {', '.join(ORDERS)} or id.")

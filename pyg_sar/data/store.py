@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
 import torch
@@ -43,9 +43,15 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from pyg_sar.data.split import Topology
+from pyg_sar.durable import digest, exchange, is_dead, owner, sync
 
-FORMAT = {"format": "pyg_sar partition", "version": 2}  # of version 1 had ids of the whole graph in lists of nodes
-DOUBLY = 3  # the version of parts with row pointers over some of their destinations, which 2 does not know
+FORMAT = {"format": "pyg_sar partition", "version": 4}  # versions before had no checksum of the JSON files
+# What part.json must say, and of which type; one of the two lines, for graphs without types and with them.
+PART = {"part": int, "num_parts": int, "identity": str, "files": dict}
+KINDS = (
+    {"num_nodes": int, "num_edges": int, "counts": dict},
+    {"node_types": dict, "edge_types": list, "counts_by_type": list},
+)
 AGAIN = "Copy the part folder again, or partition the graph again."
 
 EdgeType = tuple[str, str, str]
@@ -95,22 +101,27 @@ def create(out: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Pat
     out = Path(out).resolve()
     _check_free(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    unique = uuid.uuid4().hex
-    new, old = (out.with_name(f".{out.name}.{unique}.{state}") for state in ("new", "old"))
+    for stale in out.parent.glob(f".{out.name}.*.new"):
+        if is_dead(stale.name.split(".")[-3]):
+            shutil.rmtree(stale, ignore_errors=True)
+    new = out.with_name(f".{out.name}.{owner()}.{uuid.uuid4().hex}.new")
     try:
         new.mkdir()
         yield new
-        _sync(new)
-        if overwrite and out.exists():
-            os.replace(out, old)
-        os.replace(new, out)
-        _sync(out.parent)
+        sync(new)
+        if overwrite and out.exists() and not exchange(new, out):  # a file system that cannot, such as NFS
+            os.replace(out, old := new.with_suffix(".old"))
+            os.replace(new, out)
+            os.replace(old, new)
+        elif not out.exists():
+            os.replace(new, out)
+        sync(out.parent)
     except BaseException:
-        if old.exists() and not out.exists():
+        if not out.exists() and (old := new.with_suffix(".old")).exists():
             os.replace(old, out)
         shutil.rmtree(new, ignore_errors=True)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(new, ignore_errors=True)  # what was replaced
 
 
 def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
@@ -121,10 +132,7 @@ def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
     counts: dict[str, Any] = {"nodes": sum(nodes.attrs["n_id"].numel() for nodes in shard.nodes.values())}
     for key in ("edges", "rows_in", "rows_out"):
         counts[key] = [sum(count[key][q] for count in each) for q in range(shard.num_parts)]
-    # The oldest format that can hold the topologies.
-    doubly = any(rows is not None for edges in shard.edges.values() for rows in edges.topology.rows)
-    info = FORMAT | ({"version": DOUBLY} if doubly else {})
-    info |= {"part": shard.part, "num_parts": shard.num_parts, "identity": shard.identity}
+    info = FORMAT | {"part": shard.part, "num_parts": shard.num_parts, "identity": shard.identity}
     if shard.typed:
         info["node_types"] = {t: nodes.total for t, nodes in shard.nodes.items()}
         info |= {"edge_types": [[*it] for it in shard.edges], "counts": counts, "counts_by_type": each}
@@ -133,7 +141,7 @@ def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
     files = _files(shard).items()
     info["files"] = {name: _save(path / f"{name}.safetensors", attrs, shard.identity) for name, attrs in files}
     _write_json(path / "part.json", info)
-    _sync(path)
+    sync(path)
     return info
 
 
@@ -166,7 +174,7 @@ def topology_of(tensors: dict[str, Tensor], counts: dict[str, Any], part: int, s
     return Topology(src, dst, tensors["e_id"], rowptr, col, serve, num_src, rows)
 
 
-def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True) -> Shard:
+def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True, mmap: bool = True) -> Shard:
     """Read one part; neither ``meta.json`` nor any other part need be there.
 
     Args:
@@ -174,6 +182,7 @@ def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True)
         part (int): Number of the part.
         verify (bool, optional): Whether to compare checksums, which reads every file once more.
             (default: :obj:`True`)
+        mmap (bool, optional): Whether tensors stay in their files until they are used. (default: :obj:`True`)
 
     Raises:
         FileNotFoundError: If the folder, the part, or one of its files is missing.
@@ -181,10 +190,11 @@ def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True)
     """
     path = Path(folder) / f"part_{part}"
     info = _read_json(path / "part.json", Path(folder))
+    check_part(info, path / "part.json")
     if info["part"] != part:
         raise ValueError(f"'{path}' holds part {info['part']}, expected {part}. Give the folder its own name again.")
     listed = info["files"].items()
-    files = {name: _load(path / f"{name}.safetensors", said, info["identity"], verify) for name, said in listed}
+    files = {name: _load(path / f"{name}.safetensors", said, info["identity"], verify, mmap) for name, said in listed}
     if "node_types" in info:
         node_types, counts = info["node_types"], info["counts_by_type"]
         edge_types = dict.fromkeys(map(tuple, info["edge_types"]))
@@ -199,8 +209,42 @@ def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True)
         topology = topology_of(files[f"graph_{k}"], expected, part, source, target)
         if (found := counts_of(topology, part)) != expected:
             raise ValueError(f"'{path}' holds {found}, but its part.json says {expected}. {AGAIN}")
+        check_topology(topology, part, path)
         edges[it] = EdgeRows(edge_types[it], topology, files[f"edge_{k}"])
     return Shard(part, info["num_parts"], info["identity"], nodes, edges, files["attrs"])
+
+
+def check_part(info: dict[str, Any], file: Path) -> None:
+    """Raise unless ``part.json`` says what it must."""
+    kind = KINDS["node_types" in info]
+    for key, expected in (PART | kind).items():
+        if type(info.get(key)) is not expected:
+            said = type(info[key]).__name__ if key in info else "nothing"
+            raise ValueError(f"'{file}' says {said} for '{key}', expected {expected.__name__}. {AGAIN}")
+    names = [f"node_{k}" for k in range(len(info["node_types"]))] if kind is KINDS[1] else ["graph", "nodes", "edges"]
+    if kind is KINDS[1]:
+        names += [f"{name}_{k}" for k in range(len(info["edge_types"])) for name in ("graph", "edge")]
+    if missing := sorted({*names, "attrs"} - info["files"].keys()):
+        raise ValueError(f"'{file}' lists no file {', '.join(missing)}. {AGAIN}")
+
+
+def check_topology(topology: Topology, part: int, path: Path) -> None:
+    """Raise unless all numbers of a topology are those of rows that there are: kernels do not look."""
+    num_dst = topology.dst_id.numel()
+    for q, (ptr, col, rows) in enumerate(zip(topology.rowptr, topology.col, topology.rows, strict=True)):
+        ends = num_dst if rows is None else rows.numel()
+        ascend = ptr.numel() == ends + 1 and bool((ptr[1:] >= ptr[:-1]).all())
+        if not ascend or (int(ptr[0]), int(ptr[-1])) != (0, col.numel()):
+            raise ValueError(
+                f"'{path}': the row pointer to part {q} has {ptr.numel()} entries that do not ascend from 0 to the "
+                f"{col.numel()} edges, expected {ends + 1} that do. {AGAIN}"
+            )
+        within = [("sources", col, topology.num_src[q]), ("served rows", topology.serve[q], topology.src_id.numel())]
+        for what, ids, count in (*within, *([] if rows is None else [("destinations", rows, num_dst)])):
+            least, most = (int(t) for t in ids.aminmax()) if ids.numel() else (0, -1)
+            if least < 0 or most >= count:
+                found = f"are numbered {least} to {most}, expected 0 to {count - 1}"
+                raise ValueError(f"'{path}': the {what} of part {q} {found}. {AGAIN}")
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
@@ -270,11 +314,11 @@ def _save(file: Path, attrs: dict[str, Any], identity: str) -> dict[str, Any]:
     mode = file.stat().st_mode
     save_file(whole, file, metadata={"identity": identity})
     file.chmod(mode)  # safetensors keeps others from reading its files
-    _sync(file)
-    return {"bytes": file.stat().st_size, "sha256": _digest(file), "tensors": describe(whole), "values": values}
+    sync(file)
+    return {"bytes": file.stat().st_size, "sha256": digest(file), "tensors": describe(whole), "values": values}
 
 
-def _load(file: Path, expected: dict[str, Any], identity: str, verify: bool) -> dict[str, Any]:
+def _load(file: Path, expected: dict[str, Any], identity: str, verify: bool, mmap: bool) -> dict[str, Any]:
     """Read one file of a part, and compare it with what ``part.json`` says."""
     if not file.is_file():
         raise FileNotFoundError(f"'{file}' is missing, but part.json lists it. {AGAIN}")
@@ -285,6 +329,7 @@ def _load(file: Path, expected: dict[str, Any], identity: str, verify: bool) -> 
             tensors = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118
             # Empty ones share an address, for which 'torch.save' takes several types for views of one memory.
             tensors = {key: t if t.numel() > 0 else torch.empty_like(t) for key, t in tensors.items()}
+            tensors = tensors if mmap else {key: t.clone() for key, t in tensors.items()}
     except SafetensorError as error:
         raise ValueError(f"'{file}' is truncated or damaged: {size} ({error}). {AGAIN}") from error
     if found != identity:
@@ -295,7 +340,7 @@ def _load(file: Path, expected: dict[str, Any], identity: str, verify: bool) -> 
         raise ValueError(
             f"'{file}' does not fit part.json: {size}, {describe(tensors)}, {expected['tensors']}. {AGAIN}"
         )
-    if verify and _digest(file) != expected["sha256"]:
+    if verify and digest(file) != expected["sha256"]:
         raise ValueError(f"'{file}' is damaged: its checksum is not the one in part.json. {AGAIN}")
     attrs: dict[str, Any] = {}
     for key, value in (tensors | expected["values"]).items():
@@ -329,32 +374,34 @@ def _read_json(file: Path, folder: Path) -> dict[str, Any]:
         raise ValueError(f"'{file}' is truncated or damaged ({error}). {AGAIN}") from error
     if not isinstance(info, dict) or info.get("format") != FORMAT["format"]:
         raise ValueError(f'\'{file}\' was not written by pyg_sar, expected "format": "{FORMAT["format"]}" in it.')
-    if info["version"] not in (FORMAT["version"], DOUBLY):
+    if info.get("version") != FORMAT["version"]:
         raise ValueError(
-            f"'{file}' has format version {info['version']}, but this pyg_sar reads {FORMAT['version']} and {DOUBLY}. "
+            f"'{file}' has format version {info.get('version')}, but this pyg_sar reads {FORMAT['version']}. "
             "Install the pyg_sar that wrote it, or partition the graph again."
         )
-    return info
+    if info.pop("checksum", None) != _checksum(info):
+        raise ValueError(f"'{file}' is damaged: its checksum is not that of what it says. {AGAIN}")
+    return Said(file, info)
+
+
+class Said(dict):
+    """What a JSON file says; a key that is missing is an error with the name of the file."""
+
+    def __init__(self, file: Path, said: dict[str, Any]) -> None:
+        super().__init__(said)
+        self.file = file
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise ValueError(f"'{self.file}' says nothing of '{key}'. {AGAIN}")
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
+    content = json.loads(json.dumps(content))  # as it will be read
     with open(file, "x", encoding="utf-8") as f:
-        json.dump(content, f, indent=1)
-    _sync(file)
+        json.dump(content | {"checksum": _checksum(content)}, f, indent=1)
+    sync(file)
 
 
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as f:
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _checksum(content: dict[str, Any]) -> str:
+    """Return a checksum of what a JSON file says."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

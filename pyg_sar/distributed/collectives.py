@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar import debugging
 from pyg_sar.affine import merge_moments
 from pyg_sar.distributed import group as workers
+from pyg_sar.distributed import notices
 from pyg_sar.distributed.agreement import agree, compare, describe, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
 from pyg_sar.watch import SAME, gives, stepped
@@ -142,6 +144,8 @@ def sum_gradients(
         *modules, group = modules  # type: ignore[assignment]
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
     named = {name: p for name, p in every.items() if not is_local(p)}
+    if notices.LOOKS:
+        debugging.look(every, lambda odd: gather_objects(odd, group))
     if not grouped(group):
         return
     totals = compare(named, optimizer, group)
@@ -151,6 +155,7 @@ def sum_gradients(
     for alike in kinds.values():
         sum_flat(alike, group)
     remember([*named.values()], totals, [p for p in every.values() if is_local(p)])
+    notices.stepped()
 
 
 def parameters_of(*modules: Any) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyg_sar.distributed import notices, values
+
 Group = Any
 _here = threading.local()  # whose `member` this thread is
 
@@ -65,17 +67,33 @@ def size_of(group: Group = None) -> int:
 
 
 @contextmanager
-def talking(doing: str, group: Group = None) -> Iterator[None]:
-    """Say what may have happened when the other workers do not answer."""
+def talking(doing: str, group: Group = None, peer: int | None = None) -> Iterator[None]:
+    """Say what has happened when the other workers do not answer.
+
+    Args:
+        doing: What this worker does.
+        group: The workers.
+        peer: Whom it waits for; None for all of them, in a call that all make.
+    """
+    board = None if isinstance(current(group), Member) else notices.CURRENT
+    if board is not None:
+        if peer is None:
+            notices.calls(doing)
+        board.waits = notices.EVERYBODY if peer is None else peer
     try:
         yield
+    except notices.Lost:
+        raise
     except RuntimeError as error:
-        raise RuntimeError(
-            f"[rank {rank_of(group)}] Lost the other workers while {doing} ({str(error).splitlines()[0]}). "
-            f"Either a worker ended (look for the first error among all ranks), or the workers ran different code: "
-            f"every rank must call the same layers in the same order with inputs of the same width, 'dtype' and "
-            f"'requires_grad', even if it holds no nodes, edges or labels."
-        ) from error
+        why = (board.why() if board else "") or (
+            f"either a worker ended (look for the first error among all ranks), or they ran different code. "
+            f"{notices.ORDER}"
+        )
+        said = str(error).splitlines()[0]
+        raise notices.Lost(f"[rank {rank_of(group)}] Lost the other workers while {doing}: {why} ({said})") from error
+    finally:
+        if board is not None:
+            board.waits = None
 
 
 def host(group: Group = None) -> torch.device:
@@ -110,13 +128,15 @@ def all_gather(tensor: Tensor, group: Group = None) -> list[Tensor]:
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """Return the values of all workers."""
+    """Return the values of all workers, which :mod:`~pyg_sar.distributed.values` can write."""
     group = current(group)
     if isinstance(group, Member):
         return group.workers.meet(group.rank, "gather_objects", value)
-    out: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(out, value, group=group)
-    return out
+    mine = torch.frombuffer(bytearray(values.to_bytes(value)), dtype=torch.uint8).to(host(group))
+    sizes = [int(n) for n in all_gather(torch.tensor([mine.numel()], device=mine.device), group)]
+    mine = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel()))
+    found = zip(all_gather(mine, group), sizes, strict=True)
+    return [values.from_bytes(bytes(data[:size].cpu().numpy())) for data, size in found]
 
 
 def broadcast_(tensor: Tensor, group: Group = None) -> None:

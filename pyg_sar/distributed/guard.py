@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.distributed.group import Group, Member, Message, is_local, rank_of, start, talking
+from pyg_sar.distributed.notices import ORDER
 from pyg_sar.exchange import Meter
 from pyg_sar.running import About
 
@@ -32,10 +33,6 @@ FIELDS = struct.Struct("<dBI")  # see `Told`; the words follow
 UNTOLD, FIRST, CHANGED = range(3)  # there is no sum; it is that of the layer's first call; it is another one
 LAST_WORDS = timedelta(seconds=1)  # in which peers shall hear why a worker ends
 
-ORDER = (
-    "Every rank must call the same layers in the same order, with inputs of the same width, 'dtype' and "
-    "'requires_grad', even if it holds no nodes, edges or labels."
-)
 WIDTHS = "Widths must not be taken from a worker's own labels: 'data.num_classes' is that of the whole graph."
 START = (
     "All workers must start from the same parameters: make and load the model alike on all of them, or call "
@@ -111,7 +108,7 @@ class Header:
         if self.heard:
             return ""
         begin, self.heard = time.perf_counter(), True
-        with talking(f"hearing what worker {self.peer} does", self.turn.group):
+        with talking(f"hearing what worker {self.peer} does", self.turn.group, self.peer):
             self.came.wait(*timeout)
             self.sent.wait(*timeout)  # at once: who tells has asked before
         self.turn.meter(wait=time.perf_counter() - begin)

@@ -3,8 +3,12 @@ r"""Start and orderly end of the workers."""
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import signal
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,40 +17,56 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from pyg_sar.debugging import debug_if_asked
+from pyg_sar.distributed import notices
 from pyg_sar.watch.mode import start, stop, watching
 
 
 @contextmanager
-def process_group(backend: str | None = None, timeout: float = 300.0) -> Iterator[int]:
+def process_group(
+    backend: str | None = None, timeout: float = 300.0, leave_within: float | None = None
+) -> Iterator[int]:  # fmt: skip
     """Join the workers that ``torch.distributed.run`` has started, and leave them in order; yields the rank.
 
-    A script that was started without it is a group of one worker. When the block ends well, workers wait for each other
-    before they leave: gloo aborts a process that leaves while others still talk. When it ends with an exception the
-    worker leaves at once, so that the others see a lost connection instead of waiting.
+    A script that was started without it is a group of one worker. When the block ends well, a worker waits for all
+    others, as long as they live: gloo aborts a process that leaves while others still talk. So one of them may still
+    write results alone. When it ends with an exception the worker says why, and leaves at once; the others raise, too,
+    and tell its reason. ``torchrun --max-restarts`` starts all of them again.
 
     Args:
         backend (str, optional): As for :func:`torch.distributed.init_process_group`. (default: :obj:`None`, gloo for
             CPU tensors, and NCCL for CUDA tensors if there is a GPU for every local worker)
-        timeout (float, optional): Seconds after which a worker stops waiting for another one. (default: :obj:`300.0`)
+        timeout (float, optional): Seconds after which a worker stops waiting for another one, within the block and
+            before it. (default: :obj:`300.0`)
+        leave_within (float, optional): Seconds after which a worker that has finished stops waiting for others that
+            still work. (default: :obj:`None`, as long as they live)
 
     Yields:
         The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start.
+
+    Raises:
+        RuntimeError: If another worker ended, stopped answering, or runs different code, with what it said.
     """
     if not join(backend, timeout):
         yield 0
         return
     try:
-        with watching():
+        with watching(), debug_if_asked():
             yield dist.get_rank()
     except SystemExit as end:
         if not end.code:  # a script that ends well by `sys.exit()`
-            leave()
+            leave(timeout, leave_within)
+        else:
+            tell(end)
         raise
-    # Not in a `finally`: after an exception the others may never come to the barrier.
-    leave()
+    except BaseException as error:
+        tell(error)
+        raise
+    # Not in a `finally`: after an exception the others may never come.
+    leave(timeout, leave_within)
 
 
-def init(backend: str | None = None, timeout: float = 300.0) -> int:
+def init(backend: str | None = None, timeout: float = 300.0, leave_within: float | None = None) -> int:
     """Join the workers as :func:`process_group` does, for the rest of the script, and return the rank.
 
     .. code-block:: python
@@ -60,6 +80,7 @@ def init(backend: str | None = None, timeout: float = 300.0) -> int:
     Args:
         backend (str, optional): As for :func:`process_group`.
         timeout (float, optional): As for :func:`process_group`.
+        leave_within (float, optional): As for :func:`process_group`.
 
     Returns:
         The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start.
@@ -67,11 +88,11 @@ def init(backend: str | None = None, timeout: float = 300.0) -> int:
     if not join(backend, timeout):
         return 0
     start()
-    leave_at_exit()
+    leave_at_exit(timeout, leave_within)
     return dist.get_rank()
 
 
-def leave_at_exit() -> None:
+def leave_at_exit(timeout: float, leave_within: float | None) -> None:
     """Leave when the interpreter ends, if it ends well: of an exception it tells in ``sys.last_value``, of ``sys.exit``
     only those who were called.
     """
@@ -83,8 +104,10 @@ def leave_at_exit() -> None:
 
     def end() -> None:
         stop()
-        if not hasattr(sys, "last_value") and not any(statuses):
-            leave()
+        if (error := getattr(sys, "last_value", None)) is not None or any(statuses):
+            tell(error or SystemExit(next(filter(None, statuses))))
+        else:
+            leave(timeout, leave_within)
 
     sys.exit = leaving
     atexit.register(end)
@@ -94,21 +117,92 @@ def join(backend: str | None, timeout: float) -> bool:
     """Join the workers, if there are others."""
     if "WORLD_SIZE" not in os.environ:
         return False
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_launcher()
     if backend is None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         backend = "cpu:gloo,cuda:nccl" if 0 < local <= torch.cuda.device_count() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    store, rank, size = rendezvous(timeout)
+    store = dist.PrefixStore(meet(store, rank, size, timeout), store)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, OSError) as error:
+        raise RuntimeError(
+            f"[rank {rank}] Could not connect with the other workers: {str(error).splitlines()[0]}. Look for the first "
+            f"error among all ranks; on several hosts, see that they reach each other ('GLOO_SOCKET_IFNAME')."
+        ) from error
+    notices.CURRENT = notices.Notices(store, rank, size)
     if "nccl" in backend:  # a first message from one worker to another one takes connections that all make together
         dist.all_reduce(torch.zeros(1, device="cuda"))
     return True
 
 
-def leave() -> None:
+def end_with_launcher() -> None:
+    """Have the system end this process by SIGTERM when its launcher is gone, where it can (Linux)."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None and sys.platform == "linux":
+        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def rendezvous(timeout: float) -> tuple[dist.Store, int, int]:
+    """Return the store that the launcher names, this worker's rank, and the number of workers."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    return store, rank, size
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
+    """Return a name that the workers of this attempt alone have in common.
+
+    Launchers keep the store when they start workers again, with all that the dead ones have written, and number
+    attempts differently on different hosts. So every worker asks by a name of its own, and rank 0 answers those who
+    ask until all of them have heard.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+
+    def missing(ranks: list[int]) -> RuntimeError:
+        return RuntimeError(
+            f"[rank {rank}] Of {size} workers, rank {', '.join(map(str, ranks))} did not come within {timeout:g} s. "
+            f"Start all of them, with the same number of workers, and look for the first error among all ranks."
+        )
+
+    if rank > 0:
+        store.set(f"asks/{rank}", mine)
+        while not store.check([f"answer/{mine}"]):
+            if time.monotonic() > deadline:
+                raise missing([0])
+            time.sleep(0.01)
+        name = store.get(f"answer/{mine}").decode()
+        store.set(f"{name}/heard/{rank}", "")
+        return name
+    waits = list(range(1, size))
+    while waits := [r for r in waits if not store.check([f"{mine}/heard/{r}"])]:
+        for r in waits:
+            if store.check([f"asks/{r}"]):
+                store.set(f"answer/{store.get(f'asks/{r}').decode()}", mine)
+        if time.monotonic() > deadline:
+            raise missing(waits)
+        time.sleep(0.01)
+    return mine
+
+
+def tell(error: BaseException) -> None:
+    """Say why this worker ends."""
+    if notices.CURRENT is not None:
+        notices.CURRENT.end(error)
+
+
+def leave(timeout: float = 300.0, leave_within: float | None = None) -> None:
     """Wait for the other workers, then leave the group; does nothing where there is none."""
+    board, notices.CURRENT = notices.CURRENT, None
+    if board is not None and dist.is_initialized():
+        try:
+            board.leave(timeout, leave_within)
+        except RuntimeError as error:
+            board.end(error)
+            raise
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.distributed import guard, staging
-from pyg_sar.distributed.group import Group, Message, current, start, talking
+from pyg_sar.distributed import guard, notices, staging
+from pyg_sar.distributed.group import Group, Member, Message, current, start, talking
 from pyg_sar.exchange import Meter
 from pyg_sar.running import About
+
+NOBODY = -2  # whom a worker waits for that starts to send
 
 
 class Channel:
@@ -32,8 +34,10 @@ class Channel:
     def begin(self, about: About | None, peers: Sequence[int], device: torch.device, meter: Meter) -> None:
         """Begin another turn; tell ``peers`` what this worker does with rows on ``device``."""
         self.turn, self.told = self.turn + 1, None
+        if not isinstance(self.group, Member):
+            notices.calls("an exchange of rows" if about is None else about.what)
         if about is not None and guard.ON and guard.travel(self.group, device):
-            with talking("starting to tell others what this worker does", self.group):
+            with talking("starting to tell others what this worker does", self.group, NOBODY):
                 self.told = guard.Turn(about, peers, self.group, zlib.crc32(f"{self.turn}".encode()) >> 1, meter)
 
     def buffer(self, rows: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -72,12 +76,14 @@ class Channel:
         found: list[Pending] = [] if header is None else [header]
         if not messages:
             return found
-        with self.talking(f"starting to exchange {what} with workers {dst} and {src}"):
+        with self.talking(f"starting to exchange {what} with workers {dst} and {src}", NOBODY):
             works = start(messages, self.group)
         # A backend that groups transfers returns one handle for all of them.
         pairs = zip(works, messages, strict=True) if len(works) == len(messages) else [(works[0], messages[0])]
         transfers = [
-            Transfer(self, work, messages, f"{'sending' if m.sends else 'receiving'} {what}, worker {m.peer}", meter)
+            Transfer(
+                self, work, messages, f"{'sending' if m.sends else 'receiving'} {what}, worker {m.peer}", m.peer, meter
+            )
             for work, m in pairs
         ]
         if landing is not None:
@@ -85,10 +91,10 @@ class Channel:
         return [*found, *transfers]
 
     @contextmanager
-    def talking(self, doing: str) -> Iterator[None]:
+    def talking(self, doing: str, peer: int) -> Iterator[None]:
         """Say what has happened when the other workers do not answer."""
         try:
-            with talking(doing, self.group):
+            with talking(doing, self.group, peer):
                 yield
         except RuntimeError as error:
             if self.told is not None:
@@ -104,13 +110,14 @@ class Transfer:
     work: Any
     messages: list[Message]
     doing: str
+    peer: int
     meter: Meter
     landing: staging.Landing | None = None
 
     def wait(self) -> None:
         """Return when the message has arrived."""
         start = time.perf_counter()
-        with self.channel.talking(self.doing):
+        with self.channel.talking(self.doing, self.peer):
             self.work.wait()
         self.meter(wait=time.perf_counter() - start)
         if self.landing is not None:

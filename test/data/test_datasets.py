@@ -1,6 +1,8 @@
+import random
 import shutil
 import sys
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from support.sample_graphs import REAL, random_edges, real
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 from torch_geometric.utils import degree, is_undirected, to_torch_csr_tensor
 
+import pyg_sar
+from pyg_sar import cli
 from pyg_sar.data.datasets import community_graph, dataset
 from pyg_sar.data.partition import partition, prepare
 
@@ -392,3 +396,50 @@ def test_relations_tell_something_of_the_classes():
     told = (data.edge_type % 2 == same).float().mean()
     assert 0.75 < told < 0.95  # 0.7 are told, half of the others by chance
     assert data.edge_type.equal(dataset("Relations/300/4000").edge_type)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(f"0,{2**63 - 1}\n", "it has 9223372036854775808 nodes"), ("0,-1\n1,0\n", "ids in 'edge_index'")],
+)
+def test_node_numbers_that_cannot_be(tmp_path, text, message):
+    (tmp_path / "edges.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        pyg_sar.partition(dataset(str(tmp_path / "edges.csv")), 1, tmp_path / "graph")
+
+
+def test_lists_of_nodes_that_there_are_not(tmp_path):
+    edges = torch.tensor([[0, 1], [1, 2]])
+    lists = {"train_idx": torch.tensor([7]), "train_y": torch.tensor([0]), "test_idx": torch.tensor([1])}
+    torch.save({"edge_index": edges, "num_nodes": 3, **lists, "test_y": torch.tensor([0])}, tmp_path / "graph.pt")
+    with pytest.raises(ValueError, match=r"graph\.pt' is no graph whose parts fit together, IndexError"):
+        dataset(str(tmp_path / "graph.pt"))
+
+
+@pytest.mark.parametrize("num_parts", [True, 0, 1.0, "2", None])
+def test_numbers_of_parts(tmp_path, num_parts):
+    with pytest.raises(ValueError, match="'num_parts' must be an integer of at least 1"):
+        pyg_sar.partition(community_graph(20, 40), num_parts, tmp_path / "graph")
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.grid)])
+def test_mutants_of_files(tmp_path, count, capsys):
+    """A byte of an input file is another one, or gone, or more: a partition is made, or there is one line of error."""
+    data, rng = community_graph(20, 60, 4, 3), random.Random(0)
+    arrays = {"edge_index": data.edge_index.numpy(), "x": data.x.numpy(), "y": data.y.numpy()}
+    np.savez(tmp_path / "0.npz", **arrays)
+    torch.save(data.to_dict(), tmp_path / "1.pt")
+    np.savetxt(tmp_path / "2.csv", data.edge_index.t().numpy(), "%d", ",")
+    np.savetxt(tmp_path / "3.txt", data.edge_index.t().numpy(), "%d")
+    for k, file in enumerate(sorted(tmp_path.glob("[0-3].*")) * (count // 4)):
+        content = file.read_bytes()
+        at, kind = rng.randrange(len(content)), rng.randrange(4)
+        put = bytes([rng.randrange(256)]) if kind in (0, 2) else b""
+        changed = tmp_path / f"mutant{file.suffix}"
+        changed.write_bytes(content[:at] + put + (b"" if kind == 3 else content[at + (kind < 2) :]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            status = cli.main(["partition", str(changed), "--num-parts", "2", "--out", str(tmp_path / f"graph-{k}")])
+        told = capsys.readouterr().err
+        assert status == 0 or (status == 2 and told.count("pyg-sar: error:") == 1), (changed, told)
+        assert (tmp_path / f"graph-{k}").exists() == (status == 0)

@@ -1,13 +1,19 @@
 import dataclasses
 import json
 import os
+import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.sample_graphs import put_together, random_edges, read_part
+from torch_geometric.data import Data
 
+import pyg_sar
+from pyg_sar import cli
 from pyg_sar.data import store
 from pyg_sar.data.split import Topology, split
 
@@ -42,7 +48,10 @@ def folder(tmp_path):
 
 
 def edit(file: Path, **changes):
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    """Change what a file says, as a writer who is wrong: the checksum fits."""
+    info = json.loads(file.read_text()) | changes
+    info = {key: value for key, value in info.items() if key != "checksum" and value is not None}
+    file.write_text(json.dumps(info | {"checksum": store._checksum(info)}))
 
 
 def test_topology_comes_back(folder):
@@ -64,20 +73,19 @@ def test_topology_comes_back(folder):
         assert topology.dst_id is topology.src_id is shard.nodes[store.NODE].attrs["n_id"]
 
 
-@pytest.mark.parametrize(("num_edges", "version"), [(NUM_EDGES, 2), (3, 3)])
-def test_parts_have_the_oldest_version_that_can_hold_them(tmp_path, num_edges, version):
-    """Only row pointers over some of the destinations, of blocks with few edges, are new in version 3."""
+@pytest.mark.parametrize(("num_edges", "doubly"), [(NUM_EDGES, False), (3, True)])
+def test_row_pointers_over_some_of_the_destinations(tmp_path, num_edges, doubly):
+    """Those of blocks with few edges."""
     edge_index, part = random_edges(NUM_NODES, num_edges), torch.arange(NUM_NODES) % 2
     with store.create(tmp_path / "graph") as path:
         for p, topology in enumerate(split(edge_index, part, part, 2)):
             nodes = {store.NODE: store.NodeRows(NUM_NODES, {"n_id": topology.src_id})}
             edges = {store.EDGE: store.EdgeRows(num_edges, topology, {})}
             info = store.write_part(path, store.Shard(p, 2, "one", nodes, edges, {}))
-            assert info["version"] == version
-            assert any("rows" in name for name in info["files"]["graph"]["tensors"]) == (version == 3)
+            assert any("rows" in name for name in info["files"]["graph"]["tensors"]) == doubly
     read = [store.read_part(tmp_path / "graph", p).edges[store.EDGE].topology for p in range(2)]
     assert put_together(read).equal(edge_index)
-    assert all((rows is not None) == (version == 3) for topology in read for rows in topology.rows)
+    assert all((rows is not None) == doubly for topology in read for rows in topology.rows)
 
 
 DTYPES = [
@@ -182,7 +190,7 @@ def test_layout_of_a_part(tmp_path, kind):
             nodes, edges = ({names.get(t, t): r for t, r in rows.items()} for rows in (shard.nodes, shard.edges))
             store.write_part(new, dataclasses.replace(shard, nodes=nodes, edges=edges))
     info = json.loads((tmp_path / "graph" / "part_1" / "part.json").read_text())
-    assert list(info) == keys and list(info["files"]) == files
+    assert list(info) == [*keys, "checksum"] and list(info["files"]) == files
     assert {path.stem for path in (tmp_path / "graph" / "part_1").iterdir()} == {"part", *files}
     shard = store.read_part(tmp_path / "graph", 1)
     assert shard.typed == bool(names) and list(shard.nodes) == list(nodes) and list(shard.edges) == list(edges)
@@ -244,8 +252,8 @@ def test_damaged_part_json(folder, text):
 
 
 def test_newer_format(folder):
-    edit(folder / "part_0" / "part.json", version=4)
-    with pytest.raises(ValueError, match=r"has format version 4, but this pyg_sar reads 2 and 3. Install"):
+    edit(folder / "part_0" / "part.json", version=5)
+    with pytest.raises(ValueError, match=r"has format version 5, but this pyg_sar reads 4. Install"):
         store.read_part(folder, 0)
 
 
@@ -404,3 +412,152 @@ def test_parents_are_made_and_links_followed(tmp_path):
 def test_nothing_is_unpickled():
     assert "pickle" not in Path(store.__file__).read_text().replace("unpickled", "")
     assert "torch.load" not in Path(store.__file__).read_text()
+
+
+# Mutants: whatever is in a folder, it is read as it was written, or there is an error.
+
+
+def mutants(folder, count, seed=0):
+    """Yield files of which a byte was changed, taken out, put in, or all that follows it cut."""
+    rng = random.Random(seed)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for _ in range(count):
+        file = rng.choice(files)
+        content = file.read_bytes()
+        at, kind = rng.randrange(len(content)), rng.randrange(4)
+        put = bytes([rng.randrange(256)]) if kind in (0, 2) else b""
+        changed = content[:at] + put + (b"" if kind == 3 else content[at + (kind < 2) :])
+        if changed != content:
+            file.write_bytes(changed)
+            yield file
+            file.write_bytes(content)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.grid)])
+def test_mutants(tmp_path, count, capsys):
+    write(tmp_path / "graph", node_attrs={"x": torch.ones(NUM_NODES // NUM_PARTS, 2)})
+    data = Data(x=torch.ones(30, 3), edge_index=random_edges(30, 60), y=torch.arange(30) % 3)
+    pyg_sar.partition(data, 2, tmp_path / "whole")
+    for folder, parts in ((tmp_path / "graph", NUM_PARTS), (tmp_path / "whole", 2)):
+        expected = [described(store.read_part(folder, p)) for p in range(parts)]
+        for file in mutants(folder, count // 2):
+            for p in range(parts):
+                try:
+                    found = described(store.read_part(folder, p))
+                except (OSError, ValueError):
+                    continue
+                assert found == expected[p], file
+            if (folder / "meta.json").exists():
+                status = cli.main(["info", str(folder)])
+                assert status == (2 if file.name == "meta.json" or folder.name == "graph" else 0), file
+                capsys.readouterr()
+
+
+def described(shard):
+    """All that a part holds, to be compared."""
+    topologies = [e.topology for e in shard.edges.values()]
+    tensors = [t for it in topologies for ts in (it.rowptr, it.col, it.serve, [it.e_id]) for t in ts]
+    attrs = [*shard.attrs.items(), *(a for n in shard.nodes.values() for a in n.attrs.items())]
+    return repr([shard.part, shard.num_parts, shard.identity, [t.tolist() for t in tensors], attrs])
+
+
+WRONG = {
+    "col": lambda t: t.fill_(NUM_NODES), "negative col": lambda t: t.fill_(-1),
+    "rowptr": lambda t: t.copy_(t.flip(0)), "long rowptr": lambda t: t.add_(1), "serve": lambda t: t.fill_(NUM_NODES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_writers_that_are_wrong(tmp_path, which):
+    """Numbers that kernels would read beyond their memory by, and checksums that fit."""
+    some = list(shards())
+    (edges,) = some[0].edges.values()
+    tensor = max(getattr(edges.topology, which.split()[-1]), key=torch.numel)
+    WRONG[which](tensor)
+    with store.create(tmp_path / "graph") as new:
+        for shard in some:
+            store.write_part(new, shard)
+    what = {"rowptr": "row pointer to part", "col": "the sources of part", "serve": "the served rows of part"}
+    with pytest.raises(ValueError, match=rf"part_0': {what[which.split()[-1]]} \\d.*expected"):
+        store.read_part(tmp_path / "graph", 0)
+
+
+@pytest.mark.parametrize("key", ["part", "num_parts", "identity", "num_nodes", "num_edges", "counts", "files"])
+@pytest.mark.parametrize("value", [None, 1.5])
+def test_part_json_that_says_something_else(folder, key, value):
+    edit(folder / "part_0" / "part.json", **{key: value})
+    with pytest.raises(ValueError, match=rf"part_0/part.json' says (nothing|float) for '{key}', expected "):
+        store.read_part(folder, 0)
+
+
+def test_rows_that_no_other_part_serves(pool, tmp_path):
+    """Two parts of one identity that do not fit."""
+    data = Data(x=torch.ones(30, 3), edge_index=random_edges(30, 60))
+    pyg_sar.partition(data, 2, tmp_path / "one", method=torch.arange(30) % 2)
+    pyg_sar.partition(data, 2, tmp_path / "two", method=torch.arange(30) // 15)
+    part = store.read_part(tmp_path / "two", 1)
+    shard = dataclasses.replace(part, identity=store.read_part(tmp_path / "one", 0).identity)
+    shutil.rmtree(tmp_path / "one" / "part_1")
+    store.write_part(tmp_path / "one", shard)
+    for outcome in pool.outcomes(2, loaded, tmp_path / "one"):
+        assert outcome[:2] == ("error", "RuntimeError") and "The parts do not fit together" in outcome[2], outcome
+
+
+def loaded(group, folder):
+    return pyg_sar.load(folder, group=group).num_nodes
+
+
+def test_features_that_are_not_mapped(tmp_path):
+    """Who writes to the file changes what is mapped, and nothing else."""
+    write(tmp_path / "graph", node_attrs={"x": torch.ones(NUM_NODES // NUM_PARTS, 2)})
+    file = tmp_path / "graph" / "part_0" / "nodes.safetensors"
+    mapped, read = (store.read_part(tmp_path / "graph", 0, mmap=mmap).nodes[store.NODE] for mmap in (True, False))
+    with open(file, "r+b") as f:
+        f.seek(-4, os.SEEK_END)
+        f.write(bytes(4))
+    assert mapped.attrs["x"][-1, -1] == 0 and read.attrs["x"][-1, -1] == 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pyg_sar.data import store
+
+replaces = []
+replace, exchange = os.replace, store.exchange
+
+def strike(*args):
+    replaces.append(args)
+    if len(replaces) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def killing(*args):
+    strike()
+    replace(*args)
+
+def swapping(*args):
+    strike()
+    return exchange(*args) if sys.argv[3] == "exchange" else False
+
+os.replace, store.exchange = killing, swapping
+with store.create(sys.argv[1], overwrite=True) as new:
+    store.write_meta(new, {"identity": "new"})
+    if sys.argv[2] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_a_writer_that_is_killed_leaves_a_partition(tmp_path, call):
+    """The old one or the new one; the next writer removes what it left."""
+    out = tmp_path / "graph"
+    with store.create(out) as new:
+        store.write_meta(new, {"identity": "old"})
+    path = os.pathsep.join([str(Path(store.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", KILLED, str(out), str(call), "exchange"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert store.read_meta(out)["identity"] == ("new" if call == 2 else "old")
+    assert len(list(tmp_path.iterdir())) == (1 if call == 2 else 2)
+    with store.create(out, overwrite=True) as new:
+        store.write_meta(new, {"identity": "newest"})
+    assert store.read_meta(out)["identity"] == "newest" and list(tmp_path.iterdir()) == [out]

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -71,13 +72,10 @@ def member(rank, store, ends, pipe):
     Reports the error that left the block, when the block ended and was left, and whether there still is a group.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-    init, error, ended = dist.init_process_group, "", 0.0
-
-    def with_file_store(backend, timeout):
-        init(backend, timeout=timeout, store=dist.FileStore(store, 2), rank=rank, world_size=2)
-
+    error, ended = "", 0.0
+    file = dist.FileStore(store, 2)
     try:
-        with mock.patch.object(dist, "init_process_group", with_file_store), pyg_sar.process_group("gloo", 20):
+        with mock.patch.object(module, "rendezvous", lambda _: (file, rank, 2)), pyg_sar.process_group("gloo", 20):
             ready = dist.FileStore(f"{store}-ready", 2)
             if rank == 1:
                 ready.set("connected", "yes")
@@ -129,7 +127,7 @@ def test_leaves_at_once_after_an_error(tmp_path, ends):
     assert error == ("ValueError" if ends == "raise" else "SystemExit")
     assert left < ended
     assert group  # no barrier, no farewell
-    assert other == "RuntimeError"
+    assert other == "Lost"
 
 
 INIT = """
@@ -168,8 +166,8 @@ def test_whether_init_waits_at_the_end(monkeypatch, status):
     ends, left = [], []
     monkeypatch.setattr(sys, "exit", sys.exit)
     monkeypatch.setattr(module.atexit, "register", ends.append)
-    monkeypatch.setattr(module, "leave", lambda: left.append(True))
-    module.leave_at_exit()
+    monkeypatch.setattr(module, "leave", lambda *_: left.append(True))
+    module.leave_at_exit(300.0, None)
     if isinstance(status, ValueError):  # as the interpreter does with what nobody caught
         monkeypatch.setattr(sys, "last_value", status, raising=False)
     else:
@@ -184,3 +182,83 @@ def test_init_without_torchrun_is_a_group_of_one():
     with mock.patch.dict(os.environ, environment, clear=True):
         assert pyg_sar.init() == 0
     assert not dist.is_initialized()
+
+
+def meeting(store, rank, size, found, timeout=10.0):
+    try:
+        found[rank] = module.meet(store, rank, size, timeout)
+    except RuntimeError as error:
+        found[rank] = str(error)
+
+
+def test_attempts_do_not_meet_each_other(tmp_path):
+    """A store that is kept, as launchers keep it: every attempt has a name of its own, also after one that only some
+    workers reached.
+    """
+    names = []
+    for ranks in ([0, 1, 2], [1], [0, 1, 2], [0, 2], [0, 1, 2]):
+        found, whole = {}, len(ranks) == 3
+        args = [(dist.FileStore(str(tmp_path / "store"), 3), r, 3, found, 20.0 if whole else 0.2) for r in ranks]
+        threads = [threading.Thread(target=meeting, args=a) for a in args]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        if whole:
+            assert len(set(found.values())) == 1 and set(found) == {0, 1, 2}
+            names.append(found[0])
+        else:
+            assert all("did not come within 0.2 s. Start all of them" in text for text in found.values())
+    assert len(set(names)) == 3
+
+
+ALONE = """
+import os, sys, time
+import torch
+import pyg_sar
+
+with pyg_sar.process_group(timeout=2) as rank:
+    pyg_sar.all_reduce(torch.ones(1))
+    if rank == 1:
+        time.sleep(5)
+        print("saved")
+"""
+
+
+def test_work_alone_after_the_last_step(tmp_path):
+    """For longer than the timeout."""
+    done = launch(tmp_path, "", ALONE)
+    assert done.returncode == 0 and done.stdout == "saved\n", done.stderr
+
+
+ORPHAN = """
+import os, sys, time
+import pyg_sar
+
+with pyg_sar.process_group(timeout=60) as rank:
+    open(os.path.join(sys.argv[1], f"pid-{rank}"), "w").write(str(os.getpid()))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_workers_end_with_their_launcher(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ORPHAN)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(Path(pyg_sar.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    launcher = subprocess.Popen([*torchrun, str(script), str(tmp_path)], env={**os.environ, "PYTHONPATH": path})
+    files, deadline = [tmp_path / f"pid-{rank}" for rank in range(2)], time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    pids = [int(file.read_text()) for file in files]
+    launcher.kill()
+    launcher.wait()
+    while any(Path(f"/proc/{pid}/stat").exists() and running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}/stat").exists() and running(pid) for pid in pids)
+
+
+def running(pid):
+    """Whether a process is more than an entry that nobody has read yet."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,388 @@
+r"""Checkpoints of a whole run, from which it goes on with the same bits, also after a crash while one is written.
+
+.. code-block:: text
+
+    DIR/checkpoint-000007/checkpoint.json        number of workers, epoch, and a checksum of each file below
+    DIR/checkpoint-000007/shared.safetensors     what all workers have alike: model, optimizer, scheduler
+    DIR/checkpoint-000007/rank-0003.safetensors  random generators of a worker, and rows that only it has
+    DIR/.checkpoint-000008.new                   being written; it gets its name when all is on the disk
+
+Nothing is pickled: :mod:`torch.distributed.checkpoint` would pickle what it knows of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_sar.distributed import values
+from pyg_sar.distributed.collectives import gather_objects, global_max
+from pyg_sar.distributed.group import Group, is_local, rank_of, size_of
+from pyg_sar.durable import digest, sync
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import Seeds
+
+T = TypeVar("T")
+INFO, SHARED = "checkpoint.json", "shared.safetensors"
+FORMAT = {"format": "pyg_sar checkpoint", "version": 1}
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], *, model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None, epoch: int = 0, data: Any = None,
+    keep: int = 2, group: Group = None, **more: Any,
+) -> Path:  # fmt: skip
+    r"""Write what a run needs to go on with the same bits; all workers call it together, between two steps.
+
+    That is the state of model, optimizer and scheduler, the random generators of every worker (of torch, NumPy and
+    Python), and how many seeds of dropout on edges the graph has drawn. It is on the disk, whole, when the function
+    returns; a crash before leaves the last one as it was.
+
+    Args:
+        path (str): A folder that all workers see.
+        model (torch.nn.Module, optional): The model. (default: :obj:`None`)
+        optimizer (torch.optim.Optimizer, optional): The optimizer. (default: :obj:`None`)
+        scheduler (optional): What has a ``state_dict``, such as one of learning rates. (default: :obj:`None`)
+        epoch (int, optional): The last epoch that is complete. (default: :obj:`0`)
+        data (Data or HeteroData, optional): What :func:`pyg_sar.load` returned. (default: :obj:`None`)
+        keep (int, optional): How many checkpoints the folder keeps. (default: :obj:`2`)
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+        **more: Numbers, strings, tensors, and lists, tuples and dictionaries of these; those of rank 0 are kept.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        RuntimeError: On all workers, if one cannot write, or there is something that could only be pickled.
+    """
+    folder, rank = Path(path), rank_of(group)
+    if keep < 1:
+        raise ValueError(f"Expected 'keep' to be 1 or more (got {keep})")
+    local = _LocalRows(model, optimizer)
+
+    def begin() -> str:
+        if rank > 0:
+            return ""
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".checkpoint-*"):
+            shutil.rmtree(stale)
+        name = f"checkpoint-{max([0, *_numbers(folder)]) + 1:06d}"
+        (folder / f".{name}.new").mkdir()
+        return name
+
+    name = _on_all(begin, f"make a checkpoint in '{folder}'", group)[0]
+    new = folder / f".{name}.new"
+
+    def write() -> dict[str, str]:
+        mine = {"generators": _generators(), "seeds": _seed_states(data), "nodes": _nodes(data), **local.state()}
+        content = {f"rank-{rank:04d}.safetensors": mine}
+        if rank == 0:
+            content[SHARED] = {
+                "model": None if model is None else local.without(model.state_dict()),
+                "optimizer": None if optimizer is None else local.optimizer_without(),
+                "scheduler": None if scheduler is None else scheduler.state_dict(),
+                "more": more,
+            }
+        for file, value in content.items():
+            values.write(new / file, value)
+            sync(new / file)
+        return {file: digest(new / file) for file in content}
+
+    files = _on_all(write, f"write a checkpoint to '{folder}', which all workers must see", group)
+
+    def finish() -> None:
+        if rank > 0:
+            return
+        listed = {file: checksum for of_worker in files for file, checksum in of_worker.items()}
+        info = FORMAT | {"epoch": epoch, "workers": size_of(group), "files": listed}
+        (new / INFO).write_text(json.dumps(info, indent=1))
+        sync(new / INFO)
+        sync(new)
+        os.replace(new, folder / name)
+        sync(folder)
+        for old in _numbers(folder)[:-keep]:
+            gone = folder / f".checkpoint-{old:06d}.old"
+            os.replace(folder / f"checkpoint-{old:06d}", gone)
+            shutil.rmtree(gone)
+
+    _on_all(finish, f"finish a checkpoint in '{folder}'", group)
+    return folder / name
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], *, model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None, data: Any = None, group: Group = None,
+) -> dict[str, Any] | None:  # fmt: skip
+    r"""Go on from the newest checkpoint of a folder; all workers call it together, when everything else is made.
+
+    With as many workers on the same partition, what follows has the same bits as if nothing had happened. Another
+    number of workers, or another partition, goes on from the same parameters, with a note: random numbers are others,
+    except the seeds of dropout on edges. Rows of a :class:`~pyg_sar.nn.NodeEmbedding` find their nodes.
+
+    Args:
+        path (str): The folder that was given to :func:`save_checkpoint`.
+        model (torch.nn.Module, optional): Gets its state. (default: :obj:`None`)
+        optimizer (torch.optim.Optimizer, optional): Gets its state. (default: :obj:`None`)
+        scheduler (optional): Gets its state. (default: :obj:`None`)
+        data (Data or HeteroData, optional): What :func:`pyg_sar.load` returned. (default: :obj:`None`)
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+
+    Returns:
+        ``epoch`` and what else was given to :func:`save_checkpoint`, by name; :obj:`None` if there is no checkpoint.
+
+    Raises:
+        RuntimeError: On all workers, if one cannot read it, or something in it is missing, damaged, or does not fit.
+    """
+    folder, rank = Path(path), rank_of(group)
+    newest = gather_objects(_numbers(folder)[-1:] if rank == 0 else None, group)[0]
+    if not newest:
+        return None
+    it = folder / f"checkpoint-{newest[0]:06d}"
+
+    def read() -> tuple[dict[str, Any], Any, list[Any]]:
+        info = json.loads((it / INFO).read_text())
+        if {key: info.get(key) for key in FORMAT} != FORMAT:
+            raise ValueError(f"'{it / INFO}' is none of {FORMAT}")
+        local = _LocalRows(model, optimizer)
+        same = info["workers"] == size_of(group)
+        mine = _read(it, f"rank-{rank if same else 0:04d}.safetensors", info)
+        same = same and mine["nodes"] == _nodes(data)
+        parts = [mine] if same else []
+        if not same and local.names:
+            parts = [_read(it, f"rank-{r:04d}.safetensors", info) for r in range(info["workers"])]
+        shared = _read(it, SHARED, info)
+        for what, there in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+            if there is not None and shared[what] is None:
+                raise ValueError(f"it holds no {what}")
+        return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared, []
+
+    found = _on_all(read, f"read '{it}'. Remove this folder to go on from the one before", group, mine=True)
+    told, shared, _ = found
+    same = bool(-global_max(torch.tensor([-int(told["same"])]), group))
+    rows, states = told["local"]
+    if model is not None:
+        model.load_state_dict(shared["model"] | rows)
+    if optimizer is not None:
+        shared["optimizer"]["state"] |= states
+        optimizer.load_state_dict(shared["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(shared["scheduler"])
+    for seeds, (seed, drawn) in zip(_seeds(data), told["mine"]["seeds"], strict=True):
+        seeds.seed, seeds.drawn = seed, drawn
+    _restore_generators(told["mine"]["generators"], same, rank)
+    if not same and rank == 0:
+        warnings.warn(
+            f"'{it}' is of {told['info']['workers']} workers, or of another partition. Training goes on from its "
+            f"parameters; random numbers other than those of dropout on edges are new ones.",
+            stacklevel=2,
+        )
+    return {"epoch": told["info"]["epoch"], **shared["more"]}
+
+
+class Checkpoints:
+    r"""Saves a run every few epochs, and when it is told to end by SIGTERM, as schedulers of clusters do.
+
+    .. code-block:: python
+
+        checkpoints = pyg_sar.Checkpoints("runs/gat", every=10, model=model, optimizer=optimizer, data=data)
+        for epoch in range(checkpoints.restore() + 1, 101):
+            train()
+            if checkpoints.step(epoch):
+                break  # somebody wants this to end, and everything is saved
+
+    Args:
+        path (str): A folder that all workers see.
+        every (int, optional): Number of epochs between two checkpoints. (default: :obj:`1`)
+        keep (int, optional): How many checkpoints the folder keeps. (default: :obj:`2`)
+        group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+        **state: ``model``, ``optimizer``, ``scheduler`` and ``data``, as for :func:`save_checkpoint`.
+
+    Attributes:
+        more (dict): What else the checkpoint that was restored holds.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], every: int = 1, keep: int = 2, group: Group = None, **state: Any
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"Expected 'every' to be 1 or more (got {every})")
+        self.path, self.every, self.keep, self.group, self.state = path, every, keep, group, state
+        self.more: dict[str, Any] = {}
+        self.told = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._tell)
+
+    def _tell(self, *_: Any) -> None:
+        self.told = True
+
+    def restore(self) -> int:
+        """Go on from the newest checkpoint, if there is one; return its epoch, or 0."""
+        self.more = load_checkpoint(self.path, group=self.group, **self.state) or {"epoch": 0}
+        return self.more["epoch"]
+
+    def step(self, epoch: int, **more: Any) -> bool:
+        """Save after an epoch, if it is time to, and return whether any worker was told to end."""
+        told = bool(global_max(torch.tensor([int(self.told)]), self.group))
+        if told or epoch % self.every == 0:
+            save_checkpoint(self.path, epoch=epoch, keep=self.keep, group=self.group, **self.state, **more)
+        return told
+
+
+class _LocalRows:
+    """The parameters of a model that hold rows of local nodes, and what belongs to them."""
+
+    def __init__(self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.names = [] if model is None else [n for n, p in model.named_parameters() if is_local(p)]
+        owners = [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
+        self.numbers = {k: p for k, p in enumerate(owners) if is_local(p)}  # in the optimizer
+        self.ids: dict[str, Tensor] = {}  # of nodes, by the name of the parameter
+        for name in self.names:
+            assert model is not None
+            self.ids[name] = model.get_buffer(_beside(name, "n_id")).cpu()
+
+    def keys(self) -> set[str]:
+        """What a state dictionary has of them."""
+        return {key for name in self.names for key in (name, _beside(name, "n_id"))}
+
+    def state(self) -> dict[str, Any]:
+        """Return the rows, and what the optimizer knows of them."""
+        assert self.model is not None or not self.names
+        rows = {} if self.model is None else {k: v for k, v in self.model.state_dict().items() if k in self.keys()}
+        states = {} if self.optimizer is None else self.optimizer.state_dict()["state"]
+        return {"rows": rows, "states": {k: states[k] for k in self.numbers if k in states}}
+
+    def without(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the rest of the state of a model."""
+        return {k: v for k, v in state.items() if k not in self.keys()}
+
+    def optimizer_without(self) -> dict[str, Any]:
+        """Return the rest of the state of the optimizer."""
+        assert self.optimizer is not None
+        state = self.optimizer.state_dict()
+        return {**state, "state": {k: v for k, v in state["state"].items() if k not in self.numbers}}
+
+    def found(self, parts: list[Any], same: bool) -> tuple[dict[str, Any], dict[int, Any]]:
+        """Return the rows of this worker's nodes, and what the optimizer knew of them, from what workers wrote."""
+        if same:
+            return parts[0]["rows"], parts[0]["states"]
+        rows: dict[str, Any] = {}
+        states: dict[int, Any] = {}
+        for name, ids in self.ids.items():
+            theirs = [part["rows"][_beside(name, "n_id")] for part in parts]
+            rows[name] = _pick([part["rows"][name] for part in parts], theirs, ids)
+            rows[_beside(name, "n_id")] = ids
+            assert self.model is not None
+            parameter = self.model.get_parameter(name)
+            for k in (k for k, p in self.numbers.items() if p is parameter and k in parts[0]["states"]):
+                every = [part["states"][k] for part in parts]
+                states[k] = {
+                    key: _pick([one[key] for one in every], theirs, ids) if _has_rows(value, theirs[0]) else value
+                    for key, value in every[0].items()
+                }
+        return rows, states
+
+
+def _beside(name: str, buffer: str) -> str:
+    """Return the name of a buffer of the module that has a parameter."""
+    owner, _, _ = name.rpartition(".")
+    return f"{owner}.{buffer}" if owner else buffer
+
+
+def _has_rows(value: Any, ids: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == len(ids)
+
+
+def _pick(parts: list[Tensor], theirs: list[Tensor], ids: Tensor) -> Tensor:
+    """Return the rows of some nodes, of which each part has some."""
+    out, count = parts[0].new_empty(len(ids), *parts[0].shape[1:]), 0
+    for rows, owned in zip(parts, theirs, strict=True):
+        where, order = owned.sort()
+        at = torch.searchsorted(where, ids).clamp(max=max(len(where) - 1, 0))
+        here = where[at] == ids if len(where) else torch.zeros(len(ids), dtype=torch.bool)
+        out[here] = rows[order[at[here]]]
+        count += int(here.sum())
+    if count != len(ids):
+        raise ValueError(f"it holds rows of {count} of {len(ids)} nodes: it is of another graph")
+    return out
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Return the numbers of complete checkpoints, ascending."""
+    found = (p.name.removeprefix("checkpoint-") for p in folder.glob("checkpoint-*") if (p / INFO).is_file())
+    return sorted(int(number) for number in found if number.isdigit())
+
+
+def _seeds(data: Any) -> list[Seeds]:
+    """Return the seeds of all graphs of loaded data."""
+    graphs: Iterator[Any] = (v for store in ([] if data is None else data.stores) for v in store.values())
+    found = {id(v.graph.seeds): v.graph.seeds for v in graphs if isinstance(v, ShardedEdgeIndex)}
+    return list(found.values())
+
+
+def _seed_states(data: Any) -> list[tuple[int | None, int]]:
+    return [(seeds.seed, seeds.drawn) for seeds in _seeds(data)]
+
+
+def _nodes(data: Any) -> int:
+    """Return a number by which the nodes of a worker are known again."""
+    ids = [store["n_id"] for store in ([] if data is None else data.stores) if "n_id" in store]
+    return zlib.crc32(b"".join(t.cpu().numpy().tobytes() for t in ids))
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of the random generators of this process."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    numpy = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": numpy, "python": random.getstate()}
+
+
+def _restore_generators(states: dict[str, Any], same: bool, rank: int) -> None:
+    """Set the generators, to what they were, or on other workers to something that no epoch had before."""
+    if not same:
+        seed = zlib.crc32(states["torch"].numpy().tobytes()) + rank
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        return
+    torch.set_rng_state(states["torch"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(states["python"])
+
+
+def _on_all(work: Callable[[], T], doing: str, group: Group, mine: bool = False) -> Any:
+    """Return what ``work`` returns on every worker, or only here; raise on all if it raises on one."""
+    found, error = None, ""
+    try:
+        found = work()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    said = gather_objects((None if mine else found, error), group)
+    if any(error for _, error in said):
+        told = "; ".join(f"rank {r}: {error}" for r, (_, error) in enumerate(said) if error)
+        raise RuntimeError(f"[rank {rank_of(group)}] Could not {doing}. {told}")
+    return found if mine else [value for value, _ in said]
+
+
+def _read(folder: Path, file: str, info: dict[str, Any]) -> Any:
+    """Return what a file holds, if it is the one that was written."""
+    if digest(folder / file) != info["files"].get(file):
+        raise ValueError(f"'{folder / file}' is not what was written there: its checksum differs")
+    return values.read(folder / file)

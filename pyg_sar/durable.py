@@ -1,0 +1,59 @@
+r"""Files and folders that are on the disk whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from pathlib import Path
+
+_AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2
+
+
+def digest(file: Path) -> str:
+    """Return a checksum of a file."""
+    found = hashlib.sha256()
+    with open(file, "rb") as f:
+        while chunk := f.read(1 << 20):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Have two folders of one disk take each other's name at once; return whether the system can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    paths = (os.fsencode(path) for path in (one, other))
+    return rename is not None and rename(_AT_FDCWD, next(paths), _AT_FDCWD, next(paths), _EXCHANGE) == 0
+
+
+def owner() -> str:
+    """Return a name of this process, by which others tell whether what it left behind is still written."""
+    return f"{_node()}-{os.getpid()}"
+
+
+def is_dead(name: str) -> bool:
+    """Whether a name is that of a process of this machine that has ended."""
+    node, _, number = name.rpartition("-")
+    if node != _node() or not number.isdigit():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _node() -> str:
+    """Return the name of this machine, without dots, which part the names of files."""
+    return os.uname().nodename.replace(".", "_")

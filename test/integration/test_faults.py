@@ -1,0 +1,36 @@
+"""Two workers, of which one meets a fault: both end soon, and the other one says why."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import faults
+
+SOME = {
+    ("forward", "raise"), ("backward", "kill"), ("accuracy", "other code"), ("gradients", "exit 0"), ("leave", "stop"),
+}  # fmt: skip
+CASES = [case if case in SOME else pytest.param(*case, marks=pytest.mark.grid) for case in faults.cases()]
+SAYS = dict.fromkeys(("raise", "interrupt", "exit 3"), "ended") | dict.fromkeys(("exit 0", "other code"), "other code")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("faults"))
+    faults.prepare(path)
+    return path
+
+
+@pytest.mark.parametrize(("phase", "fault"), CASES)
+def test_fault(folder, phase, fault):
+    outcome = faults.run(folder, phase, fault)
+    assert outcome.seconds < 3 * faults.TIMEOUT + 6, outcome
+    if (phase, fault) == ("leave", "exit 0"):  # a script that ends well
+        assert outcome.codes == (0, 0), outcome
+        return
+    assert outcome.codes[0] == 1 and (outcome.codes[1] != 0 or fault == "vanish"), outcome
+    expected = "stopped answering" if phase == "join" else SAYS.get(fault, "stopped answering")
+    expected = "told" if (phase, fault) == ("save", "raise") else expected
+    assert "[rank 0]" in outcome.said and outcome.kind == expected, outcome

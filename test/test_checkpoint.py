@@ -1,0 +1,273 @@
+"""Checkpoints: what follows has the same bits, whatever ends the run before."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support import graphs
+
+import pyg_sar
+from pyg_sar import checkpoint
+from pyg_sar.distributed import values
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Net(torch.nn.Module):
+    def __init__(self, data, table):
+        super().__init__()
+        self.table = pyg_sar.nn.NodeEmbedding(data, 4, group=table) if table is not False else None
+        width = data.num_features + (4 if self.table is not None else 0)
+        self.convs = torch.nn.ModuleList([pyg_sar.nn.GATConv(width, 8, 2, dropout=0.3), pyg_sar.nn.SAGEConv(16, 3)])
+        self.norm = pyg_sar.nn.BatchNorm(16)
+
+    def forward(self, data):
+        x = data.x if self.table is None else torch.cat([data.x, self.table().to(data.x.dtype)], 1)
+        x = F.dropout(self.norm(self.convs[0](x, data.edge_index)).relu(), 0.5, self.training)
+        return self.convs[1](x, data.edge_index)
+
+
+def train(group, folder, saves, epochs, ends=(), keeps=True, drops=True):
+    """Train from the newest checkpoint, save after the epochs ``ends``; return losses by epoch, and all parameters."""
+    torch.manual_seed(1)
+    data = pyg_sar.load(folder, group=group)
+    model = Net(data, group if keeps else False).double()
+    if not drops:
+        model.convs[0].dropout = 0.0
+        model.forward = lambda data: model.convs[1](model.convs[0](data.x, data.edge_index).relu(), data.edge_index)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    rank = dist.get_rank(group)
+    torch.manual_seed(2 + rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "group": group}
+    found = pyg_sar.load_checkpoint(saves, **state)
+    losses, drawn = dict(found["losses"]) if found else {}, None
+    for epoch in range(1 + (found["epoch"] if found else 0), epochs + 1):
+        optimizer.zero_grad()
+        out = F.cross_entropy(model(data)[data.train_mask], data.y[data.train_mask], reduction="none")
+        loss = pyg_sar.global_mean(out, group)
+        loss.backward()
+        pyg_sar.sum_gradients(model, group=group)
+        optimizer.step()
+        scheduler.step()
+        losses[epoch], drawn = loss.item(), (random.random(), np.random.rand(), torch.rand(1).item())
+        if epoch in ends:
+            pyg_sar.save_checkpoint(saves, epoch=epoch, losses=losses, **state)
+    return losses, [p.detach() for p in model.parameters()], drawn
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(parts):
+        path = tmp_path / f"graph-{parts}"
+        if not path.exists():
+            pyg_sar.partition(graphs.citations(), parts, path)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("end", [1, 3, 4])
+def test_goes_on_with_the_same_bits(pool, folder, tmp_path, end):
+    """Dropout of rows and of attention, Adam, a scheduler, statistics, and a table of nodes."""
+    expected = pool.run(2, train, folder(2), tmp_path / "none", 5)
+    pool.run(2, train, folder(2), tmp_path / "saves", end, (end,))
+    for found, (losses, parameters, drawn) in zip(
+        pool.run(2, train, folder(2), tmp_path / "saves", 5), expected, strict=True
+    ):
+        assert found[0] == losses and found[2] == drawn
+        assert all(torch.equal(a, b) for a, b in zip(found[1], parameters, strict=True))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_another_number_of_workers(pool, folder, tmp_path, workers):
+    """The table of nodes finds its rows, and Adam what it knew of them; without dropout nothing else is random."""
+    expected, _ = (p[0] for p in pool.run(2, train, folder(2), tmp_path / "none", 5, (), False, False))
+    pool.run(2, train, folder(2), tmp_path / "saves", 3, (3,), False, False)
+    told = pool.run(workers, resumed, folder(workers), tmp_path / "saves", False)
+    for losses, _ in told:
+        assert losses.keys() == expected.keys()
+        assert max(abs(losses[k] - expected[k]) for k in losses) < 1e-10
+    assert "is of 2 workers" in told[0][1]
+    pool.run(2, train, folder(2), tmp_path / "tables", 3, (3,))
+    for same, _ in pool.run(workers, rows_of, folder(workers), tmp_path / "tables"):
+        assert same
+
+
+def resumed(group, folder, saves, keeps):
+    with pytest.warns(UserWarning) if dist.get_rank(group) == 0 else pytest.MonkeyPatch.context() as told:
+        losses, *_ = train(group, folder, saves, 5, (), keeps, False)
+    return losses, str(told[0].message) if isinstance(told, pytest.WarningsRecorder) else ""
+
+
+def rows_of(group, folder, saves):
+    """Whether the rows of the table are those that two workers have saved."""
+    data = pyg_sar.load(folder, group=group)
+    model = Net(data, group).double()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.warns(UserWarning) if dist.get_rank(group) == 0 else pytest.MonkeyPatch.context():
+        pyg_sar.load_checkpoint(saves, model=model, optimizer=optimizer, data=data, group=group)
+    whole, moments = {}, {}
+    (it,) = Path(saves).iterdir()
+    for file in it.glob("rank-*"):
+        part = values.read(file)
+        rows, ids = part["rows"]["table.weight"], part["rows"]["table.n_id"].tolist()
+        (state,) = part["states"].values()
+        whole |= dict(zip(ids, rows, strict=True))
+        moments |= dict(zip(ids, state["exp_avg"], strict=True))
+    n_id = data.n_id.tolist()
+    same = torch.equal(torch.stack([whole[i] for i in n_id]), model.table.weight)
+    known = optimizer.state[model.table.weight]["exp_avg"]
+    return same and torch.equal(torch.stack([moments[i] for i in n_id]), known), len(n_id)
+
+
+def alone(saves, **more):
+    model = torch.nn.Linear(2, 2)
+    return pyg_sar.save_checkpoint(saves, model=model, **more), model
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    for epoch in range(5):
+        alone(tmp_path / "saves", epoch=epoch, keep=3)
+    assert sorted(p.name for p in (tmp_path / "saves").iterdir()) == [f"checkpoint-00000{k}" for k in (3, 4, 5)]
+    assert pyg_sar.load_checkpoint(tmp_path / "saves")["epoch"] == 4
+
+
+def test_no_checkpoint_yet(tmp_path):
+    assert pyg_sar.load_checkpoint(tmp_path / "nowhere") is None
+    (tmp_path / ".checkpoint-000001.new").mkdir()
+    assert pyg_sar.load_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_a_crash_while_saving_leaves_the_last_one(tmp_path, monkeypatch, call):
+    """At each of the calls that make something durable."""
+    saves, (_, model) = tmp_path / "saves", alone(tmp_path / "saves", epoch=1)
+    calls, sync = [], checkpoint.sync
+
+    def crash(path):
+        calls.append(path)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sync", crash)
+        with pytest.raises(KeyboardInterrupt):
+            alone(saves, epoch=2)
+    other = torch.nn.Linear(2, 2)
+    epoch = pyg_sar.load_checkpoint(saves, model=other)["epoch"]
+    assert epoch == (2 if call == 5 else 1)  # the last call comes when it has its name
+    if epoch == 1:
+        assert torch.equal(other.weight, model.weight)
+    alone(saves, epoch=3)
+    assert not [p for p in saves.iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("file", ["shared.safetensors", "rank-0000.safetensors", "checkpoint.json"])
+def test_damaged_files(tmp_path, file):
+    it, model = alone(tmp_path)
+    content = bytearray((it / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (it / file).write_bytes(content)
+    with pytest.raises(RuntimeError, match=r"Could not read '.*checkpoint-000001'. Remove this folder to go on from"):
+        pyg_sar.load_checkpoint(tmp_path, model=model)
+
+
+def test_what_does_not_fit(tmp_path):
+    alone(tmp_path)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        pyg_sar.load_checkpoint(tmp_path, model=torch.nn.Linear(3, 2))
+    with pytest.raises(RuntimeError, match="it holds no optimizer"):
+        pyg_sar.load_checkpoint(tmp_path, optimizer=torch.optim.SGD(torch.nn.Linear(2, 2).parameters()))
+    with pytest.raises(RuntimeError, match=r"rank 0: TypeError: .*got object.*pickle"):
+        alone(tmp_path, what=object())
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["checkpoint-000001"]
+    for wrong in ({"keep": 0}, {"every": 0}):
+        with pytest.raises(ValueError, match="to be 1 or more"):
+            pyg_sar.save_checkpoint(tmp_path, **wrong) if "keep" in wrong else pyg_sar.Checkpoints(tmp_path, **wrong)
+
+
+def failing(group, saves):
+    model = torch.nn.Linear(2, 2)
+    more = {"what": object()} if dist.get_rank(group) == 0 else {}
+    pyg_sar.save_checkpoint(saves, model=model, group=group, **more)
+
+
+def test_all_raise_if_one_cannot_save(pool, tmp_path):
+    outcomes = pool.outcomes(2, failing, tmp_path / "saves")
+    assert all(o[:2] == ("error", "RuntimeError") and "rank 0: TypeError" in o[2] for o in outcomes), outcomes
+
+
+def test_told_to_end(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        saves = pyg_sar.Checkpoints(tmp_path, every=3, model=torch.nn.Linear(2, 2))
+        assert saves.restore() == 0
+        assert [saves.step(epoch) for epoch in (1, 2, 3)] == [False] * 3
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert saves.step(4, best=0.5)
+        assert saves.restore() == 4 and saves.more["best"] == 0.5
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+KILLER = """
+import os, signal, sys
+sys.path.insert(0, {examples!r})
+import pyg_sar
+import train
+count, sums = 0, pyg_sar.sum_gradients
+
+def killing(*args, **kwargs):
+    global count
+    sums(*args, **kwargs)
+    count += 1
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if os.environ["RANK"] == "1" and attempt < len({steps}) and count == {steps}[attempt]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train.pyg_sar.sum_gradients = killing
+with pyg_sar.process_group(timeout=60) as rank:
+    train.main(train.parser.parse_args(sys.argv[1:]), rank)
+"""
+
+
+@pytest.mark.parametrize("steps", [[3], pytest.param([1, 2], marks=pytest.mark.grid)])
+def test_restarted_by_the_launcher(tmp_path, folder, steps):
+    """A worker is killed in some step, once or twice; what is saved at the end are the bits of a run without."""
+    script = tmp_path / "script.py"
+    script.write_text(KILLER.format(examples=str(ROOT / "examples"), steps=steps))
+    options = ["--model", "gat", "--hidden", 4, "--heads", 2, "--attention-dropout", 0.3, "--epochs", 4]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+    def run(command, name):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command]
+        words = [*torchrun, folder(2), *options, "--save", tmp_path / name]
+        done = subprocess.run([*map(str, words)], env=env, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        return (tmp_path / name).read_bytes(), done
+
+    expected, _ = run([ROOT / "examples" / "train.py"], "whole")
+    begin = time.monotonic()
+    found, done = run(["--max-restarts", 2, script], "killed")  # without a checkpoint, from the beginning
+    assert found == expected and time.monotonic() - begin < 120
+    options += ["--checkpoint", tmp_path / "saves", "--resume"]
+    found, done = run(["--max-restarts", 2, script], "resumed")
+    assert found == expected
+    told = json.loads((max((tmp_path / "saves").iterdir()) / "checkpoint.json").read_text())
+    assert told["epoch"] == 4 and told["workers"] == 2
+    epochs = [line.split()[1] for line in (done.stdout + done.stderr).splitlines() if line.startswith("epoch ")]
+    assert epochs.count("1") == 1 + (steps[0] == 1) and "4" in epochs
