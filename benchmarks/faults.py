@@ -54,7 +54,7 @@ FAULTS = {
 TIMEOUT = 8  # seconds, of the group
 MARK = "STRUCK "
 KINDS = {
-    "other code": r"different code|This worker runs",
+    "other code": r"different code|This worker runs|started as one of",
     "ended": r"rank 1 ended",
     "told": r"Could not write",
     "stopped answering": r"stopped answering|did not come",

@@ -18,18 +18,21 @@ from support import graphs
 
 import pyg_sar
 from pyg_sar import checkpoint
+from pyg_sar.data.datasets import community_graph
 from pyg_sar.distributed import values
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class Net(torch.nn.Module):
-    def __init__(self, data, table):
+    def __init__(self, data, group, table=True):
         super().__init__()
-        self.table = pyg_sar.nn.NodeEmbedding(data, 4, group=table) if table is not False else None
+        self.table = pyg_sar.nn.NodeEmbedding(data, 4, group=group) if table else None
         width = data.num_features + (4 if self.table is not None else 0)
-        self.convs = torch.nn.ModuleList([pyg_sar.nn.GATConv(width, 8, 2, dropout=0.3), pyg_sar.nn.SAGEConv(16, 3)])
-        self.norm = pyg_sar.nn.BatchNorm(16)
+        self.convs = torch.nn.ModuleList(
+            [pyg_sar.nn.GATConv(width, 8, 2, dropout=0.3), pyg_sar.nn.SAGEConv(16, data.num_classes)]
+        )
+        self.norm = pyg_sar.nn.BatchNorm(16, group=group)
 
     def forward(self, data):
         x = data.x if self.table is None else torch.cat([data.x, self.table().to(data.x.dtype)], 1)
@@ -41,7 +44,7 @@ def train(group, folder, saves, epochs, ends=(), keeps=True, drops=True):
     """Train from the newest checkpoint, save after the epochs ``ends``; return losses by epoch, and all parameters."""
     torch.manual_seed(1)
     data = pyg_sar.load(folder, group=group)
-    model = Net(data, group if keeps else False).double()
+    model = Net(data, group, keeps).double()
     if not drops:
         model.convs[0].dropout = 0.0
         model.forward = lambda data: model.convs[1](model.convs[0](data.x, data.edge_index).relu(), data.edge_index)
@@ -246,16 +249,17 @@ with pyg_sar.process_group(timeout=60) as rank:
 
 
 @pytest.mark.parametrize("steps", [[3], pytest.param([1, 2], marks=pytest.mark.grid)])
-def test_restarted_by_the_launcher(tmp_path, folder, steps):
+def test_restarted_by_the_launcher(tmp_path, steps):
     """A worker is killed in some step, once or twice; what is saved at the end are the bits of a run without."""
-    script = tmp_path / "script.py"
+    script, parts = tmp_path / "script.py", tmp_path / "parts"
+    pyg_sar.partition(community_graph(300, 2000, 8, 3), 2, parts)
     script.write_text(KILLER.format(examples=str(ROOT / "examples"), steps=steps))
     options = ["--model", "gat", "--hidden", 4, "--heads", 2, "--attention-dropout", 0.3, "--epochs", 4]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
     def run(command, name):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command]
-        words = [*torchrun, folder(2), *options, "--save", tmp_path / name]
+        words = [*torchrun, parts, *options, "--save", tmp_path / name]
         done = subprocess.run([*map(str, words)], env=env, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr
         return (tmp_path / name).read_bytes(), done

@@ -37,7 +37,7 @@ def call(name, col=(0, 1), ptr=(0, 1, 2), rows=None):
     if name == "spmm_":
         ops.spmm_(out, ptr, col, x, None, None, False, rows)
     else:
-        ops.extremum_(out, torch.zeros(2, 4, dtype=torch.int32), ptr, col, x, True, rows)
+        ops.extremum_(out, torch.zeros(2, 4), ptr, col, x, True, rows)
 
 
 WRONG = [

@@ -109,12 +109,12 @@ def create(out: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Pat
         new.mkdir()
         yield new
         sync(new)
-        if overwrite and out.exists() and not exchange(new, out):  # a file system that cannot, such as NFS
+        if not overwrite or not out.exists():
+            os.replace(new, out)
+        elif not exchange(new, out):  # a file system that cannot, such as NFS
             os.replace(out, old := new.with_suffix(".old"))
             os.replace(new, out)
             os.replace(old, new)
-        elif not out.exists():
-            os.replace(new, out)
         sync(out.parent)
     except BaseException:
         if not out.exists() and (old := new.with_suffix(".old")).exists():

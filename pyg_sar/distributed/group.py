@@ -89,7 +89,7 @@ def talking(doing: str, group: Group = None, peer: int | None = None) -> Iterato
             f"either a worker ended (look for the first error among all ranks), or they ran different code. "
             f"{notices.ORDER}"
         )
-        said = str(error).splitlines()[0]
+        said = notices.short(error)
         raise notices.Lost(f"[rank {rank_of(group)}] Lost the other workers while {doing}: {why} ({said})") from error
     finally:
         if board is not None:

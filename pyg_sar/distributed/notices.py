@@ -9,6 +9,7 @@ workers *ran different code*.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -134,17 +135,17 @@ class Notices:
             now, left = self.signs(), self.read("left")
         except RuntimeError:
             return "the store of the group does not answer either: the process or host that keeps it is gone"
+        mine = Sign(0, self.calls, self.steps, self.doing, None, line_of(threading.get_ident()))
         silent = [r for r in self.others if r not in ended and r not in left and now.get(r) == before.get(r)]
         if silent:
-            return "; ".join(f"rank {r} stopped answering {now.get(r, 'before its first call')}: it was killed, or its "
-                             f"host or its connection was lost" for r in silent)  # fmt: skip
+            last = "; ".join(f"rank {r} stopped answering {now.get(r, 'before its first call')}" for r in silent)
+            return f"{last}: it was killed, or its host or its connection was lost. This worker is {mine}"
         if left:
             gone = "; ".join(f"rank {r} has left {text}" for r, text in left.items())
             return f"the workers ran different code: {gone}. {ORDER}"
         if ended:
             return "; ".join(f"rank {r} ended: {told['why']}" for r, told in ended.items())
         others = "; ".join(f"rank {r} is {sign}" for r, sign in now.items())
-        mine = Sign(0, self.calls, self.steps, self.doing, None, line_of(threading.get_ident()))
         return f"the workers ran different code: {others}; this one is {mine}. {ORDER}"
 
     def leave(self, timeout: float, limit: float | None = None) -> None:
@@ -228,6 +229,12 @@ def causes(ended: dict[int, Any], also_lost: bool = False) -> str:
         for r, told in ended.items()
         if also_lost or not told["lost"]
     )
+
+
+def short(error: BaseException) -> str:
+    """Return what a library says, without the line of its own code and its advice."""
+    said = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0])
+    return re.split(r"\. (?:This|Check|Either)|, possibly", said)[0].rstrip(".")
 
 
 def line_of(thread: int) -> str:

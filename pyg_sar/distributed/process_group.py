@@ -130,8 +130,8 @@ def join(backend: str | None, timeout: float) -> bool:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except (RuntimeError, OSError) as error:
         raise RuntimeError(
-            f"[rank {rank}] Could not connect with the other workers: {str(error).splitlines()[0]}. Look for the first "
-            f"error among all ranks; on several hosts, see that they reach each other ('GLOO_SOCKET_IFNAME')."
+            f"[rank {rank}] Could not connect with the other workers ({notices.short(error)}). Look for the first error "
+            f"among all ranks; on several hosts, see that they reach each other ('GLOO_SOCKET_IFNAME')."
         ) from error
     notices.CURRENT = notices.Notices(store, rank, size)
     if "nccl" in backend:  # a first message from one worker to another one takes connections that all make together
@@ -161,29 +161,39 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
     """
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
 
-    def missing(ranks: list[int]) -> RuntimeError:
+    def wait(ranks: list[int]) -> None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"[rank {rank}] Of {size} workers, rank {', '.join(map(str, ranks))} did not come within {timeout:g} "
+                f"s. Start all of them, and look for the first error among all ranks."
+            )
+        time.sleep(0.01)
+
+    def differ(other: int, theirs: int) -> RuntimeError:
         return RuntimeError(
-            f"[rank {rank}] Of {size} workers, rank {', '.join(map(str, ranks))} did not come within {timeout:g} s. "
-            f"Start all of them, with the same number of workers, and look for the first error among all ranks."
+            f"[rank {rank}] This worker was started as one of {size}, rank {other} as one of {theirs}. Start all "
+            f"workers with the same number of them ('--nnodes', '--nproc-per-node')."
         )
 
     if rank > 0:
         store.set(f"asks/{rank}", mine)
         while not store.check([f"answer/{mine}"]):
-            if time.monotonic() > deadline:
-                raise missing([0])
-            time.sleep(0.01)
-        name = store.get(f"answer/{mine}").decode()
-        store.set(f"{name}/heard/{rank}", "")
+            wait([0])
+        name, theirs = store.get(f"answer/{mine}").decode().split()
+        store.set(f"{name}/heard/{rank}", str(size))
+        if int(theirs) != size:
+            raise differ(0, int(theirs))
         return name
     waits = list(range(1, size))
-    while waits := [r for r in waits if not store.check([f"{mine}/heard/{r}"])]:
-        for r in waits:
-            if store.check([f"asks/{r}"]):
-                store.set(f"answer/{store.get(f'asks/{r}').decode()}", mine)
-        if time.monotonic() > deadline:
-            raise missing(waits)
-        time.sleep(0.01)
+    while waits:
+        for r in list(waits):
+            if store.check([f"{mine}/heard/{r}"]):
+                if (theirs := int(store.get(f"{mine}/heard/{r}"))) != size:
+                    raise differ(r, theirs)
+                waits.remove(r)
+            elif store.check([f"asks/{r}"]):
+                store.set(f"answer/{store.get(f'asks/{r}').decode()}", f"{mine} {size}")
+        wait(waits)
     return mine
 
 
