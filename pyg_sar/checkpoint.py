@@ -345,7 +345,8 @@ def _nodes(data: Any) -> int:
 
 def _generators() -> dict[str, Any]:
     """Return the states of the random generators of this process."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    state: Any = np.random.get_state(legacy=True)
+    kind, keys, *rest = state
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     numpy = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
     return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": numpy, "python": random.getstate()}

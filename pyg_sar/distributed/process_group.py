@@ -130,8 +130,8 @@ def join(backend: str | None, timeout: float) -> bool:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except (RuntimeError, OSError) as error:
         raise RuntimeError(
-            f"[rank {rank}] Could not connect with the other workers ({notices.short(error)}). Look for the first error "
-            f"among all ranks; on several hosts, see that they reach each other ('GLOO_SOCKET_IFNAME')."
+            f"[rank {rank}] Could not connect with the other workers ({notices.short(error)}). Look for the first "
+            f"error among all ranks; on several hosts, see that they reach each other ('GLOO_SOCKET_IFNAME')."
         ) from error
     notices.CURRENT = notices.Notices(store, rank, size)
     if "nccl" in backend:  # a first message from one worker to another one takes connections that all make together
@@ -188,8 +188,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
     while waits:
         for r in list(waits):
             if store.check([f"{mine}/heard/{r}"]):
-                if (theirs := int(store.get(f"{mine}/heard/{r}"))) != size:
-                    raise differ(r, theirs)
+                if (started := int(store.get(f"{mine}/heard/{r}"))) != size:
+                    raise differ(r, started)
                 waits.remove(r)
             elif store.check([f"asks/{r}"]):
                 store.set(f"answer/{store.get(f'asks/{r}').decode()}", f"{mine} {size}")
