@@ -212,6 +212,9 @@ class Checkpoints:
 
     Attributes:
         more (dict): What else the checkpoint that was restored holds.
+
+    Raises:
+        ValueError: If ``every`` is less than 1.
     """
 
     def __init__(

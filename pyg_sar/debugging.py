@@ -44,6 +44,13 @@ def debug() -> Iterator[None]:
         with pyg_sar.debug():
             loss.backward()
             pyg_sar.sum_gradients(model)
+
+    Yields:
+        Nothing.
+
+    Raises:
+        IndexError: If an operator would read beyond its memory.
+        FloatingPointError: If a gradient is a NaN or an infinity.
     """
     before, notices.LOOKS = notices.LOOKS, True
     try:

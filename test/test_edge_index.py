@@ -602,7 +602,7 @@ def feast(group):
 def test_the_others_are_told_that_one_worker_refused(pool):
     others, refused = pool.outcomes(2, feast)
     assert refused[:2] == ("error", "NotImplementedError") and "[rank 1]" in refused[2] and "pyg_sar.nn" in refused[2]
-    assert others[:2] == ("error", "RuntimeError") and "look for the first error among all ranks" in others[2]
+    assert others[:2] == ("error", "LostWorkers") and "look for the first error among all ranks" in others[2]
 
 
 def two_sets_of_equal_size(group):

@@ -82,7 +82,7 @@ def talking(doing: str, group: Group = None, peer: int | None = None) -> Iterato
         board.waits = notices.EVERYBODY if peer is None else peer
     try:
         yield
-    except notices.Lost:
+    except notices.LostWorkers:
         raise
     except RuntimeError as error:
         why = (board.why() if board else "") or (
@@ -90,7 +90,9 @@ def talking(doing: str, group: Group = None, peer: int | None = None) -> Iterato
             f"{notices.ORDER}"
         )
         said = notices.short(error)
-        raise notices.Lost(f"[rank {rank_of(group)}] Lost the other workers while {doing}: {why} ({said})") from error
+        raise notices.LostWorkers(
+            f"[rank {rank_of(group)}] Lost the other workers while {doing}: {why} ({said})"
+        ) from error
     finally:
         if board is not None:
             board.waits = None

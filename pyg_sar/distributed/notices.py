@@ -36,7 +36,7 @@ ORDER = (
 )
 
 
-class Lost(RuntimeError):
+class LostWorkers(RuntimeError):
     """Other workers did not answer: what this worker ends by, but not why."""
 
 
@@ -104,7 +104,7 @@ class Notices:
             "call": self.calls,
             "line": str(raised_at(error) or ""),
             "why": "".join(traceback.format_exception_only(error)).strip(),
-            "lost": isinstance(error, Lost),
+            "lost": isinstance(error, LostWorkers),
         }
         with suppress(RuntimeError):
             self.store.set(f"ended/{self.rank}", json.dumps(told))
@@ -169,7 +169,7 @@ class Notices:
                 continue
             missing = [r for r in self.others if not self.store.check([f"left/{r}"])]
             if told := causes({r: t for r, t in self.read("ended").items() if r in missing}, also_lost=True):
-                raise Lost(f"[rank {self.rank}] This worker has finished, but {told}")
+                raise LostWorkers(f"[rank {self.rank}] This worker has finished, but {told}")
             now = time.monotonic()
             for r, sign in self.signs().items():
                 old, since = seen.get(r, (None, now))
@@ -178,7 +178,9 @@ class Notices:
                     waits[r] = waits.get(r, 0) + 1 if same else 0
                     seen[r] = sign, now
                 elif r in missing and now - since > timeout:
-                    raise Lost(f"[rank {self.rank}] This worker has finished, but rank {r} stopped answering {sign}")
+                    raise LostWorkers(
+                        f"[rank {self.rank}] This worker has finished, but rank {r} stopped answering {sign}"
+                    )
             stuck = [r for r in missing if waits.get(r, 0) >= STUCK]
             alone = [r for r in stuck if seen[r][0].waits == self.rank]
             if alone or (stuck and stuck == missing):

@@ -14,6 +14,7 @@ from support.sample_graphs import REAL, real
 from torch_geometric.data import HeteroData
 
 import pyg_sar
+from pyg_sar.data import store
 from pyg_sar.data.datasets import dataset
 from pyg_sar.data.store import read_meta
 from pyg_sar.nn import convert, describe
@@ -234,6 +235,8 @@ def test_errors(tmp_path):
     assert not (tmp_path / "g").exists()
     info = json.loads((tmp_path / "h" / "part_0" / "part.json").read_text())
     info["counts_by_type"][0]["nodes"] += 1
+    del info["checksum"]
+    info["checksum"] = store._checksum(info)
     (tmp_path / "h" / "part_0" / "part.json").write_text(json.dumps(info))
     with pytest.raises(RuntimeError, match=r"but its part\.json says"):
         pyg_sar.load(tmp_path / "h")

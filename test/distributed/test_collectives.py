@@ -159,7 +159,7 @@ def test_a_lost_worker_is_named(pool, function):
     first, second, third = pool.outcomes(3, lose, function, timeout=20)
     assert second[1:3] == ("ValueError", "boom")
     for rank, outcome in ((0, first), (2, third)):
-        assert outcome[1] == "RuntimeError"
+        assert outcome[1] == "LostWorkers"
         assert f"[rank {rank}] Lost the other workers while" in outcome[2]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyg_sar.distributed import notices
-from pyg_sar.distributed.notices import EVERYBODY, Lost, Notices
+from pyg_sar.distributed.notices import EVERYBODY, LostWorkers, Notices
 
 
 class Store:
@@ -46,7 +46,7 @@ def test_a_worker_that_ended(boards):
         raise ValueError("boom")
     except ValueError as error:
         one.end(error)
-    two.end(Lost("[rank 2] Lost the other workers"))  # because of rank 1
+    two.end(LostWorkers("[rank 2] Lost the other workers"))  # because of rank 1
     why = zero.why()
     assert why.startswith(
         "rank 1 ended in step 7, layer 'conv2' (SAGEConv) on rows of 16 columns (call 40, test_notices"

@@ -433,7 +433,7 @@ def test_others_end_with_the_first(pool, where, mode):
     first = outcomes.pop(1)
     assert first == ("died", 3) if where.startswith("exit") else first[:3] == ("error", "ValueError", "boom")
     for outcome in outcomes:
-        assert outcome[:2] == ("error", "RuntimeError")
+        assert outcome[:2] == ("error", "LostWorkers")
         assert "Lost the other workers while" in outcome[2]
         assert "the first error among all ranks" in outcome[2]
 
@@ -463,7 +463,7 @@ def test_workers_that_disagree_end(pool, what, mode):
     if what == "layers":  # it has done all that it wanted, perhaps
         assert outcomes.pop(1)[0] in ("error", "ok")
     for rank, outcome in enumerate(outcomes):
-        assert outcome[:2] == ("error", "RuntimeError"), outcome
+        assert outcome[:2] == ("error", "LostWorkers" if what == "layers" else "RuntimeError"), outcome
         assert "inputs of the same width, 'dtype' and 'requires_grad'" in outcome[2]
         assert "worker " in outcome[2]
         assert what == "layers" or outcome[2].startswith(f"[rank {rank}] This worker runs rows of ")

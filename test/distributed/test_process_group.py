@@ -127,7 +127,7 @@ def test_leaves_at_once_after_an_error(tmp_path, ends):
     assert error == ("ValueError" if ends == "raise" else "SystemExit")
     assert left < ended
     assert group  # no barrier, no farewell
-    assert other == "Lost"
+    assert other == "LostWorkers"
 
 
 INIT = """

@@ -117,11 +117,14 @@ def test_large(tmp_path):
 def test_offload(tmp_path):
     graph = "Community/3000/30000"
     sizes = ["--graph", graph, "--limited", graph, "--models", "sage", "--hidden", 64, "--rounds", 1, "--steps", 2]
-    run("offload", *sizes, "--chunks", 3, "--shares", 1, "--folder", tmp_path, "--out", tmp_path)
-    rows = [line.split(" | ") for line in (tmp_path / "offload-cpu.md").read_text().splitlines() if "| sage |" in line]
-    memory, three, limited = rows
+    options = ["--of", "time", "limit", "--chunks", 3, "--shares", 1, "--folder", tmp_path, "--out", tmp_path]
+    run("offload", *sizes, *options)
+    texts = [(tmp_path / f"offload-{name}.md").read_text() for name in ("time", "limit")]
+    times, limits = ([line.split(" | ") for line in text.splitlines() if "| sage |" in line] for text in texts)
+    memory, three, again, stay = times
     assert memory[1:4:2] == ["in memory", "1.00"] and three[1] == "3" and float(three[5]) < 1
-    assert "times)" in limited[5]
+    assert (again[1], stay[1]) == ("3, again", "3, stay") and float(stay[7]) < float(three[7]) <= float(again[7])
+    assert "times)" in limits[0][5]
 
 
 @pytest.mark.grid
