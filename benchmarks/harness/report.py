@@ -4,6 +4,8 @@ import platform
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 
 def write(folder: str, name: str, lines: Iterable[str]) -> str:
     """Write lines to a file, whose folder is made if need be, and return them as one text."""
@@ -14,8 +16,7 @@ def write(folder: str, name: str, lines: Iterable[str]) -> str:
 
 
 def processor() -> str:
-    """Return the processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+    """Return the processor's name, and which of its instructions PyTorch uses."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())} ({torch.backends.cpu.get_cpu_capability()})"
