@@ -79,7 +79,9 @@ def talking(doing: str, group: Group = None, peer: int | None = None) -> Iterato
     if board is not None:
         if peer is None:
             notices.calls(doing)
-        board.waits = notices.EVERYBODY if peer is None else peer
+        # Numbers of other groups are not those of the store.
+        known = group is None or group is dist.group.WORLD
+        board.waits = notices.EVERYBODY if peer is None else peer if known else notices.NOBODY
     try:
         yield
     except notices.LostWorkers:

@@ -28,7 +28,7 @@ INTERVAL = 1.0  # seconds between two signs
 SILENT = 3 * INTERVAL  # after which a worker without a new sign is not there, for one that lost it
 STUCK = 5  # signs in a row of a worker that waits for one that has left
 LAST = 20  # calls that are remembered
-EVERYBODY = -1  # whom a worker waits for in a collective call
+EVERYBODY, NOBODY = -1, -2  # whom a worker waits for in a collective call, and while it starts to send
 
 ORDER = (
     "Every rank must call the same layers in the same order, with inputs of the same width, 'dtype' and "
@@ -48,7 +48,7 @@ class Sign(NamedTuple):
         calls: How many calls it has begun in which workers talk.
         steps: How many training steps it has finished.
         doing: What the last call does.
-        waits: Whom it waits for in it: a rank, ``EVERYBODY``, or None if it does not wait.
+        waits: Whom it waits for in it: a rank, ``EVERYBODY``, ``NOBODY``, or None between calls.
         line: The line of its script.
     """
 

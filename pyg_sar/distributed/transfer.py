@@ -17,8 +17,6 @@ from pyg_sar.distributed.group import Group, Member, Message, current, start, ta
 from pyg_sar.exchange import Meter
 from pyg_sar.running import About
 
-NOBODY = -2  # whom a worker waits for that starts to send
-
 
 class Channel:
     """Sends and receives in turns, of which each exchanges rows or gradients once.
@@ -37,7 +35,7 @@ class Channel:
         if not isinstance(self.group, Member):
             notices.calls("an exchange of rows" if about is None else about.what)
         if about is not None and guard.ON and guard.travel(self.group, device):
-            with talking("starting to tell others what this worker does", self.group, NOBODY):
+            with talking("starting to tell others what this worker does", self.group, notices.NOBODY):
                 self.told = guard.Turn(about, peers, self.group, zlib.crc32(f"{self.turn}".encode()) >> 1, meter)
 
     def buffer(self, rows: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -76,7 +74,7 @@ class Channel:
         found: list[Pending] = [] if header is None else [header]
         if not messages:
             return found
-        with self.talking(f"starting to exchange {what} with workers {dst} and {src}", NOBODY):
+        with self.talking(f"starting to exchange {what} with workers {dst} and {src}", notices.NOBODY):
             works = start(messages, self.group)
         # A backend that groups transfers returns one handle for all of them.
         pairs = zip(works, messages, strict=True) if len(works) == len(messages) else [(works[0], messages[0])]
