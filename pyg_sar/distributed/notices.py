@@ -162,7 +162,7 @@ class Notices:
         self.store.set(f"left/{self.rank}", json.dumps(f"at {line}" if line else "its script"))
         begin, seen, count = time.monotonic(), {}, 0  # type: float, dict[int, tuple[Sign, float]], int
         waits: dict[int, int] = {}  # signs in a row that say the same
-        while not self.store.check([f"left/{r}" for r in self.others]):
+        while self.others and not self.store.check([f"left/{r}" for r in self.others]):
             count += 1
             time.sleep(min(0.001 * count, 0.05))
             if count % 20:
@@ -200,7 +200,7 @@ class Notices:
         with suppress(RuntimeError):
             self.store.set(f"gone/{self.rank}", "")
             for _ in range(200):
-                if self.rank != 0 or self.store.check([f"gone/{r}" for r in self.others]):
+                if self.rank != 0 or not self.others or self.store.check([f"gone/{r}" for r in self.others]):
                     return
                 time.sleep(0.01)
 

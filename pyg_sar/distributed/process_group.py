@@ -209,6 +209,11 @@ def leave(timeout: float = 300.0, leave_within: float | None = None) -> None:
     if board is not None and dist.is_initialized():
         try:
             board.leave(timeout, leave_within)
+        except dist.DistError as error:
+            raise notices.LostWorkers(
+                f"[rank {board.rank}] This worker has finished, but the store of the group does not answer "
+                f"({notices.short(error)}): the process or host that keeps it is gone"
+            ) from error
         except RuntimeError as error:
             board.end(error)
             raise

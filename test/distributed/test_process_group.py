@@ -34,10 +34,10 @@ assert not dist.is_initialized()
 """
 
 
-def launch(tmp_path, what, text=SCRIPT):
+def launch(tmp_path, what, text=SCRIPT, workers=2):
     script = tmp_path / "script.py"
     script.write_text(text)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     path = os.pathsep.join([str(Path(pyg_sar.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([*torchrun, str(script), what], env=env, capture_output=True, text=True, timeout=120)
@@ -57,6 +57,12 @@ def test_exception_on_one_worker_ends_all_and_is_shown(tmp_path):
     assert "ValueError: boom on purpose" in done.stderr
     assert "Traceback" in done.stderr
     assert done.stdout == ""
+
+
+def test_one_worker_under_torchrun(tmp_path):
+    text = "import pyg_sar\nwith pyg_sar.process_group() as rank:\n    print('rank', rank)\n"
+    done = launch(tmp_path, "", text, workers=1)
+    assert done.returncode == 0 and done.stdout == "rank 0\n", done.stderr
 
 
 def test_without_torchrun_it_is_a_group_of_one():
