@@ -243,6 +243,7 @@ with pyg_sar.process_group(timeout=2) as rank:
 """
 
 
+@pytest.mark.grid
 def test_work_alone_after_the_last_step(tmp_path):
     """For longer than the timeout."""
     done = launch(tmp_path, "", ALONE)
@@ -259,6 +260,7 @@ with pyg_sar.process_group(timeout=60) as rank:
 """
 
 
+@pytest.mark.grid
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 def test_workers_end_with_their_launcher(tmp_path):
     script = tmp_path / "script.py"
