@@ -195,6 +195,8 @@ def load_checkpoint(
 class Checkpoints:
     r"""Saves a run every few epochs, and when it is told to end by SIGTERM, as schedulers of clusters do.
 
+    A first SIGTERM no longer ends the process, but the next :meth:`step` does what is to be done; a second one ends it.
+
     .. code-block:: python
 
         checkpoints = pyg_sar.Checkpoints("runs/gat", every=10, model=model, optimizer=optimizer, data=data)
@@ -229,6 +231,9 @@ class Checkpoints:
             signal.signal(signal.SIGTERM, self._tell)
 
     def _tell(self, *_: Any) -> None:
+        if self.told:  # and nobody has listened
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         self.told = True
 
     def restore(self) -> int:

@@ -226,6 +226,24 @@ def test_told_to_end(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
+TWICE = """
+import os, signal, sys, time
+import pyg_sar
+saves = pyg_sar.Checkpoints(sys.argv[1])
+os.kill(os.getpid(), signal.SIGTERM)
+print("goes on", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(10)
+"""
+
+
+def test_told_to_end_twice(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    words = [sys.executable, "-c", TWICE, str(tmp_path)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "goes on\n" and done.returncode == -signal.SIGTERM, done.stderr
+
+
 KILLER = """
 import os, signal, sys
 sys.path.insert(0, {examples!r})
