@@ -152,7 +152,7 @@ def load_checkpoint(
         return None
     it = folder / f"checkpoint-{newest[0]:06d}"
 
-    def read() -> tuple[dict[str, Any], Any, list[Any]]:
+    def read() -> tuple[dict[str, Any], Any]:
         info = json.loads((it / INFO).read_text())
         if {key: info.get(key) for key in FORMAT} != FORMAT:
             raise ValueError(f"'{it / INFO}' is none of {FORMAT}")
@@ -167,10 +167,10 @@ def load_checkpoint(
         for what, there in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
             if there is not None and shared[what] is None:
                 raise ValueError(f"it holds no {what}")
-        return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared, []
+        return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared
 
-    found = _on_all(read, f"read '{it}'. Remove this folder to go on from the one before", group, mine=True)
-    told, shared, _ = found
+    doing = f"read '{it}'. Remove this folder to go on from the one before"
+    told, shared = _on_all(read, doing, group, mine=True)
     same = bool(-global_max(torch.tensor([-int(told["same"])]), group))
     rows, states = told["local"]
     if model is not None:

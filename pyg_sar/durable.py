@@ -49,8 +49,8 @@ def is_dead(name: str) -> bool:
         os.kill(int(number), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:
-        return False
+    except PermissionError:  # somebody else's, which lives
+        pass
     return False
 
 
