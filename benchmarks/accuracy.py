@@ -1,4 +1,4 @@
-"""Test accuracy on real graphs: PyG in one process, and pyg_sar on 2 and 4 workers, over several seeds.
+"""Test accuracy on real graphs: PyG in one process, and pyg_sar on several workers or with rows in files, over seeds.
 
     python benchmarks/accuracy.py --root data
 
@@ -26,11 +26,12 @@ TASKS = [
     ("Entities/AIFB", "rgcn", 16, 10, 3),
     ("Coauthor/Physics", "gcn", 16, 10, 3),
 ]
-# number of workers (0: PyG), title, what is in bfloat16
+# number of workers (0: PyG), title, what is not as usual
 COLUMNS = [
     (0, "PyG, 1 process", "nothing"),
     (2, "2 workers", "nothing"),
     (4, "4 workers", "nothing"),
+    (1, "1 worker, rows in files, 8 chunks", "offload"),
     (2, "2 workers, bf16 travels", "comm_dtype"),
     (0, "PyG, autocast to bf16", "autocast"),
     (2, "2 workers, autocast to bf16", "autocast"),
@@ -93,13 +94,15 @@ def worker(args: argparse.Namespace) -> None:
         if args.folder:
             nn, data = (
                 pyg_sar.nn,
-                pyg_sar.load(args.folder, comm_dtype=torch.bfloat16 if args.narrow == "comm_dtype" else None),
+                pyg_sar.load(args.folder, comm_dtype=torch.bfloat16 if args.how == "comm_dtype" else None),
             )
+            if args.how == "offload":
+                data = pyg_sar.offload(data, chunks=8, home=args.folder)
         else:
             nn, data = torch_geometric.nn, dataset(args.task, args.root)
             data.total_nodes = data.num_nodes
         settings = args.kind, args.hidden, args.epochs
-        answer([fit(nn, data, *settings, seed, rank, args.narrow == "autocast") for seed in range(args.seeds)])
+        answer([fit(nn, data, *settings, seed, rank, args.how == "autocast") for seed in range(args.seeds)])
 
 
 def main(args: argparse.Namespace) -> None:
@@ -112,11 +115,14 @@ def main(args: argparse.Namespace) -> None:
             common = ["--task", name, "--root", args.root, "--kind", kind, "--hidden", str(hidden)]
             common += ["--epochs", str(epochs), "--seeds", str(seeds)]
             cells = []
-            for workers, title, narrow in COLUMNS:
+            for workers, title, how in COLUMNS:
+                if how == "offload" and name.startswith("Entities"):
+                    cells.append("no features")
+                    continue
                 folder = Path(scratch) / f"{name.replace('/', '-')}-{workers}"
                 if workers and not folder.exists():
                     pyg_sar.partition(dataset(name, args.root), workers, folder)
-                where = ["--narrow", narrow, *(["--folder", str(folder)] if workers else [])]
+                where = ["--how", how, *(["--folder", str(folder)] if workers else [])]
                 accs = launch(__file__, workers, common + where, threads=1 if workers else 2)[0]
                 cells.append(f"{100 * statistics.mean(accs):.1f} ± {100 * statistics.stdev(accs):.1f}")
                 print(name, kind, title, accs, file=sys.stderr)
@@ -127,7 +133,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
     parser.add_argument("--only", help="only data sets whose name contains this")
-    for option in ("--worker", "--narrow", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
+    for option in ("--worker", "--how", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
         number = option in ("--hidden", "--epochs", "--seeds")
         if option == "--worker":
             parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)

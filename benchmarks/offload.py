@@ -5,9 +5,9 @@
 
 The first table trains on a graph that fits, homes in memory. Each setting is a process of its own; they take turns, and
 the table has medians. The loss of the second step is compared, before rounding grows with each. *Device* is the peak of
-all tensors that are made in a step, other than rows at home. *Again*: backward computes sums once more, as it does
-attention, instead of keeping what they give (HongTu's hybrid switched off). *Stay*: source rows stay in slots between
-chunks, as on an accelerator.
+all tensors that are made in a step, other than rows at home; *planned* is what a dry run tells of it. *Again*: backward
+computes sums once more, as it does attention, instead of keeping what they give (HongTu's hybrid switched off). *Stay*:
+source rows stay in slots between chunks, as on an accelerator.
 
 The second table trains in processes whose anonymous memory the system limits (``RLIMIT_DATA``) to what they hold once
 the data is loaded, and a share of what a step in memory needs; homes are files in ``--folder``. Mapped files do not
@@ -39,10 +39,11 @@ from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
+from pyg_sar.live import Live
 from pyg_sar.offload import chunks as by_chunks
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import move, place_of
-from pyg_sar.planner import Live
+from pyg_sar.offload.plan import counts_of, plan_offload
 
 SLACK = 32 * 2**20  # for what Python and the allocator take besides tensors
 
@@ -81,19 +82,35 @@ def times(args: argparse.Namespace, path: str) -> list[str]:
     lines = [
         f"`{args.graph}`, homes in memory, medians of {args.rounds} rounds.",
         "",
-        "| model | chunks | s a step | times memory | device MiB | of memory | MiB at home | GiB loaded | stored |",
-        "|" + "---|" * 9,
+        "| model | chunks | s a step | times memory | device MiB | of memory | planned | MiB at home | GiB loaded | "
+        "stored |",
+        "|" + "---|" * 10,
     ]
     for (kind, chunks, how), runs in sorted(found.items(), key=lambda it: settings.index((it[0][0], 0, ""))):
         one = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
         memory = {k: statistics.median(r[k] for r in found[kind, 0, ""]) for k in one}
         assert abs(one["loss"] - memory["loss"]) <= 1e-4 * abs(memory["loss"])
         cells = [f"{one['seconds']:.2f}", f"{one['seconds'] / memory['seconds']:.2f}", f"{one['device'] / 2**20:.0f}"]
-        cells += [f"{one['device'] / memory['device']:.2f}", f"{one['home'] / 2**20:.0f}"]
+        plan = planned(args, path, kind, chunks) / one["device"] if chunks and not how else None
+        cells += [f"{one['device'] / memory['device']:.2f}", f"{plan:.2f} times" if plan else ""]
+        cells.append(f"{one['home'] / 2**20:.0f}")
         cells += [f"{one[k] / 2**30:.2f}" for k in ("loaded", "stored")]
         setting = f"{chunks}{how and f', {how}'}" if chunks else "in memory"
         lines.append(f"| {kind} | {setting} | {' | '.join(cells)} |")
     return lines
+
+
+def planned(args: argparse.Namespace, path: str, kind: str, chunks: int) -> int:
+    """Return the peak of a step that a dry run tells."""
+    data = pyg_sar.load(path)
+    counts = counts_of(data.edge_index.graph, chunks, int(data.train_mask.sum()))
+    return plan_offload(lambda: model_of(kind, args.hidden, data), counts, data.x.size(1)).step
+
+
+def model_of(kind: str, hidden: int, data: Any) -> GNN:
+    """Return a model of layers as wide as those of the others."""
+    hidden = hidden // 2 if kind == "gat" else hidden
+    return GNN(pyg_sar.nn, kind, data.x.size(1), hidden, data.num_classes, dropout=0.0)
 
 
 def limits(args: argparse.Namespace, path: str) -> list[str]:
@@ -228,8 +245,7 @@ def worker(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     data = pyg_sar.load(args.path)
     torch.manual_seed(0)
-    hidden = args.hidden // 2 if args.kind == "gat" else args.hidden
-    model = GNN(pyg_sar.nn, args.kind, data.x.size(1), hidden, data.num_classes, dropout=0.0)
+    model = model_of(args.kind, args.hidden, data)
     torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # makes threads
     if args.budget:
         if args.group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -120,7 +121,7 @@ def _plan(args: argparse.Namespace) -> None:
     if not args.features or not args.classes:
         raise ValueError("Expected --features and --classes: the folder does not tell both.")
     if args.offload:
-        return _chunks(args)
+        return _chunks(args, shares)
     columns = ["workers", "mode", "loaded", "step", "together", "received"]
     print("".join(f"{column:>10}" for column in columns) + "   (GiB, of the largest worker; in a step)")
     for share in shares:
@@ -132,24 +133,25 @@ def _plan(args: argparse.Namespace) -> None:
         _fit(args, shares)
 
 
-def _chunks(args: argparse.Namespace) -> None:
+def _chunks(args: argparse.Namespace, shares: list[Any]) -> None:
     """Tell into how many chunks rows at home are cut, and what a step takes."""
-    from pyg_sar.offload.plan import Counts, choose, counts_of, random_counts
+    from pyg_sar.offload.plan import Counts, choose, counts_of
+    from pyg_sar.planner import chunk_counts
 
     if not args.budget or args.relations:
         raise ValueError("Expected --offload with a --budget, and without --relations.")
     graphs = _graphs(args.folder) if args.folder else []
     columns = ["workers", "chunks", "pieces of", "loaded", "step", "together", "at home", "moved"]
     print("".join(f"{column:>10}" for column in columns) + "   (rows; GiB, of the largest worker; in a step)")
-    for workers in [len(graphs)] if graphs else args.workers:
 
-        def counts(chunks: int, workers: int = workers) -> Counts:
-            if not graphs:
-                return random_counts(int(args.nodes), int(args.edges), chunks, workers)
-            every = [counts_of(graph, chunks, graph.num_src) for graph in graphs]
-            return Counts(*map(max, zip(*every, strict=True)))
+    def largest(chunks: int) -> Counts:
+        every = [counts_of(graph, chunks, graph.num_src) for graph in graphs]
+        return Counts(*map(max, zip(*every, strict=True)))
 
+    for share in shares:
+        counts = largest if graphs else partial(chunk_counts, share)
         need = choose(lambda: _stack(args), counts, args.features, args.budget * 2**30)
+        workers = len(share.rows_in) + 1
         sizes = (need.loaded, need.step, need.total, need.home, need.moved)
         told = f"{workers:>10}{need.chunks:>10}{need.slots or 'all':>10}"
         print(told + "".join(f"{size / 2**30:>10.3f}" for size in sizes))

@@ -8,19 +8,15 @@ counted as long as it lives.
 
 from __future__ import annotations
 
-import gc
 import os
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyg_sar import pieces
 from pyg_sar.block import compress_doubly
@@ -32,6 +28,10 @@ from pyg_sar.distributed.group import connected
 from pyg_sar.distributed.process_group import silent_group
 from pyg_sar.distributed.traffic import Traffic, record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.live import Live, few_objects, kept
+from pyg_sar.offload.home import count_bytes
+from pyg_sar.offload.plan import Counts
+from pyg_sar.offload.plan import choose as choose_chunks
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,15 @@ def from_counts(nodes: int, edges: int, workers: int, boundary: float | None = N
     return Share(own, into, inside, rows, rows)
 
 
+def chunk_counts(share: Share, chunks: int) -> Counts:
+    """Return the counts of a share in chunks: its edges are random ones, the worst case, and all nodes labelled."""
+    rows, edges = -(-share.nodes // chunks), max(-(-share.edges // chunks), 1)
+    halo = sum(share.rows_in)
+    readable = max(share.nodes + halo, 1)
+    sources = min(max(round(readable * (1 - (1 - 1 / readable) ** edges)), 1), edges)
+    return Counts(chunks, share.nodes, rows, sources, edges, share.nodes, halo)
+
+
 def plan(
     model: Callable[[], torch.nn.Module],
     share: Share,
@@ -109,7 +118,8 @@ def plan(
     comm_dtype: torch.dtype | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     num_relations: int = 0,
-) -> list[Need]:
+    offload: int | str | None = None,
+) -> list[Any]:
     r"""Tell the memory and traffic of training on a worker, for every mode, without graph and without other workers.
 
     Call it in a process that is in no process group. It counts what the compiled kernels take. The model's output is
@@ -125,16 +135,36 @@ def plan(
         comm_dtype (torch.dtype, optional): As for :func:`pyg_sar.load`. (default: :obj:`None`)
         optimizer (callable, optional): Makes the optimizer of parameters. (default: :class:`torch.optim.Adam`)
         num_relations (int, optional): Number of edge types. (default: :obj:`0`, none)
+        offload (int or str, optional): A budget, as for :func:`pyg_sar.offload`: tells of rows at home instead of
+            modes. Edges are taken for random ones, of which a chunk reads most. (default: :obj:`None`)
 
     Returns:
-        A list with one :class:`Need` for each mode, in bytes.
+        A list with one :class:`Need` for each mode, in bytes; with ``offload``, a list of one
+        :class:`~pyg_sar.offload.plan.OffloadNeed`: that of the fewest chunks that fit.
 
     Raises:
         RuntimeError: In a process that is in a process group.
+        ValueError: If no number of chunks fits ``offload``, or there are edge types with it.
     """
-    workers = len(share.rows_in) + 1
     if connected():
         raise RuntimeError("'plan' makes a process group of its own: call it before, or in another process")
+    if offload is None:
+        return _plan_modes(model, share, in_channels, modes, prefetch, comm_dtype, optimizer, num_relations)
+    if num_relations:
+        raise ValueError(
+            f"Expected no 'num_relations' with 'offload' (got {num_relations}): a budget needs a model that "
+            f"is called as 'model(x, edge_index)'"
+        )
+    budget = count_bytes(offload, "offload")
+    return [choose_chunks(model, partial(chunk_counts, share), in_channels, budget, optimizer=optimizer)]
+
+
+def _plan_modes(
+    model: Callable[[], torch.nn.Module], share: Share, in_channels: int, modes: Sequence[int], prefetch: int,
+    comm_dtype: torch.dtype | None, optimizer: Callable[..., torch.optim.Optimizer], num_relations: int,
+) -> list[Need]:  # fmt: skip
+    """Tell what every mode needs."""
+    workers = len(share.rows_in) + 1
     size = max(4096, 32 * workers)  # rows outweigh parameters, or the peak would be in another place
     factors = [min(1.0, size / max(share.nodes, 1)) / k for k in (1, 2)]
     needs = []
@@ -214,62 +244,6 @@ def _run(
     return {"loaded": loaded, "step": live.peak, "received": received(layers), **kinds}
 
 
-def kept(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors that a model and its optimizer hold between steps."""
-    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-    return [*net.parameters(), *net.buffers(), *state]
-
-
 def received(layers: Sequence[Traffic]) -> int:
     """Return the bytes that a worker received in a step."""
     return sum(t.forward_received + t.backward_received for t in layers)
-
-
-@contextmanager
-def few_objects() -> Iterator[None]:
-    """Have garbage collections look at what is made within alone: they would take most of the time."""
-    theirs = gc.get_freeze_count()  # what the caller froze stays frozen
-    if not theirs:
-        gc.collect()
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not theirs:
-            gc.unfreeze()
-
-
-def storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the memory of tensors; what only stands for rows has none."""
-    return (t.untyped_storage() for t in tree_leaves(value) if type(t) in (Tensor, torch.nn.Parameter))
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that were made within and still live.
-
-    Args:
-        dry: Whether to leave out the operators of this package: they write into tensors that they are given, and what
-            plain PyTorch would hold in their place is not what the compiled kernels do.
-    """
-
-    def __init__(self, dry: bool = False) -> None:
-        super().__init__()
-        self.dry = dry
-        gc.collect()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look for memory that is not that of an argument."""
-        given = {memory._cdata for memory in storages((args, kwargs))}
-        out = None if self.dry and func.namespace == "pyg_sar" else func(*args, **(kwargs or {}))
-        for memory in storages(out):
-            if memory._cdata not in given:
-                given.add(memory._cdata)
-                self.now += memory.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(memory, self.free, memory.nbytes())
-        return out
-
-    def free(self, count: int) -> None:
-        """Forget memory that was given back."""
-        self.now -= count

@@ -49,10 +49,11 @@ LEVELS = """
     distributed.*
 
     data.*
-    planner
+    live
     checkpoint
     offload.move
     offload.plan
+    planner
     offload.data
 
     nn.together nn.shifted

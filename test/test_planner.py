@@ -7,13 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch_geometric.data import Data
 
 import pyg_sar.nn
 from pyg_sar import load, ops, partition, record_traffic, sum_gradients
 from pyg_sar.cli import _stack
 from pyg_sar.data.assign import assign
 from pyg_sar.data.datasets import dataset
-from pyg_sar.planner import Live, choose, few_objects, from_counts, from_partition, plan, received
+from pyg_sar.live import Live, few_objects
+from pyg_sar.offload.plan import counts_of
+from pyg_sar.planner import choose, chunk_counts, from_counts, from_partition, plan, received
 
 RELATIONS = 4
 
@@ -136,3 +139,43 @@ def test_what_the_caller_froze_stays_frozen(frozen):
         assert (gc.get_freeze_count() > 0) == frozen
     finally:
         gc.unfreeze()
+
+
+def test_counts_of_chunks():
+    torch.manual_seed(0)
+    n, e = 3000, 30_000
+    edge_index = torch.stack([torch.randint(n, (e,)), torch.arange(e) % n])
+    found, told = counts_of(pyg_sar.shard(edge_index, n).graph, 10, 7), chunk_counts(from_counts(n, e, 1), 10)
+    assert found.rows == told.rows and abs(found.sources - told.sources) < 0.1 * told.sources
+    assert abs(found.edges - told.edges) < 0.1 * told.edges
+    none = chunk_counts(from_counts(5, 0, 1), 3)
+    assert none.sources == none.edges == 1
+
+
+def test_counts_of_chunks_of_workers():
+    torch.manual_seed(0)
+    n, e, workers = 3000, 30_000, 3
+    source, row = torch.randint(n, (e,)), torch.arange(e) % n
+    halo = source[(row % workers == 0) & (source % workers > 0)].unique()
+    told = chunk_counts(from_counts(n, e, workers), 4)
+    assert (told.nodes, told.rows) == (1000, 250) and abs(told.halo - len(halo)) < 0.1 * len(halo)
+    assert told.sources <= told.nodes + told.halo
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
+def test_plan_of_rows_at_home():
+    """As `offload` chooses for such a graph."""
+    torch.manual_seed(0)
+    n, e, budget = 6000, 60_000, 4_000_000
+    (told,) = plan(lambda: Net("sage"), from_counts(n, e, 1), 64, offload=budget)
+    (text,) = plan(lambda: Net("sage"), from_counts(n, e, 1), 64, offload="4MB")
+    assert told == text and told.chunks > 1 and told.total <= budget
+    edge_index = pyg_sar.shard(torch.stack([torch.randint(n, (e,)), torch.arange(e) % n]), n)
+    there = pyg_sar.offload(Data(x=torch.randn(n, 64), edge_index=edge_index), budget, Net("sage"))
+    assert len(there.x.place.ranges) == told.chunks and there.x.place.slots == told.slots
+    with pytest.raises(ValueError, match="'offload' to be a positive number of bytes"):
+        plan(lambda: Net("sage"), from_counts(n, e, 1), 64, offload="much")
+    with pytest.raises(ValueError, match=r"Expected no 'num_relations' .*got 4"):
+        plan(lambda: Net("rgcn"), from_counts(n, e, 1), 64, offload=budget, num_relations=4)
+    with pytest.raises(ValueError, match="needs at least"):
+        plan(lambda: Net("sage"), from_counts(n, e, 1), 64, offload=1000)

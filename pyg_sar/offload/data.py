@@ -10,10 +10,8 @@ import torch
 
 from pyg_sar.distributed.collectives import gather_objects
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.offload.home import Home
+from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import graph_of, move, place_of
-
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def offload(
@@ -129,19 +127,4 @@ def on_all_workers(data: Any, kind: str, check: Callable[[], Found]) -> Found:
         told = "; ".join(f"rank {r} asked for {k}" for r, (_, k) in enumerate(said))
         raise ValueError(f"[rank {rank}] Expected all workers to move their rows alike ({told})")
     assert found is not None
-    return found
-
-
-def count_bytes(value: int | str | None, name: str) -> int:
-    """Return a number of bytes; raise for what is none."""
-    found: Any = value
-    if isinstance(value, str):
-        number = value.rstrip("KMGTiB ")
-        unit = value[len(number) :].strip()
-        try:
-            found = int(float(number) * UNITS[unit or "B"])
-        except (KeyError, ValueError):
-            found = None
-    if type(found) is not int or found <= 0:
-        raise ValueError(f"Expected '{name}' to be a positive number of bytes, or such as '2GiB' (got {value!r})")
     return found

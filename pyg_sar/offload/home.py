@@ -32,6 +32,8 @@ WINDOW = 128 * 1024
 ALIGNMENT = 64  # bytes
 BEHIND = 2  # ranges of a tensor that are being written to the disk, and stay in memory meanwhile
 
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 _START, _FINISH = 2, 7  # of sync_file_range: SYNC_FILE_RANGE_WRITE, and WAIT_BEFORE | WRITE | WAIT_AFTER
@@ -241,3 +243,18 @@ def _sync(mapping: _Mapping, start: int, stop: int, how: int) -> None:
     failed = _LIBC.sync_file_range(mapping.descriptor, *span, ctypes.c_uint(how))
     if failed and (code := ctypes.get_errno()) in _LOST:  # who does not know this call loses nothing
         raise OSError(code, f"Rows were not written to the disk: {os.strerror(code)}. Give a folder of another disk.")
+
+
+def count_bytes(value: int | str | None, name: str) -> int:
+    """Return a number of bytes; raise for what is none."""
+    found: Any = value
+    if isinstance(value, str):
+        number = value.rstrip("KMGTiB ")
+        unit = value[len(number) :].strip()
+        try:
+            found = int(float(number) * UNITS[unit or "B"])
+        except (KeyError, ValueError):
+            found = None
+    if type(found) is not int or found <= 0:
+        raise ValueError(f"Expected '{name}' to be a positive number of bytes, or such as '2GiB' (got {value!r})")
+    return found

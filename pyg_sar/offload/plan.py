@@ -20,12 +20,12 @@ from pyg_sar.distributed.shard import shard
 from pyg_sar.distributed.traffic import record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.live import Live, few_objects, kept
 from pyg_sar.offload.chunks import sources_of, spans
 from pyg_sar.offload.halo import MESSAGE
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import place_of
 from pyg_sar.offload.rows import HostRows
-from pyg_sar.planner import Live, few_objects, kept
 
 # Of a chunk in the dry run: they outweigh parameters, or the peak would be in another place; and for a first guess.
 ROWS, ROUGH = 2048, 512
@@ -83,18 +83,6 @@ def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
     edges = max(int(graph.degree[slice(*span)].sum()) for span in ranges)
     halo = graph.exchange.routes.num_halo
     return Counts(chunks, graph.num_src, rows, max(sources, 1), max(edges, 1), labelled, halo)
-
-
-def random_counts(nodes: int, edges: int, chunks: int, workers: int = 1) -> Counts:
-    """Return the counts of one of equal workers in a graph of random edges, the worst case; all nodes are labelled."""
-    local, into = -(-nodes // workers), -(-edges // workers)
-    rows, own = -(-local // chunks), -(-into // chunks)
-
-    def read(count: int, among: int) -> int:
-        return round(among * (1 - (1 - 1 / max(nodes, 1)) ** count))
-
-    sources = min(max(read(own, nodes), 1), max(own, 1))
-    return Counts(chunks, local, rows, sources, max(own, 1), local, read(into, nodes - local))
 
 
 def plan_offload(
@@ -189,6 +177,7 @@ def choose(
     model: Callable[[], torch.nn.Module], counts: Callable[[int], Counts], in_channels: int, budget: float,
     home: str | None = None, dtype: torch.dtype = torch.float32, beside: bool = True,
     most: Callable[[Sequence[int]], Sequence[int]] = lambda values: values,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
 ) -> OffloadNeed:  # fmt: skip
     """Return the fewest chunks with which a step fits ``budget`` bytes.
 
@@ -202,6 +191,7 @@ def choose(
         beside: As for :func:`plan_offload`.
         most: Returns of every value the largest one on any worker: all try the same, or a model that communicates
             would wait for others.
+        optimizer: As for :func:`plan_offload`.
 
     Raises:
         ValueError: If it never does.
@@ -211,7 +201,7 @@ def choose(
         here = Counts(*most(counts(count)))
         for slots in (None, -(-here.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
-                need = plan_offload(model, here, in_channels, slots, home, rows=rows, dtype=dtype, beside=beside)
+                need = plan_offload(model, here, in_channels, slots, home, optimizer, rows, dtype, beside)
                 (excess,) = most([round(MARGIN * need.total) - int(4 * budget if rows == ROUGH else budget)])
                 if excess > 0:
                     break

@@ -21,8 +21,7 @@ from pyg_sar import nn, offload, ops
 from pyg_sar.nn.convert import convert
 from pyg_sar.offload import chunks as by_chunks
 from pyg_sar.offload import slots
-from pyg_sar.offload.data import count_bytes
-from pyg_sar.offload.home import Home
+from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
 from pyg_sar.offload.rows import HostRows

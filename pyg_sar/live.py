@@ -1,0 +1,70 @@
+r"""What lives while a step runs: a count of the bytes of tensors, for dry runs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@contextmanager
+def few_objects() -> Iterator[None]:
+    """Have garbage collections look at what is made within alone: they would take most of the time."""
+    theirs = gc.get_freeze_count()  # what the caller froze stays frozen
+    if not theirs:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not theirs:
+            gc.unfreeze()
+
+
+def storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the memory of tensors; what only stands for rows has none."""
+    return (t.untyped_storage() for t in tree_leaves(value) if type(t) in (Tensor, torch.nn.Parameter))
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that were made within and still live.
+
+    Args:
+        dry: Whether to leave out the operators of this package: they write into tensors that they are given, and what
+            plain PyTorch would hold in their place is not what the compiled kernels do.
+    """
+
+    def __init__(self, dry: bool = False) -> None:
+        super().__init__()
+        self.dry = dry
+        gc.collect()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and look for memory that is not that of an argument."""
+        given = {memory._cdata for memory in storages((args, kwargs))}
+        out = None if self.dry and func.namespace == "pyg_sar" else func(*args, **(kwargs or {}))
+        for memory in storages(out):
+            if memory._cdata not in given:
+                given.add(memory._cdata)
+                self.now += memory.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(memory, self.free, memory.nbytes())
+        return out
+
+    def free(self, count: int) -> None:
+        """Forget memory that was given back."""
+        self.now -= count
+
+
+def kept(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors that a model and its optimizer hold between steps."""
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    return [*net.parameters(), *net.buffers(), *state]
