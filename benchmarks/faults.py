@@ -3,11 +3,14 @@
     python benchmarks/faults.py --out docs/results
 
 Each case is two processes with a store of their own, without a launcher, which would end the other one itself. Rank 1
-meets the fault. Told are the seconds from then until both have ended, and what rank 0 said last. Writes ``faults.md``.
+meets the fault. Told are the seconds from then until both have ended, and what rank 0 said last. Then one run under
+``torchrun --max-restarts`` meets many of these faults one after the other, and must end with the bits of a run without.
+Writes ``faults.md``.
 """
 
 import argparse
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,6 +19,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness.launch import GNN, environment
 from harness.report import processor, write
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 import pyg_sar
@@ -53,6 +58,7 @@ FAULTS = {
 }
 TIMEOUT = 8  # seconds, of the group
 MARK = "STRUCK "
+WORKER = [__file__, "--worker"]
 KINDS = {
     "other code": r"different code|This worker runs|started as one of",
     "ended": r"rank 1 ended",
@@ -95,8 +101,10 @@ def strike(fault: str) -> None:
             os.environ["WORLD_SIZE"] = "3"
 
 
-def worker(folder: str, phase: str, fault: str) -> None:
-    """Train for two epochs, and meet the fault on rank 1."""
+def worker(folder: str, name: str, epochs: int, faults: list[tuple[str, str]]) -> None:
+    """Train from the newest checkpoint, and meet the fault of this attempt on rank 1, in the second epoch."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    phase, fault = faults[attempt] if attempt < len(faults) else ("", "")
 
     def at(here: str, now: bool = True) -> None:
         if here == phase and now and os.environ["RANK"] == "1":
@@ -107,31 +115,36 @@ def worker(folder: str, phase: str, fault: str) -> None:
         at("load")
         torch.manual_seed(0)
         data = pyg_sar.load(f"{folder}/graph")
-        model = GNN(pyg_sar.nn, "sage", data.x.size(1), 16, data.num_classes)
+        model = GNN(pyg_sar.nn, "gat", data.x.size(1), 8, data.num_classes, attention_dropout=0.2)
         pyg_sar.broadcast_parameters(model)
+        torch.manual_seed(rank)
         optimizer = torch.optim.Adam(model.parameters())
-        if phase == "save":
-            write = checkpoint.values.write
-            checkpoint.values.write = lambda *args: (at("save"), write(*args))
-        for step in range(2):
-            hooks = [model.convs[1].register_forward_pre_hook(lambda *_, now=step == 1: at("forward", now))]
-            hooks.append(model.convs[1].register_full_backward_hook(lambda *_, now=step == 1: at("backward", now)))
+        saves = pyg_sar.Checkpoints(f"{folder}/{name}", model=model, optimizer=optimizer, data=data)
+        first = 1 + saves.restore()
+        write = checkpoint.values.write
+        for epoch in range(first, epochs + 1):
+            now = epoch == first + 1
+            optimizer.zero_grad()
+            hooks = [model.convs[1].register_forward_pre_hook(lambda *_, now=now: at("forward", now))]
+            hooks.append(model.convs[1].register_full_backward_hook(lambda *_, now=now: at("backward", now)))
             out = model(data.x, data.edge_index)
             mask = data.train_mask
             pyg_sar.global_mean(F.cross_entropy(out[mask], data.y[mask], reduction="none")).backward()
-            at("gradients", step == 1)
+            at("gradients", now)
             pyg_sar.sum_gradients(model)
             optimizer.step()
-            at("step", step == 0)
             for hook in hooks:
                 hook.remove()
-        at("accuracy")
-        pyg_sar.accuracy(out.argmax(-1), data.y, data.val_mask)
-        at("gather")
-        pyg_sar.gather(out, data.n_id)
-        pyg_sar.save_checkpoint(f"{folder}/saves-{phase}-{fault}", model=model, data=data)
+            at("accuracy", now)
+            pyg_sar.accuracy(out.argmax(-1), data.y, data.val_mask)
+            at("gather", now)
+            pyg_sar.gather(out, data.n_id)
+            checkpoint.values.write = lambda *args, now=now: (at("save", now), write(*args))
+            saves.step(epoch)
+            at("step", epoch == first)
         at("leave")
-        print(f"rank {rank} is done", flush=True)
+        if rank == 0:
+            save_file({k: v.contiguous() for k, v in model.state_dict().items()}, f"{folder}/{name}.safetensors")
 
 
 def run(folder: str, phase: str, fault: str) -> Outcome:
@@ -141,8 +154,12 @@ def run(folder: str, phase: str, fault: str) -> Outcome:
     workers: list[Any] = []
     for rank in range(2):
         env = environment(1, **address, RANK=str(rank), WORLD_SIZE="2")
-        command = [sys.executable, __file__, "--worker", folder, phase, fault]
-        workers.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        command = [*WORKER, folder, f"saves-{phase}-{fault}", "2", f"{phase}/{fault}"]
+        workers.append(
+            subprocess.Popen(
+                [sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
     try:
         _, errors = workers[0].communicate(timeout=90)
         if fault == "stop":
@@ -159,6 +176,26 @@ def run(folder: str, phase: str, fault: str) -> Outcome:
     return Outcome(ended - float(struck[1]), (workers[0].returncode, workers[1].returncode), said[-1])
 
 
+def recover(folder: str, faults: list[tuple[str, str]]) -> bool:
+    """Whether a run under ``torchrun`` that meets one fault after the other ends with the bits of a run without."""
+    weights = []
+    for name, its in (("whole", []), ("resumed", faults)):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={len(its)}"]
+        command = [*torchrun, *WORKER, folder, name, str(len(faults) + 2), *map("/".join, its)]
+        subprocess.run([sys.executable, *command], env=environment(1), check=True, capture_output=True, timeout=1800)
+        weights.append(Path(f"{folder}/{name}.safetensors").read_bytes())
+    return weights[0] == weights[1]
+
+
+def recoverable(some: int, seed: int = 0) -> list[tuple[str, str]]:
+    """Return a kill in every phase, every fault in a forward pass, and some of both at random."""
+    faults = [fault for fault in FAULTS if fault != "other code"]
+    phases = [phase for phase in PHASES if phase != "leave"]
+    rng = random.Random(seed)
+    found = [(phase, "kill") for phase in phases] + [("forward", fault) for fault in faults if fault != "kill"]
+    return [*found, *((rng.choice(phases), rng.choice(faults)) for _ in range(some))]
+
+
 def cases() -> list[tuple[str, str]]:
     return [(phase, fault) for phase in PHASES for fault in FAULTS]
 
@@ -168,6 +205,8 @@ def main(args: argparse.Namespace) -> None:
         prepare(folder)
         with ThreadPoolExecutor(args.jobs) as pool:
             found = list(tqdm(pool.map(lambda case: run(folder, *case), cases()), total=len(cases())))
+        restarts = recoverable(args.random)
+        equal = recover(folder, restarts)
     by = dict(zip(cases(), found, strict=True))
     raw = sum(outcome.kind == "raw" for outcome in found)
     lines = [
@@ -185,7 +224,12 @@ def main(args: argparse.Namespace) -> None:
     lines += ["", "Some of what rank 0 said:", "", "```text"]
     for case in (("forward", "raise"), ("backward", "kill"), ("accuracy", "other code"), ("gradients", "exit 0")):
         lines.append(by[case].said)
-    lines.append("```")
+    lines += ["```", ""]
+    lines.append(
+        f"One run under `torchrun --max-restarts {len(restarts)}` met {len(restarts)} faults in turn: SIGKILL "
+        f"in each phase but the last, each fault in a forward pass, {args.random} of both at random. The weights at the end "
+        f"{'are' if equal else 'are NOT'} the bits of a run without (dropout of features and of attention)."
+    )
     print(write(args.out, "faults.md", lines))
 
 
@@ -196,9 +240,10 @@ def prepare(folder: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(*sys.argv[2:])
+        worker(*sys.argv[2:4], int(sys.argv[4]), [tuple(it.split("/")) for it in sys.argv[5:]])
         sys.exit()
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--random", type=int, default=10, help="faults at random under torchrun")
     parser.add_argument("--out", default="docs/results")
     main(parser.parse_args())

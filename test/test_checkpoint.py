@@ -39,11 +39,12 @@ class Net(torch.nn.Module):
         return self.convs[1](x, data.edge_index)
 
 
-def train(group, folder, saves, epochs, ends=(), keeps=True, drops=True):
+def train(group, folder, saves, epochs, ends=(), keeps=True, drops=True, dtype=torch.float64):
     """Train from the newest checkpoint, save after the epochs ``ends``; return losses by epoch, and all parameters."""
     torch.manual_seed(1)
     data = pyg_sar.load(folder, group=group)
-    model = Net(data, group, keeps).double()
+    model = Net(data, group, keeps).to(dtype)
+    data.x = data.x.to(dtype)
     if not drops:
         model.convs[0].dropout = 0.0
         model.forward = lambda data: model.convs[1](model.convs[0](data.x, data.edge_index).relu(), data.edge_index)
@@ -108,9 +109,19 @@ def test_another_number_of_workers(pool, folder, tmp_path, workers):
         assert same
 
 
-def resumed(group, folder, saves, keeps):
+def test_four_workers_then_two_then_three(pool, folder, tmp_path):
+    """In single precision."""
+    expected = pool.run(4, train, folder(4), tmp_path / "none", 6, (), False, False, torch.float32)[0][0]
+    pool.run(4, train, folder(4), tmp_path / "saves", 2, (2,), False, False, torch.float32)
+    pool.run(2, resumed, folder(2), tmp_path / "saves", False, 4, (4,), torch.float32)
+    (losses, told), *_ = pool.run(3, resumed, folder(3), tmp_path / "saves", False, 6, (), torch.float32)
+    assert "is of 2 workers" in told and losses.keys() == expected.keys()
+    assert max(abs(losses[k] - expected[k]) for k in losses) < 1e-6 * max(expected.values())
+
+
+def resumed(group, folder, saves, keeps, epochs=5, ends=(), dtype=torch.float64):
     with pytest.warns(UserWarning) if dist.get_rank(group) == 0 else pytest.MonkeyPatch.context() as told:
-        losses, *_ = train(group, folder, saves, 5, (), keeps, False)
+        losses, *_ = train(group, folder, saves, epochs, ends, keeps, False, dtype)
     return losses, str(told[0].message) if isinstance(told, pytest.WarningsRecorder) else ""
 
 

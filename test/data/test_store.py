@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.sample_graphs import put_together, random_edges, read_part
 from torch_geometric.data import Data
+from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar import cli
@@ -484,6 +485,56 @@ def test_writers_that_are_wrong(tmp_path, which):
     what = {"rowptr": "the row pointer to part", "col": "the sources of part", "serve": "the served rows of part"}
     with pytest.raises(ValueError, match=rf"part_0': {what[which.split()[-1]]} \d.*expected"):
         store.read_part(tmp_path / "graph", 0)
+
+
+def mistake(topology, rng):
+    """Change some numbers of a topology, or how many there are."""
+    lists = [topology.rowptr, topology.col, topology.serve, [topology.src_id], [topology.e_id]]
+    lists += [[rows for rows in topology.rows if rows is not None]]
+    tensors = [t for some in lists for t in some if t.numel() > 0]
+    tensor, kind = rng.choice(tensors), rng.randrange(4)
+    flat, at = tensor.view(-1), rng.randrange(tensor.numel())
+    if kind == 0:
+        flat[at] = rng.choice([-1, 0, 1, 29, 30, 2**15, -(2**31), 2**31 - 1])
+    elif kind == 1:
+        flat[at] = flat[rng.randrange(len(flat))]
+    elif kind == 2:
+        flat.copy_(flat.flip(0))
+    else:
+        flat += rng.choice([-1, 1, 7])
+
+
+def trained(group, folder):
+    """Train for a step with what is read; return whether it could be read."""
+    try:
+        data = pyg_sar.load(folder, group=group)
+    except RuntimeError:
+        return False
+    convs = [pyg_sar.nn.SAGEConv(3, 4), pyg_sar.nn.GATConv(4, 4, add_self_loops=False)]
+    x = data.x
+    for conv in convs:
+        x = conv(x, data.edge_index)
+    x.square().sum().backward()
+    return True
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.grid)])
+def test_writers_that_err_at_random(pool, tmp_path, count):
+    """With checksums that fit: all workers say so, or train; no worker dies of it."""
+    rng, told = random.Random(count), 0
+    data = Data(x=torch.ones(30, 3), edge_index=random_edges(30, 60))
+    pyg_sar.partition(data, 2, tmp_path / "whole")
+    for _ in tqdm(range(count)):
+        shutil.copytree(tmp_path / "whole", tmp_path / "graph")
+        part = store.read_part(tmp_path / "graph", rng.randrange(2), mmap=False)
+        mistake(topology_of(part), rng)
+        shutil.rmtree(tmp_path / "graph" / f"part_{part.part}")
+        store.write_part(tmp_path / "graph", part)
+        read, other = pool.run(2, trained, tmp_path / "graph")
+        assert read == other
+        told += not read
+        shutil.rmtree(tmp_path / "graph")
+    assert told > count // 4
 
 
 @pytest.mark.parametrize("key", ["part", "num_parts", "identity", "num_nodes", "num_edges", "counts", "files"])

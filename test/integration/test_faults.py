@@ -39,3 +39,9 @@ def test_fault(folder, phase, fault):
         expected = "stopped answering"
     expected = "told" if (phase, fault) == ("save", "raise") else expected
     assert "[rank 0]" in outcome.said and outcome.kind == expected, outcome
+
+
+@pytest.mark.grid
+def test_restarts(folder):
+    """A run that meets one fault after the other ends with the bits of a run without."""
+    assert faults.recover(folder, faults.recoverable(some=10))
