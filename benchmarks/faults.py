@@ -226,8 +226,8 @@ def main(args: argparse.Namespace) -> None:
         lines.append(by[case].said)
     lines += ["```", ""]
     lines.append(
-        f"One run under `torchrun --max-restarts {len(restarts)}` met {len(restarts)} faults in turn: SIGKILL "
-        f"in each phase but the last, each fault in a forward pass, {args.random} of both at random. The weights at the end "
+        f"One run under `torchrun --max-restarts {len(restarts)}` met {len(restarts)} faults in turn: SIGKILL in each "
+        f"phase but the last, each fault in a forward pass, {args.random} of both at random. The weights at the end "
         f"{'are' if equal else 'are NOT'} the bits of a run without (dropout of features and of attention)."
     )
     print(write(args.out, "faults.md", lines))
