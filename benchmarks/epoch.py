@@ -7,8 +7,8 @@ Runs with and without kernels (``PYG_SAR_KERNELS=0``) take turns, so that slow m
 epoch takes as long as its slowest worker; the first of a run, which makes what is made once, does not count. Writes
 ``epoch-cpu.md``.
 
-Guards cost so little that epochs with and without them take turns in each run; first epochs are those of runs of their
-own (``PYG_SAR_GUARDS=0``). Writes ``guards-cpu.md``.
+Guards cost so little that epochs with and without them take turns in each run, and with them the signs of life that
+workers write each second; first epochs are those of runs of their own (``PYG_SAR_GUARDS=0``). Writes ``guards-cpu.md``.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
-from pyg_sar.distributed import guard
+from pyg_sar.distributed import guard, notices
 
 SWITCH = {"on": "1", "off": "0"}
-WHAT = {"kernels": "compiled kernels", "guards": "guards"}
+WHAT = {"kernels": "compiled kernels", "guards": "guards and signs"}
 Times = dict[tuple[str, int], dict[str, list[float]]]  # seconds by model and mode, and with what
 
 
@@ -47,11 +47,13 @@ def worker(options: list[str]) -> None:
 
 
 def alternating(step: Any) -> Any:
-    """Return a step that is guarded every other time, at first."""
+    """Return a step that is guarded every other time, at first; then the worker gives signs as well."""
     steps = count()
 
     def train(*args: Any) -> float:
         guard.ON = next(steps) % 2 == 0
+        if (board := notices.CURRENT) is not None:
+            board.write = (lambda: type(board).write(board)) if guard.ON else (lambda: None)
         return step(*args)
 
     return train

@@ -22,11 +22,13 @@ from pyg_sar.distributed.loss import accuracy, global_mean, replicated
 from pyg_sar.distributed.message_flow_graph import MessageFlowGraphs, message_flow_graphs
 from pyg_sar.distributed.process_group import init, process_group
 from pyg_sar.distributed.shard import shard
+from pyg_sar.distributed.stages import stage_mesh
 from pyg_sar.distributed.traffic import record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.inference import inference
 from pyg_sar.offload.data import offload
 from pyg_sar.offload.rows import HostRows
+from pyg_sar.pipeline import Pipeline
 from pyg_sar.watch import allow_local
 
 __version__ = "0.1.0"
@@ -52,6 +54,7 @@ __all__ = [
     "Checkpoints",
     "HostRows",
     "MessageFlowGraphs",
+    "Pipeline",
     "ShardedEdgeIndex",
     "accuracy",
     "all_reduce",
@@ -80,5 +83,6 @@ __all__ = [
     "save_checkpoint",
     "shard",
     "shard_links",
+    "stage_mesh",
     "sum_gradients",
 ]

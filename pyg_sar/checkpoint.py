@@ -20,22 +20,22 @@ import signal
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyg_sar.distributed import values
+from pyg_sar.distributed.agreement import on_all
 from pyg_sar.distributed.collectives import gather_objects, global_max
 from pyg_sar.distributed.group import Group, is_local, rank_of, size_of
 from pyg_sar.durable import digest, sync
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds
 
-T = TypeVar("T")
 INFO, SHARED = "checkpoint.json", "shared.safetensors"
 FORMAT = {"format": "pyg_sar checkpoint", "version": 1}
 
@@ -83,7 +83,7 @@ def save_checkpoint(
         (folder / f".{name}.new").mkdir()
         return name
 
-    name = _on_all(begin, f"make a checkpoint in '{folder}'", group)[0]
+    name = on_all(begin, f"make a checkpoint in '{folder}'", group)[0]
     new = folder / f".{name}.new"
 
     def write() -> dict[str, str]:
@@ -101,7 +101,7 @@ def save_checkpoint(
             sync(new / file)
         return {file: digest(new / file) for file in content}
 
-    files = _on_all(write, f"write a checkpoint to '{folder}', which all workers must see", group)
+    files = on_all(write, f"write a checkpoint to '{folder}', which all workers must see", group)
 
     def finish() -> None:
         if rank > 0:
@@ -118,7 +118,7 @@ def save_checkpoint(
             os.replace(folder / f"checkpoint-{old:06d}", gone)
             shutil.rmtree(gone)
 
-    _on_all(finish, f"finish a checkpoint in '{folder}'", group)
+    on_all(finish, f"finish a checkpoint in '{folder}'", group)
     return folder / name
 
 
@@ -170,7 +170,7 @@ def load_checkpoint(
         return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared
 
     doing = f"read '{it}'. Remove this folder to go on from the one before"
-    told, shared = _on_all(read, doing, group, mine=True)
+    told, shared = on_all(read, doing, group, mine=True)
     same = bool(-global_max(torch.tensor([-int(told["same"])]), group))
     rows, states = told["local"]
     if model is not None:
@@ -374,20 +374,6 @@ def _restore_generators(states: dict[str, Any], same: bool, rank: int) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     random.setstate(states["python"])
-
-
-def _on_all(work: Callable[[], T], doing: str, group: Group, mine: bool = False) -> Any:
-    """Return what ``work`` returns on every worker, or only here; raise on all if it raises on one."""
-    found, error = None, ""
-    try:
-        found = work()
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    said = gather_objects((None if mine else found, error), group)
-    if any(error for _, error in said):
-        told = "; ".join(f"rank {r}: {error}" for r, (_, error) in enumerate(said) if error)
-        raise RuntimeError(f"[rank {rank_of(group)}] Could not {doing}. {told}")
-    return found if mine else [value for value, _ in said]
 
 
 def _read(folder: Path, file: str, info: dict[str, Any]) -> Any:

@@ -169,6 +169,7 @@ class Exchange(Protocol):
     routes: Routes
     log: Log
     group: Any
+    remembers: bool = False  # whether rows may be those of an earlier epoch, and then constants
 
     @property
     def alone(self) -> bool:

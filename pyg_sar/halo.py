@@ -46,20 +46,20 @@ def sum_halo(rows: Tensor, graph: ShardedGraph) -> Tensor:
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, graph: ShardedGraph, traffic: Any) -> Tensor:
-        exchange, meter, about = begin(ctx, x, graph, traffic, "fetched one-shot")
+    def forward(ctx: Any, x: Tensor, graph: ShardedGraph, begun: Any) -> Tensor:
+        exchange, meter, about = begin(ctx, x, graph, begun, "fetched one-shot")
         ((_, rows),) = exchange.pull([x.contiguous()], exchange.order(1), meter, about)
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Sum.apply(grad, ctx.graph, ctx.traffic), None, None
+        return _Sum.apply(grad, ctx.graph, ctx.begun), None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, graph: ShardedGraph, traffic: Any) -> Tensor:
-        exchange, meter, about = begin(ctx, rows, graph, traffic, "added up at their owners")
+    def forward(ctx: Any, rows: Tensor, graph: ShardedGraph, begun: Any) -> Tensor:
+        exchange, meter, about = begin(ctx, rows, graph, begun, "added up at their owners")
         received = Received()
         sink = exchange.sink(meter, received, about)
         sink.push(0, rows)
@@ -68,14 +68,15 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Fetch.apply(grad, ctx.graph, ctx.traffic), None, None
+        return _Fetch.apply(grad, ctx.graph, ctx.begun), None, None
 
 
-def begin(ctx: Any, x: Tensor, graph: ShardedGraph, traffic: Any, how: str) -> tuple[Exchange, Meter, About | None]:
-    """Return the exchange of this pass, its meter, and what peers compare; ``traffic`` is the record that is being
-    differentiated, or None in the forward pass, which opens one.
+def begin(ctx: Any, x: Tensor, graph: ShardedGraph, begun: Any, how: str) -> tuple[Exchange, Meter, About | None]:
+    """Return the exchange of this pass, its meter, and what peers compare; ``begun`` are the exchange and the record of
+    what is being differentiated, or None in the forward pass, which begins them.
     """
-    ctx.graph, ctx.traffic, exchange = graph, traffic or graph.exchange.log.open(), graph.exchange.one_shot()
-    if traffic:
+    ctx.graph, ctx.begun = graph, begun or (graph.exchange.begin().one_shot(), graph.exchange.log.open())
+    exchange, traffic = ctx.begun
+    if begun:
         return exchange, traffic.backward, None
-    return exchange, ctx.traffic.forward, None if exchange.alone else running.about(x.shape, x.dtype, how)
+    return exchange, traffic.forward, None if exchange.alone else running.about(x.shape, x.dtype, how)

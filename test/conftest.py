@@ -25,6 +25,7 @@ modules below it are imported in the same way: give each a name that no other on
 an ``__init__.py``.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -58,6 +59,15 @@ def small_pieces() -> None:
     from support.small_pieces import make_small
 
     make_small()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """Garbage collections, which many tests and all dry runs ask for, look at what this module makes alone: libraries
+    and collected tests are millions of objects, which take a second each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

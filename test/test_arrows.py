@@ -56,6 +56,9 @@ LEVELS = """
     planner
     offload.data
 
+    distributed.stages distributed.history
+    pipeline
+
     nn.together nn.shifted
     nn.norm.*
     nn.replay.*

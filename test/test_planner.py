@@ -131,14 +131,14 @@ def test_refuses_to_run_within_a_group(pool):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_the_caller_froze_stays_frozen(frozen):
-    if frozen:
-        gc.freeze()
+    if not frozen:
+        gc.unfreeze()  # what `conftest.py` froze
     try:
         with few_objects():
             assert gc.get_freeze_count() > 0
         assert (gc.get_freeze_count() > 0) == frozen
     finally:
-        gc.unfreeze()
+        gc.freeze()
 
 
 def test_counts_of_chunks():

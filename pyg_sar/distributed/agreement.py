@@ -1,11 +1,13 @@
-r"""What workers must have in common before their gradients are summed, and what is remembered of those that were."""
+r"""What workers must have in common before they go on together, and before their gradients are summed; and what is
+remembered of gradients that were.
+"""
 
 from __future__ import annotations
 
 import struct
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,6 +34,20 @@ class Mark(NamedTuple):
     changes: int  # how often the gradient had been changed
     state: tuple[int, float]  # that of the parameter
     call: int  # the number of the call
+
+
+def on_all(work: Callable[[], Any], doing: str, group: Group, mine: bool = False) -> Any:
+    """Return what ``work`` returns on every worker, or only here; raise on all if it raises on one."""
+    found, error = None, ""
+    try:
+        found = work()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    said = gathered((None if mine else found, error), group)
+    if any(error for _, error in said):
+        told = "; ".join(f"rank {r}: {error}" for r, (_, error) in enumerate(said) if error)
+        fail(f"Could not {doing}. {told}", group)
+    return found if mine else [value for value, _ in said]
 
 
 def agree(what: str, mine: Sequence[Any], group: Group = None) -> None:

@@ -3,6 +3,7 @@ r"""Layers with PyG's constructors and ``state_dict`` that stream on a sharded g
 from pyg_sar.nn.conv.cheb_conv import ChebConv
 from pyg_sar.nn.conv.gat_conv import GATConv
 from pyg_sar.nn.conv.gatv2_conv import GATv2Conv
+from pyg_sar.nn.conv.gcn2_conv import GCN2Conv
 from pyg_sar.nn.conv.gcn_conv import GCNConv
 from pyg_sar.nn.conv.gin_conv import GINConv
 from pyg_sar.nn.conv.han_conv import HANConv
@@ -30,6 +31,7 @@ from pyg_sar.nn.pool.glob import global_add_pool, global_max_pool, global_mean_p
 __all__ = classes = [
     "MessagePassing",
     "GCNConv",
+    "GCN2Conv",
     "SAGEConv",
     "ChebConv",
     "GINConv",

@@ -12,6 +12,7 @@ import torch_geometric.nn
 from pyg_sar.nn.conv.cheb_conv import ChebConv
 from pyg_sar.nn.conv.gat_conv import GATConv
 from pyg_sar.nn.conv.gatv2_conv import GATv2Conv
+from pyg_sar.nn.conv.gcn2_conv import GCN2Conv
 from pyg_sar.nn.conv.gcn_conv import GCNConv
 from pyg_sar.nn.conv.gin_conv import GINConv
 from pyg_sar.nn.conv.han_conv import HANConv
@@ -35,9 +36,9 @@ from pyg_sar.nn.replay.choose import STRATEGIES
 from pyg_sar.whole_graph import reason
 
 OURS = (
-    ARGA, ARGVA, BatchNorm, BatchNorm1d, ChebConv, DeepGraphInfomax, FastRGCNConv, GAE, GATConv, GATv2Conv, GCNConv,
-    GINConv, GraphNorm, GraphSizeNorm, HANConv, HGTConv, HeteroBatchNorm, InstanceNorm, LayerNorm, MeanSubtractionNorm,
-    PairNorm, RGCNConv, SAGEConv, TransformerConv, VGAE,
+    ARGA, ARGVA, BatchNorm, BatchNorm1d, ChebConv, DeepGraphInfomax, FastRGCNConv, GAE, GATConv, GATv2Conv, GCN2Conv,
+    GCNConv, GINConv, GraphNorm, GraphSizeNorm, HANConv, HGTConv, HeteroBatchNorm, InstanceNorm, LayerNorm,
+    MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv, TransformerConv, VGAE,
 )  # fmt: skip
 # By the class of PyG or torch that each of them takes the place of.
 FORMS: dict[type, type] = {

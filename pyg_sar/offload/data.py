@@ -3,12 +3,12 @@ r"""The one call that users make: rows of loaded data leave the memory that is c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from pyg_sar.distributed.collectives import gather_objects
+from pyg_sar.distributed.agreement import agree, on_all
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import graph_of, move, place_of
@@ -62,12 +62,19 @@ def offload(
 
     Raises:
         TypeError: If ``edge_index`` is not sharded, or there is a budget without a model.
-        ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small; if nodes
-            are of two sets, or the graph is not on the CPU; or if another worker raises.
+        ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small; or if nodes
+            are of two sets, or the graph is not on the CPU.
         OSError: If there is no such folder, or no room.
+        RuntimeError: On all of several workers, if one of them raises, or if they ask for different kinds.
     """
     kind = f"{'chunks' if budget is None else 'a budget'}, homes in {'memory' if home is None else 'files'}"
-    graph, rows, there = on_all_workers(data, kind, lambda: check(data, budget, model, home, chunks, limit, device))
+    exchange = getattr(getattr(getattr(data, "edge_index", None), "graph", None), "exchange", None)
+    if exchange is None or exchange.alone:
+        graph, rows, there = check(data, budget, model, home, chunks, limit, device)
+    else:
+        look = partial(check, data, budget, model, home, chunks, limit, device)
+        graph, rows, there = on_all(look, "move rows home", exchange.group, mine=True)
+        agree("how rows are kept at home", [kind], exchange.group)
     if chunks is not None:
         return move(data, place_of(graph, rows, chunks, None, there))
     from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
@@ -106,25 +113,3 @@ def check(data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any
             "Expected features 'data.x' [num_nodes, channels] with the 'budget'; give 'chunks' without them"
         )
     return graph, rows, there
-
-
-def on_all_workers(data: Any, kind: str, check: Callable[[], Found]) -> Found:
-    """Return what ``check`` returns; raise on all workers if it does on any, or if they ask for different kinds."""
-    exchange = getattr(getattr(getattr(data, "edge_index", None), "graph", None), "exchange", None)
-    if exchange is None or exchange.alone:
-        return check()
-    try:
-        found, error = check(), None
-    except Exception as raised:
-        found, error = None, raised
-    said = gather_objects((f"{type(error).__name__}: {error}" if error else "", kind), exchange.group)
-    if error:
-        raise error
-    rank = exchange.routes.rank
-    if told := "; ".join(f"rank {r}: {e}" for r, (e, _) in enumerate(said) if e):
-        raise ValueError(f"[rank {rank}] Other workers could not move their rows home. {told}")
-    if len({k for _, k in said}) > 1:
-        told = "; ".join(f"rank {r} asked for {k}" for r, (_, k) in enumerate(said))
-        raise ValueError(f"[rank {rank}] Expected all workers to move their rows alike ({told})")
-    assert found is not None
-    return found

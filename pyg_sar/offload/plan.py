@@ -173,6 +173,7 @@ def run(
     }
 
 
+@few_objects()
 def choose(
     model: Callable[[], torch.nn.Module], counts: Callable[[int], Counts], in_channels: int, budget: float,
     home: str | None = None, dtype: torch.dtype = torch.float32, beside: bool = True,

@@ -46,13 +46,13 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
         graph = self.streamed(edge_index, x) if isinstance(x, Tensor) and self.normalize else None
         if graph is None:
             return super().forward(x, edge_index, edge_weight)
-        if self.add_self_loops:
-            graph, edge_weight = add_remaining_self_loops(graph, edge_weight, 2.0 if self.improved else 1.0)
-        scale = degree(graph, edge_weight, x.dtype).pow(-0.5)  # of sources
-        scale = scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
+        fill = (2.0 if self.improved else 1.0) if self.add_self_loops else None
+        graph, edge_weight, scale = normalised(graph, edge_weight, fill, x.dtype)
         times = torch.mul if affine(self.lin) is None else multiply  # a hook may have kept the rows
         if edge_weight is None and graph.is_constant(x):
             out = project(self.lin, graph.recall(x, graph, self.aggr, lambda: reduce_rows(graph, x * scale, self.aggr)))
+        elif graph.exchange.remembers and x.size(-1) <= self.out_channels:  # weights get the gradient of old rows, too
+            out = project(self.lin, reduce_rows(graph, x * scale, self.aggr, edge_weight, self.node_dim))
         else:
             out = reduce_rows(graph, times(project(self.lin, x), scale), self.aggr, edge_weight, self.node_dim)
         out = times(out, graph.dst_rows(scale))
@@ -63,6 +63,18 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
         weight = kwargs["edge_weight"]
         weight = None if weight is None else weight.view(-1)
         return reduce_rows(graph, kwargs["x"], self.aggr, weight, self.node_dim)
+
+
+def normalised(
+    graph: ShardedGraph, edge_weight: Tensor | None, fill: float | None, dtype: torch.dtype
+) -> tuple[ShardedGraph, Tensor | None, Tensor]:
+    """Return the graph and its weights, with self-loops unless ``fill`` is None, and by what the rows of sources and
+    destinations are scaled, :math:`(n_{src}, 1)`.
+    """
+    if fill is not None:
+        graph, edge_weight = add_remaining_self_loops(graph, edge_weight, fill)
+    scale = degree(graph, edge_weight, dtype).pow(-0.5)
+    return graph, edge_weight, scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
 
 
 def degree(graph: ShardedGraph, edge_weight: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,339 @@
+r"""Chunks that come one after the other, and read rows of later chunks as an earlier epoch left them: the histories of
+the `"GNNPipe: Scaling Deep GNN Training with Pipelined Model Parallelism" <https://arxiv.org/abs/2308.10087>`_ paper.
+
+To a chunk of destinations other chunks are what other workers are to a worker: rows that live elsewhere. So a chunk is
+a :class:`~pyg_sar.graph.ShardedGraph` with two blocks, the edges within the chunk and all others, and what it reads of
+others comes from its exchange. A *site* is one aggregation of a block of the model. It knows, for all source rows of
+this worker (its own, and those that it reads of the other workers of its stage)::
+
+    fresh     the rows of this epoch, as far as chunks have passed
+    history   the rows of an earlier epoch, constants
+    grad      the gradients of fresh rows that chunks left which came later
+
+    chunk k, forward:   fresh[k] = its rows; send those that others read, receive theirs of chunk k
+                        read fresh rows of chunks that came before, and history of those that will come
+    chunk k, backward:  (in reverse order) grad[reads] += gradient of what was read; the gradient of its rows is
+                        complete, since all that read them as fresh ones came later: + grad[k] + those of others
+
+What lands in ``grad`` of later chunks is the gradient of history, which is none: nobody reads it there any more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from pyg_sar.block import cut, rows_at
+from pyg_sar.distributed.peers import Peers
+from pyg_sar.distributed.traffic import Log
+from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
+from pyg_sar.graph import Seeds, ShardedGraph
+from pyg_sar.halo import fetch_halo
+from pyg_sar.running import About
+
+
+@dataclass
+class Rows:
+    """What a site knows of one column tile, ``[N + N_halo, F]`` each.
+
+    Args:
+        fresh: The rows of this epoch.
+        history: Those of an earlier one; None before there is one.
+        grad: Gradients that are not handed on yet; None before the first.
+    """
+
+    fresh: Tensor
+    history: Tensor | None = None
+    grad: Tensor | None = None
+
+
+@dataclass
+class Site:
+    """One aggregation of a block.
+
+    Args:
+        tiles: Its rows, by column tile.
+    """
+
+    tiles: list[Rows] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Some destinations, and what they read.
+
+    Args:
+        number: Its number; the chunks of other workers with this number come at the same time.
+        span: Its range of rows.
+        graph: Their in-edges: those within the chunk, and all others.
+        edges: Where the worker's edge tensors hold them.
+        reads: The local-first numbers of the rows of other chunks that it reads, ascending.
+        serves: For each worker, which of the rows that it reads (``routes.serve``) are in the chunk.
+        halo: For each worker, which rows of its chunk of this number are read here, as local-first numbers.
+    """
+
+    number: int
+    span: slice
+    graph: ShardedGraph
+    edges: Tensor
+    reads: Tensor
+    serves: list[slice]
+    halo: list[slice]
+
+
+class History:
+    """The rows of all sites of a stage, and which of them are fresh.
+
+    Args:
+        graph: This worker's share of the graph.
+        ranges: The chunks, ranges of its rows; as many on each worker.
+    """
+
+    def __init__(self, graph: ShardedGraph, ranges: Sequence[tuple[int, int]]) -> None:
+        self.graph, self.log = graph, Log()
+        self.peers = graph.exchange if isinstance(graph.exchange, Peers) else None
+        own = torch.empty(graph.num_src, 1, dtype=torch.int64)
+        for k, (start, end) in enumerate(ranges):
+            own[start:end] = k
+        self.chunk_of = fetch_halo(own, graph).view(-1)
+        self.sites: dict[tuple[int, int], Site] = {}
+        self.place = torch.zeros(len(ranges), dtype=torch.int64)  # of each chunk in the order of this epoch
+        self.block = self.call = 0
+        self.chunks = [self.make(k, *span) for k, span in enumerate(ranges)]
+        self.whole = self.make(None, 0, graph.num_src)
+
+    def make(self, number: int | None, start: int, end: int) -> Chunk:
+        """Return a chunk, or all rows as a single one."""
+        part, routes = self.graph.rows(start, end), self.graph.exchange.routes
+        source, row = part.coo()
+        within = (source >= start) & (source < end)
+        read = torch.zeros(len(self.chunk_of), dtype=torch.bool)
+        read[source[~within]] = True
+        reads = read.nonzero().view(-1)
+        numbers = torch.empty(len(read), dtype=torch.int64)
+        numbers[reads] = torch.arange(len(reads)) + end - start
+        numbers[start:end] = torch.arange(end - start)
+        places = [slice(0, end - start), slice(end - start, end - start + len(reads))]
+        blocks = cut(torch.stack([numbers[source], row]), (~within).long(), places, end - start)
+        serves = [spanned(rows, start, end) for rows in routes.serve]
+        halo = [ids if number is None else self.of_chunk(ids, number) for ids in routes.ids]
+        nobody = torch.empty(0, dtype=torch.int64)
+        exchange = ChunkExchange(self, Routes(0, (nobody, nobody), (end - start, len(reads))))
+        n_id = self.graph.n_id
+        it = Chunk(
+            0 if number is None else number, slice(start, end),
+            part.replace(
+                blocks=blocks, num_src=end - start, dst=slice(0, end - start), remat=True, origin=None,
+                exchange=exchange, n_id=torch.arange(start, end) if n_id is None else n_id[start:end], seeds=Seeds(0),
+            ),
+            self.graph.edge_rows(start, end), reads, serves, halo,
+        )  # fmt: skip
+        exchange.chunk = it
+        return it
+
+    def of_chunk(self, ids: slice, number: int) -> slice:
+        """Return which halo rows of one worker are in its chunk of a number: a range, since chunks are."""
+        start, end = torch.searchsorted(self.chunk_of[ids], torch.tensor([number, number + 1])).tolist()
+        return slice(ids.start + start, ids.start + end)
+
+    def begin(self, order: Sequence[int] | None) -> None:
+        """Begin an epoch, with chunks in this order; None for one in which all is fresh."""
+        self.place.zero_()
+        if order is not None:
+            self.place[torch.tensor(order)] = torch.arange(len(order))
+
+    def end(self, refresh: bool) -> None:
+        """End an epoch; with ``refresh`` its rows are history from now on."""
+        for site in self.sites.values():
+            for rows in site.tiles:
+                if refresh:  # the next epoch writes all of what is fresh
+                    old, rows.history = rows.history, rows.fresh
+                    rows.fresh = torch.empty_like(rows.fresh) if old is None else old
+                rows.grad = None
+
+    def enter(self, block: int) -> None:
+        """Go on with a block of the model."""
+        self.block, self.call = block, 0
+
+    def site(self) -> Site:
+        """Return the site of the next aggregation."""
+        self.call += 1
+        return self.sites.setdefault((self.block, self.call), Site())
+
+    def store(self, it: Chunk, site: Site, tile: int, x: Tensor, meter: Meter, about: About | None) -> None:
+        """Keep the rows of a chunk, and exchange those that workers read of each other."""
+        if tile == len(site.tiles):
+            site.tiles.append(Rows(x.new_empty(len(self.chunk_of), *x.shape[1:])))
+        fresh = site.tiles[tile].fresh
+        fresh[it.span] = x
+        if self.peers is not None:
+            self.swap(it, x, fresh, meter, about, f"source rows {tile}")
+
+    def swap(
+        self, it: Chunk, own: Tensor, all_rows: Tensor, meter: Meter, about: About | None, what: str
+    ) -> None:  # fmt: skip
+        """Send the rows of a chunk that others read, and receive theirs."""
+        assert self.peers is not None
+        routes, channel, arriving = self.peers.routes, self.peers.channel, []
+        self.peers.begin_turn(about, meter)
+        for q in routes.others:
+            client = routes.client(q)
+            out = own[routes.serve[client][it.serves[client]].long() - it.span.start]
+            into = channel.buffer(it.halo[q].stop - it.halo[q].start, all_rows)
+            arriving.append((q, into, channel.swap(out, client, into, q, what, meter)))
+        for q, into, transfers in arriving:
+            for transfer in transfers:
+                transfer.wait()
+            all_rows[it.halo[q]] = into.to(all_rows.dtype)
+
+    def return_grads(self, it: Chunk, grad: Tensor, total: Tensor, meter: Meter, what: str) -> None:
+        """Send the gradients of rows of others in this chunk to their owners, and add up those of own rows."""
+        assert self.peers is not None
+        routes, channel, arriving = self.peers.routes, self.peers.channel, []
+        self.peers.begin_turn(None, meter)
+        for q in routes.others:
+            client = routes.client(q)
+            rows = routes.serve[client][it.serves[client]].long() - it.span.start
+            into = channel.buffer(len(rows), total)
+            arriving.append((rows, into, channel.swap(grad[it.halo[q]], q, into, client, what, meter)))
+        for rows, into, transfers in arriving:
+            for transfer in transfers:
+                transfer.wait()
+            total.index_add_(0, rows, into.to(total.dtype))
+
+    def read(self, it: Chunk, rows: Rows) -> Tensor:
+        """Return what a chunk reads of other chunks."""
+        stale = self.is_stale(it)
+        if not stale.any():
+            return rows_at(rows.fresh, it.reads)
+        assert rows.history is not None
+        out = rows_at(rows.history, it.reads)
+        fresh = (~stale).nonzero().view(-1)
+        return out.index_copy_(0, fresh, rows_at(rows.fresh, it.reads[fresh]))
+
+    def is_stale(self, it: Chunk) -> Tensor:
+        """Which of the rows that a chunk reads have not passed in this epoch."""
+        return self.place[self.chunk_of[it.reads]] > self.place[it.number]
+
+
+def spanned(rows: Tensor, start: int, end: int) -> slice:
+    """Return which of ascending rows are in a range."""
+    first, last = torch.searchsorted(rows.long(), torch.tensor([start, end])).tolist()
+    return slice(first, last)
+
+
+class ChunkExchange(Local):
+    """The exchange of a chunk: shard 0 are its own rows, shard 1 those that it reads of others.
+
+    Args:
+        history: What is known of others.
+        routes: Counts its rows.
+    """
+
+    remembers = True
+    chunk: Chunk
+    at: Site | None = None  # of the aggregation that has begun
+    shards = 2
+    stored = False  # whether the forward pass has been
+
+    def __init__(self, history: History, routes: Routes) -> None:
+        super().__init__(routes, history.log)
+        self.history, self.group = history, history.graph.exchange.group
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other worker in the stage."""
+        return self.history.peers is None
+
+    def begin(self) -> ChunkExchange:
+        """Return the exchange of the next aggregation."""
+        begun = copy.copy(self)
+        begun.at = self.history.site()
+        return begun
+
+    def one_shot(self) -> ChunkExchange:
+        """Return the exchange with all rows in a single shard."""
+        merged = copy.copy(self)
+        merged.shards = 1
+        return merged
+
+    def reroute(self, routes: Routes, exact: bool = False) -> NoReturn:
+        """Refuse: what other rows would be is not known."""
+        raise RuntimeError("A layer asks for other rows than those that a chunk of a pipeline reads. Take 'chunks=1'.")
+
+    def order(self, tiles: int, backward: bool = False, fetches: bool = True) -> Schedule:
+        """Return all shards, for each tile."""
+        return [tuple(range(self.shards))] * tiles
+
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+        """Ask all workers of the stage."""
+        return self.history.graph.exchange.all_reduce_max(values)
+
+    def pull(
+        self, tiles: Iterable[Tensor], order: Schedule, meter: Meter, about: About | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of the chunk, which the history keeps in the forward pass, and what it reads of others."""
+        assert self.at is not None
+        stores, self.stored = not self.stored, True
+        for tile, x in enumerate(tiles):
+            if stores:
+                self.history.store(self.chunk, self.at, tile, x, meter, about if tile == 0 else None)
+            if self.shards == 1:
+                yield 0, torch.cat([x, self.history.read(self.chunk, self.at.tiles[tile])])
+            else:
+                yield 0, x
+                yield 1, self.history.read(self.chunk, self.at.tiles[tile])
+
+    def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> ChunkSink:
+        """Return what takes gradients."""
+        assert self.at is not None
+        return ChunkSink(self, self.at, meter, receiver)
+
+
+class ChunkSink:
+    """Keeps the gradients of rows of others, and completes those of the chunk's own.
+
+    Args:
+        exchange: Of the chunk.
+        site: The site.
+        meter: Counts.
+        receiver: Takes the gradients of own rows.
+    """
+
+    def __init__(self, exchange: ChunkExchange, site: Site, meter: Meter, receiver: Receiver) -> None:
+        self.it, self.site, self.meter, self.receiver, self.tile = exchange, site, meter, receiver, 0
+        self.own: Tensor | None = None
+
+    def push(self, q: int, grad: Tensor) -> None:
+        """Take the gradient of a shard."""
+        it = self.it
+        if it.shards == 1:
+            own, others = grad.split(list(it.routes.num_src))
+            self.own = own.clone()
+            self.keep(others)
+        elif q == 0:
+            self.own = grad
+        else:
+            self.keep(grad)
+
+    def keep(self, others: Tensor) -> None:
+        """Take the gradient of rows of others; that of own rows came before."""
+        it, total = self.it, self.own
+        assert total is not None
+        rows = self.site.tiles[self.tile]
+        if rows.grad is None:
+            rows.grad = total.new_zeros(len(it.history.chunk_of), *total.shape[1:])
+        rows.grad.index_add_(0, it.chunk.reads, others)
+        total = total + rows.grad[it.chunk.span]
+        if it.history.peers is not None:
+            it.history.return_grads(it.chunk, rows.grad, total, self.meter, f"gradients {self.tile}")
+        self.receiver.add_grad(self.tile, total)
+        self.tile, self.own = self.tile + 1, None
+
+    def close(self) -> None:
+        """Do nothing: the receiver has all."""

@@ -1,0 +1,135 @@
+r"""The workers of a pipeline, *stages* of consecutive blocks of a model, each with a worker for every part of the
+graph; and what travels between stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_sar.distributed.group import gather_objects, rank_of, size_of
+from pyg_sar.distributed.traffic import Traffic
+from pyg_sar.distributed.transfer import Channel, Pending
+
+Shape = tuple[list[int], torch.dtype]  # of a row, and its type
+
+
+def stage_mesh(stages: int) -> Any:
+    r"""Return the workers as stages of a pipeline, of which each has a copy of the graph, cut among its workers.
+
+    .. code-block:: python
+
+        mesh = pyg_sar.stage_mesh(4)
+        data = pyg_sar.load("parts/2", group=mesh.get_group("graph"))  # 8 workers: 4 stages of 2
+
+    Workers of a stage are next to each other, so that they are on one host if each host has as many.
+
+    Args:
+        stages (int): The number of stages.
+
+    Returns:
+        A :class:`torch.distributed.device_mesh.DeviceMesh` with the dimensions :obj:`"stage"` and :obj:`"graph"`, whose
+        groups have the timeout of :func:`pyg_sar.process_group`.
+
+    Raises:
+        ValueError: If the number of workers is no multiple of that of stages.
+        RuntimeError: In a process that is in no group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("A pipeline needs workers: call 'stage_mesh' within 'pyg_sar.process_group()'")
+    size = size_of()
+    if type(stages) is not int or stages < 1 or size % stages:
+        raise ValueError(
+            f"[rank {rank_of()}] Expected a number of stages that divides the {size} workers (got {stages!r}). Start a "
+            f"multiple of it ('--nproc-per-node')."
+        )
+    return mesh_of(torch.arange(size).view(stages, -1))
+
+
+def mesh_of(ranks: Tensor) -> Any:
+    """Return the mesh of workers, ``[stages, graph workers]``, of which this is one."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    world: Any = dist.group.WORLD
+    timeout = world._get_backend(torch.device("cpu")).options._timeout  # which new groups do not take over
+    (here,) = (ranks == dist.get_rank()).nonzero().tolist()
+    mine = ranks[:, here[1]], ranks[here[0]]
+    groups = [dist.new_group(of.tolist(), timeout=timeout, use_local_synchronization=True) for of in mine]
+    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("stage", "graph"))
+
+
+class Stages:
+    """What a stage sends to its neighbours and receives from them.
+
+    Args:
+        group: The workers with the same part of the graph, one of each stage.
+        comm_dtype: As for :func:`pyg_sar.load`.
+    """
+
+    def __init__(self, group: Any, comm_dtype: torch.dtype | None = None) -> None:
+        self.rank, self.size, self.channel = rank_of(group), size_of(group), Channel(group, comm_dtype)
+        self.traffic = Traffic()
+        self.sent: list[Pending] = []
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first stage."""
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.rank == self.size - 1
+
+    def begin(self) -> None:
+        """Begin what all stages do once in an epoch."""
+        self.channel.begin(None, (), torch.device("cpu"), self.traffic.forward)
+
+    def tell(self, value: Any, stage: int) -> Any:
+        """Return the value of a stage to all."""
+        return gather_objects(value if self.rank == stage else None, self.channel.group)[stage]
+
+    def send(self, rows: Sequence[Tensor], to: int, what: str) -> None:
+        """Start to send."""
+        meter = self.traffic.forward if to > self.rank else self.traffic.backward
+        for k, t in enumerate(rows):
+            nothing = t.new_empty(0)
+            self.sent += self.channel.swap(t.contiguous(), to, nothing, to, f"{what}, {k}", meter)
+
+    def receive(self, shapes: Sequence[Shape], count: int, of: int, what: str) -> Arriving:
+        """Start to receive so many rows."""
+        meter = self.traffic.forward if of < self.rank else self.traffic.backward
+        rows, pending = [], []
+        for k, (shape, dtype) in enumerate(shapes):
+            into = torch.empty(count, *shape, dtype=self.channel.sent_as(dtype))
+            pending += self.channel.swap(into.new_empty(0), of, into, of, f"{what}, {k}", meter)
+            rows.append((into, dtype))
+        return Arriving(rows, pending)
+
+    def settle(self) -> None:
+        """Wait until all is sent."""
+        for transfer in self.sent:
+            transfer.wait()
+        self.sent = []
+
+
+class Arriving:
+    """Rows under way.
+
+    Args:
+        rows: Where they will be, and their types.
+        pending: What to wait for.
+    """
+
+    def __init__(self, rows: list[tuple[Tensor, torch.dtype]], pending: list[Pending]) -> None:
+        self.rows, self.pending = rows, pending
+
+    def wait(self) -> list[Tensor]:
+        """Return the rows when they have come."""
+        for transfer in self.pending:
+            transfer.wait()
+        return [t.to(dtype) for t, dtype in self.rows]

@@ -1,0 +1,380 @@
+r"""A pipeline of layers: consecutive blocks of a model on each stage, chunks of nodes from one stage to the next.
+
+It is the training of the `"GNNPipe: Scaling Deep GNN Training with Pipelined Model Parallelism"
+<https://arxiv.org/abs/2308.10087>`_ paper, as exact as that can be made: the gradient is that of what forward computed,
+histories (:mod:`pyg_sar.distributed.history`) are constants. Chunks come in one order forward, and in reverse order
+backward, when everybody who read a row as a fresh one has been differentiated::
+
+    S = 3, K = 4        0  1  2  3  4  5  6  7  8  9 10 11      2 (K + S - 1) slots, of which each stage idles 2 (S - 1)
+    stage 0            F0 F1 F2 F3  .  .  .  . B3 B2 B1 B0
+    stage 1             . F0 F1 F2 F3  .  . B3 B2 B1 B0  .
+    stage 2             .  . F0 F1 F2 F3 B3 B2 B1 B0  .  .
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.distributed.agreement import agree
+from pyg_sar.distributed.collectives import all_reduce, sum_gradients
+from pyg_sar.distributed.group import gather_objects, rank_of, size_of
+from pyg_sar.distributed.history import Chunk, History
+from pyg_sar.distributed.stages import Shape, Stages
+from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.offload.schedule import ranges
+
+# Normalisations whose statistics are those of all rows, by the names of their classes or of what these derive from.
+OVER_ALL_ROWS = {
+    "_BatchNorm", "HeteroBatchNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm", "MeanSubtractionNorm", "PairNorm",
+}  # fmt: skip
+Values = tuple[Tensor, ...]  # what a block takes and returns, tensors with a row for each node
+
+
+class Pipeline:
+    r"""Trains consecutive blocks of a model on *stages*, chunk by chunk.
+
+    Every row goes to one worker for each boundary between stages and pass, whatever the number of layers. To keep all
+    stages busy the nodes are cut into chunks, which may read rows of later chunks as an earlier epoch left them (their
+    *history*). **With more than one chunk this is an approximation**: in epoch :math:`t` destination :math:`v` reads
+    source :math:`u` of this epoch if the chunk of :math:`u` comes no later than that of :math:`v`, else of epoch
+    :math:`\alpha \lfloor (t - 1) / \alpha \rfloor`, a constant. Before the first epoch an exact pass without gradients
+    fills the history. The gradient is the exact one of this forward pass. The result depends on parts, chunks, seed and
+    :math:`\alpha`, not on the number of stages. With one chunk it is the exact one.
+
+    .. code-block:: python
+
+        mesh = pyg_sar.stage_mesh(4)
+        data = pyg_sar.load("parts/2", group=mesh.get_group("graph"))
+        pipe = pyg_sar.Pipeline(model.blocks, data.edge_index, mesh)
+        optimizer = torch.optim.Adam(pipe.parameters())
+        for epoch in range(100):
+            optimizer.zero_grad()
+            loss = pipe.step(data.x, lambda out, rows: F.cross_entropy(out, data.y[rows], reduction="sum") / total)
+            optimizer.step()
+
+    Args:
+        blocks (list): Modules of which each is called with the result of the one before: as :obj:`block(x)`, or as
+            :obj:`block(x, edge_index, *edges)` if its ``forward`` takes more than one argument. ``x`` is a tensor, or a
+            tuple of tensors, with a row for each node.
+        edge_index (ShardedEdgeIndex): Of the data that was loaded with ``group=mesh.get_group("graph")``, or that of
+            :func:`pyg_sar.shard`.
+        mesh (DeviceMesh): What :func:`pyg_sar.stage_mesh` returned.
+        chunks (int, optional): The number of chunks. (default: :obj:`None`, four for each stage)
+        history (int, optional): :math:`\alpha`, the number of epochs after which history is replaced.
+            (default: :obj:`10`)
+        shuffle (bool, optional): Whether chunks come in another order in each epoch. (default: :obj:`True`)
+        cut (list, optional): The number of blocks of each stage. (default: :obj:`None`, as equal as possible)
+        seed (int, optional): Of the orders, and of all random numbers within blocks. (default: :obj:`0`)
+        comm_dtype (torch.dtype, optional): As for :func:`pyg_sar.load`, between stages. (default: :obj:`None`)
+
+    Attributes:
+        stale (float): The share of this worker's edges that read history in the last epoch.
+        blocks (torch.nn.ModuleList): Those of this stage.
+    """
+
+    def __init__(
+        self, blocks: Sequence[torch.nn.Module], edge_index: Any, mesh: Any, chunks: int | None = None,
+        history: int = 10, shuffle: bool = True, cut: Sequence[int] | None = None, seed: int = 0,
+        comm_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.stages = Stages(mesh.get_group("stage"), comm_dtype)
+        self.group = mesh.get_group("graph")
+        chunks = 4 * self.stages.size if chunks is None else chunks
+        settings = {"chunks": chunks, "history": history, "shuffle": shuffle, "cut": cut, "seed": seed}
+        for group in (self.stages.channel.group, self.group):
+            told = [f"{name}={value}" for name, value in settings.items()] + described(blocks)
+            agree("the settings of a pipeline", told, group)
+        self.cut = check(blocks, edge_index, self.stages, self.group, chunks, history, cut)
+        self.edge_index, self.shuffle, self.alpha, self.seed = edge_index, shuffle, history, seed
+        first = sum(self.cut[: self.stages.rank])
+        self.first, self.blocks = first, torch.nn.ModuleList(list(blocks)[first : first + self.cut[self.stages.rank]])
+        self.epoch, self.stale = 0, 0.0
+        self.shapes: dict[int, list[Shape]] = {}  # of what each stage sends on
+        graph = edge_index.graph
+        self.history: History | None = None
+        if chunks > 1:
+            rowptr = torch.nn.functional.pad(graph.degree.cumsum(0), (1, 0))
+            cuts = [(r.start, r.stop) for r in ranges(rowptr, min(chunks, max(graph.num_dst, 1)))]
+            cuts += [(graph.num_dst, graph.num_dst)] * (chunks - len(cuts))
+            self.history = History(graph, cuts)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Return the parameters of this stage."""
+        return self.blocks.parameters()
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the blocks to training, or to evaluation."""
+        self.blocks.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set the blocks to evaluation."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of all blocks, by the names of a ``torch.nn.ModuleList`` of them, on every worker."""
+        mine = {
+            f"{self.first + int(name.partition('.')[0])}.{name.partition('.')[2]}": t.detach()
+            for name, t in self.blocks.state_dict().items()
+        }
+        every = gather_objects(mine, self.stages.channel.group)
+        return {name: t for one in every for name, t in one.items()}
+
+    def __call__(self, x: Tensor | Values, *edges: Tensor) -> Any:
+        """Return what the model gives, exactly and without gradients, on the last stage; ``None`` on the others."""
+        with torch.no_grad():
+            self.stages.begin()
+            out = self.walk(x, lambda values: self.run(values, self.edge_index, edges, None))
+            self.stages.settle()
+        return unpacked(out) if self.stages.last else None
+
+    def step(self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], *edges: Tensor) -> Tensor:
+        """Run the forward and the backward pass of an epoch; gradients are complete afterwards.
+
+        Args:
+            x (torch.Tensor or tuple): The features of this worker's nodes; other stages than the first read none.
+            loss_fn (callable): Returns this worker's share of the loss of a chunk, given the output and the range of
+                its rows; called on the last stage.
+            *edges (torch.Tensor): Tensors with a row for each edge, for blocks that take some.
+
+        Returns:
+            The loss, without gradient, the same on all workers.
+
+        Raises:
+            ValueError: If a loss is no number, or a block returns other rows.
+        """
+        if (not self.shapes and not self.stages.first) or (self.epoch == 0 and self.history is not None):
+            self.fill(x, edges)
+        self.epoch += 1
+        self.stages.begin()
+        with kept_generator():
+            if self.history is None:
+                graph = self.edge_index.graph
+                loss = self.passes(x, loss_fn, edges, [(None, slice(0, graph.num_dst))])
+            else:
+                order = self.order()
+                self.history.begin(order)
+                chunks = [self.history.chunks[k] for k in order]
+                self.stale = self.count_stale()
+                loss = self.passes(x, loss_fn, edges, [(it, it.span) for it in chunks])
+                self.history.end(self.epoch % self.alpha == 0)
+        sum_gradients(self.blocks, group=self.group)
+        return loss
+
+    def order(self) -> list[int]:
+        """Return the order of chunks in this epoch."""
+        assert self.history is not None
+        order = list(range(len(self.history.chunks)))
+        if self.shuffle:
+            random.Random(f"{self.seed} {self.epoch}").shuffle(order)
+        return order
+
+    def count_stale(self) -> float:
+        """Return the share of edges that read history."""
+        assert self.history is not None
+        stale = 0
+        for it in self.history.chunks:
+            stale += int(self.history.is_stale(it)[it.graph.blocks[1].col.long()].sum())
+        return stale / max(self.edge_index.graph.num_edges, 1)
+
+    def fill(self, x: Tensor | Values, edges: Sequence[Tensor]) -> None:
+        """Run an exact pass without gradients, of which all sites keep their rows; tell what is sent on."""
+        self.stages.begin()
+        with torch.no_grad(), kept_generator():
+            if self.history is not None:
+                self.history.begin(None)
+            whole = None if self.history is None else self.history.whole
+            self.walk(x, lambda values: self.run(values, self.edge_index, edges, whole))
+            self.stages.settle()
+            if self.history is not None:
+                self.history.end(refresh=True)
+
+    def walk(self, x: Tensor | Values, run: Callable[[Values], Values]) -> Values | None:
+        """Run all rows through all stages, one after the other; each tells what it sends on."""
+        stages, count, out = self.stages, self.edge_index.graph.num_dst, None
+        for k in range(stages.size):
+            if k == stages.rank:
+                values = packed(x) if stages.first else tuple(self.receive(count, "all rows").wait())
+                out = run(values)
+            if k < stages.size - 1:
+                mine = None if out is None else [[list(t.shape[1:]), t.dtype] for t in out]
+                self.shapes[k] = [(shape, dtype) for shape, dtype in stages.tell(mine, k)]
+                if k == stages.rank:
+                    assert out is not None
+                    stages.send(out, k + 1, "all rows")
+        return out
+
+    def receive(self, count: int, what: str) -> Any:
+        """Start to receive rows of the stage before."""
+        k = self.stages.rank - 1
+        return self.stages.receive(self.shapes[k], count, k, what)
+
+    def passes(
+        self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor],
+        chunks: list[tuple[Chunk | None, slice]],
+    ) -> Tensor:  # fmt: skip
+        """Run all chunks forward, then backward in reverse order; return the loss."""
+        stages, total = self.stages, torch.zeros((), dtype=torch.float64)
+        made: list[tuple[Values, Values]] = []
+        names = [f"rows {span.start} to {span.stop}" for _, span in chunks]
+        counts = [span.stop - span.start for _, span in chunks]
+        under_way = None if stages.first else self.receive(counts[0], names[0])
+        for k, (it, span) in enumerate(chunks):
+            if under_way is None:
+                values = tuple(t[span] for t in packed(x))
+            else:
+                values = tuple(t.requires_grad_(t.is_floating_point()) for t in under_way.wait())
+                if k + 1 < len(chunks):  # before this one is computed: a message starts when it is expected
+                    under_way = self.receive(counts[k + 1], names[k + 1])
+            out = self.run(values, self.edge_index, edges, it)
+            if stages.last:
+                loss = loss_fn(unpacked(out), span)
+                check_loss(loss)
+                total += loss.detach().double()
+                made.append((values, (loss,)))
+            else:
+                stages.send([t.detach() for t in out], stages.rank + 1, names[k])
+                made.append((values, out))
+        stages.settle()
+        for k in reversed(range(len(chunks))):
+            values, out = made.pop()
+            grads: list[Tensor | None] = [None]
+            if not stages.last:
+                grads = list(stages.receive(self.shapes[stages.rank], counts[k], stages.rank + 1, names[k]).wait())
+            wanted: Any = [(t, grad) for t, grad in zip(out, grads, strict=True) if t.requires_grad]
+            if wanted:
+                torch.autograd.backward([t for t, _ in wanted], [grad for _, grad in wanted])
+            if not stages.first:
+                stages.send([zeros_if_none(t) for t in values], stages.rank - 1, names[k])
+            del values, out, grads, wanted
+        stages.settle()
+        total = all_reduce(total, self.group) if stages.last else total
+        return self.stages.tell(total, stages.size - 1)
+
+    def run(self, values: Values, edge_index: Any, edges: Sequence[Tensor], it: Chunk | None) -> Values:
+        """Run the blocks of this stage, on all rows or on a chunk."""
+        if it is not None:
+            assert self.history is not None
+            edge_index, edges = ShardedEdgeIndex(it.graph), [t[it.edges] for t in edges]
+        for k, block in enumerate(self.blocks, self.first):
+            number = -1 if it is None else it.number
+            if self.epoch > 0 or it is not None:
+                torch.manual_seed(mixed(self.seed, self.epoch, number, rank_of(self.group), k))
+            if it is not None:
+                assert self.history is not None
+                self.history.enter(k)
+                it.graph.seeds.manual_seed(mixed(self.seed, self.epoch, k))
+            out = packed(call(block, values, edge_index, edges))
+            for t in out:
+                if t.size(0) != values[0].size(0):
+                    raise ValueError(
+                        f"[rank {rank_of()}] Expected block {k} to return a row for each of {values[0].size(0)} nodes "
+                        f"(got {list(t.shape)})"
+                    )
+            values = out
+        return values
+
+
+def call(block: torch.nn.Module, values: Values, edge_index: Any, edges: Sequence[Tensor]) -> Any:
+    """Call a block by what it takes."""
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    )
+    takes = [p for p in inspect.signature(block.forward).parameters.values() if p.kind in kinds]
+    return block(unpacked(values)) if len(takes) == 1 else block(unpacked(values), edge_index, *edges)
+
+
+def packed(value: Any) -> Values:
+    """Return a tensor, or several, as a tuple."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def unpacked(values: Values | None) -> Any:
+    """Return a single tensor by itself."""
+    return values[0] if values is not None and len(values) == 1 else values
+
+
+def zeros_if_none(t: Tensor) -> Tensor:
+    """Return the gradient of a tensor, and let go of it."""
+    grad, t.grad = t.grad, None
+    return torch.zeros_like(t) if grad is None else grad
+
+
+def mixed(*numbers: int) -> int:
+    """Return a seed that is made of numbers."""
+    return zlib.crc32(repr(numbers).encode())
+
+
+@contextmanager
+def kept_generator() -> Iterator[None]:
+    """Leave torch's generator as it was."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def check_loss(loss: Any) -> None:
+    """Raise unless a loss is one number."""
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"[rank {rank_of()}] Expected 'loss_fn' to return a single number as a tensor (got {found})")
+
+
+def described(blocks: Sequence[torch.nn.Module]) -> list[str]:
+    """Return what workers compare of a model."""
+    return [f"block {k}: {name} {list(p.shape)}" for k, b in enumerate(blocks) for name, p in b.named_parameters()]
+
+
+def check(
+    blocks: Sequence[torch.nn.Module], edge_index: Any, stages: Stages, group: Any, chunks: int, history: int,
+    cut: Sequence[int] | None,
+) -> list[int]:  # fmt: skip
+    """Raise for what no pipeline can do; return the number of blocks of each stage."""
+    rank, count = f"[rank {rank_of()}]", len(blocks)
+    if not isinstance(edge_index, ShardedEdgeIndex) or not edge_index.streams or edge_index.graph.bipartite:
+        raise TypeError(f"{rank} Expected the 'edge_index' of one set of nodes that 'pyg_sar.load' returned")
+    workers = edge_index.graph.exchange.routes.size
+    if workers != size_of(group):
+        raise ValueError(
+            f"{rank} Expected a graph of {size_of(group)} parts, one for each worker of a stage (got {workers}). Load "
+            f"it with 'group=mesh.get_group(\"graph\")'."
+        )
+    for name, value in (("chunks", chunks), ("history", history)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{rank} Expected '{name}' to be 1 or more (got {value!r})")
+    if count < stages.size:
+        raise ValueError(f"{rank} Expected a block for each of the {stages.size} stages (got {count})")
+    if cut is None:
+        cut = [count // stages.size + (k < count % stages.size) for k in range(stages.size)]
+    if len(cut) != stages.size or sum(cut) != count or min(cut) < 1:
+        raise ValueError(f"{rank} Expected 'cut' to be {stages.size} numbers of blocks that sum to {count} (got {cut})")
+    seen: dict[Any, int] = {}
+    for k, block in enumerate(blocks):
+        stage = next(s for s in range(stages.size) if k < sum(cut[: s + 1]))
+        for name, p in block.named_parameters():
+            if seen.setdefault(p, stage) != stage:
+                raise ValueError(f"{rank} Parameter '{name}' of block {k} is that of a block of another stage, too")
+        for name, module in block.named_modules() if chunks > 1 else ():
+            names = {kind.__name__ for kind in type(module).__mro__}
+            if names & OVER_ALL_ROWS or ("LayerNorm" in names and getattr(module, "mode", "node") == "graph"):
+                raise ValueError(
+                    f"{rank} '{type(module).__name__}' ('{name}' of block {k}) looks at all rows, of which a chunk is "
+                    f"a part. Take LayerNorm(mode='node'), or 'chunks=1'."
+                )
+            if getattr(module, "cached", False):
+                raise ValueError(
+                    f"{rank} 'cached=True' of '{name}' (block {k}) would keep the edges of one chunk for all"
+                )
+    return list(cut)

@@ -1,0 +1,221 @@
+"""A pipeline of layers: exact with one chunk, and with more what a reference in plain PyG says."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from torch_geometric.data import Data
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+import pyg_sar
+from pyg_sar.distributed.stages import mesh_of
+
+NODES, WIDTH, CLASSES, BLOCKS = 40, 6, 6, 4
+KINDS = ["gcn", "sage", "gen", "gcn2"]
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    edge_index = torch.randint(NODES, (2, 160), generator=generator)
+    edge_index = torch.cat([edge_index, torch.tensor([[3, 3, 7, 7], [3, 3, 9, 9]])], 1)  # loops, parallel edges
+    x = torch.randn(NODES, WIDTH, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (NODES,), generator=generator)
+    return Data(x=x, y=y, edge_index=edge_index, train_mask=torch.rand(NODES, generator=generator) < 0.6)
+
+
+class Block(torch.nn.Module):
+    """A layer, a normalisation of rows or over all rows, and a residual."""
+
+    def __init__(self, nn, kind, k, norm="layer"):
+        super().__init__()
+        out = CLASSES if k == BLOCKS - 1 else WIDTH
+        self.conv = {
+            "gcn": lambda: nn.GCNConv(WIDTH, out),
+            "sage": lambda: nn.SAGEConv(WIDTH, out),
+            "gat": lambda: nn.GATConv(WIDTH, out, 2, concat=False),
+            "gcn2": lambda: nn.GCN2Conv(WIDTH, 0.2, 0.5, k + 1, shared_weights=k % 2 == 0),
+            "gen": lambda: torch_geometric.nn.GENConv(WIDTH, out, num_layers=1, learn_t=True, aggr="softmax"),
+        }[kind]()
+        if kind == "gen" and nn is pyg_sar.nn:
+            pyg_sar.nn.convert(self)
+        self.norm = torch.nn.LayerNorm(out) if norm == "layer" else nn.BatchNorm(out)
+        self.last, self.initial = k == BLOCKS - 1, kind == "gcn2"
+
+    def forward(self, x, edge_index):
+        if self.initial:
+            return self.finish(x, self.conv(*x, edge_index))
+        return self.finish(x, self.conv(x, edge_index))
+
+    def finish(self, x, out):
+        """With a residual, or the first rows beside."""
+        if self.initial:
+            return out if self.last else (self.norm(out).relu(), x[1])
+        return out if self.last else self.norm(out).relu() + x
+
+
+def start(x, kind):
+    return (x, x.tanh()) if kind == "gcn2" else x
+
+
+def blocks_of(nn, kind, norm="layer"):
+    torch.manual_seed(0)
+    return torch.nn.ModuleList(Block(nn, kind, k, norm) for k in range(BLOCKS)).double()
+
+
+def loss_of(out, y, mask, total):
+    return F.cross_entropy(out[mask], y[mask], reduction="sum") / total
+
+
+def trained(group, stages, parts, folder, kind, chunks, epochs, norm="layer", **settings):
+    """Losses, states and outputs of a pipeline."""
+    mesh = mesh_of(torch.arange(stages * parts).view(stages, parts))
+    data = pyg_sar.load(folder, group=mesh.get_group("graph"))
+    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, kind, norm), data.edge_index, mesh, chunks, **settings)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+    x, total, losses, grads = start(data.x, kind), int(inputs().train_mask.sum()), [], []
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        loss = pipe.step(x, lambda out, rows: loss_of(out, data.y[rows], data.train_mask[rows], total))
+        grads.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+        optimizer.step()
+        losses.append(loss.item())
+    out = pipe.eval()(x)
+    chunk_of = None if pipe.history is None else pipe.history.chunk_of[: data.num_nodes]
+    return losses, pipe.state_dict(), out, data.n_id, chunk_of, grads, pipe.stale
+
+
+def exact(kind, epochs, norm="layer"):
+    data, blocks = inputs(), blocks_of(torch_geometric.nn, kind, norm)
+    optimizer, losses = torch.optim.Adam(blocks.parameters(), lr=0.01), []
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        x = start(data.x, kind)
+        for block in blocks:
+            x = block(x, data.edge_index)
+        loss = loss_of(x, data.y, data.train_mask, int(data.train_mask.sum()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    blocks.eval()
+    x = start(data.x, kind)
+    for block in blocks:
+        x = block(x, data.edge_index)
+    return losses, blocks.state_dict(), x.detach()
+
+
+def close(found, expected, tol=1e-10):
+    torch.testing.assert_close(found, expected, atol=tol, rtol=tol)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    made = {}
+    for parts in (1, 2):
+        made[parts] = str(tmp_path / str(parts))
+        pyg_sar.partition(inputs(), parts, made[parts], method=torch.arange(NODES) * parts // NODES)
+    return made
+
+
+def compare(found, expected):
+    losses, state, out = expected
+    for one in found:
+        close(torch.tensor(one[0], dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
+        assert one[1].keys() == state.keys()
+        for name, t in state.items():
+            close(one[1][name], t)
+        if one[2] is not None:
+            close(one[2], out[one[3]])
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kind", [*KINDS, "gat"])
+def test_one_chunk_is_exact(pool, folders, kind, stages, parts):
+    found = pool.run(stages * parts, trained, stages, parts, folders[parts], kind, 1, 5)
+    compare(found, exact(kind, 5))
+
+
+def test_batch_norm_with_one_chunk(pool, folders):
+    found = pool.run(4, trained, 2, 2, folders[2], "sage", 1, 5, "batch")
+    compare(found, exact("sage", 5, "batch"))
+
+
+# What chunks compute, in plain PyG: sources of stale edges are moved behind the fresh rows.
+
+
+def gcn(conv, fresh, old, edge_index, stale):
+    edges, weight = gcn_norm(edge_index, None, NODES, dtype=fresh.dtype)
+    moved = torch.cat([stale, stale.new_zeros(edges.size(1) - stale.numel())])  # loops come last
+    rows = torch.cat([fresh, old])[edges[0] + NODES * moved] * weight.unsqueeze(1)
+    return conv.lin(torch.zeros_like(fresh).index_add(0, edges[1], rows)) + conv.bias
+
+
+def gcn2(conv, fresh, old, edge_index, stale):
+    (fresh, first), old, eye = fresh, old[0], torch.eye(WIDTH, dtype=torch.float64)
+    edges, weight = gcn_norm(edge_index, None, NODES, dtype=fresh.dtype)
+    moved = torch.cat([stale, stale.new_zeros(edges.size(1) - stale.numel())])
+    rows = torch.cat([fresh, old])[edges[0] + NODES * moved] * weight.unsqueeze(1)
+    out, first = 0.8 * torch.zeros_like(fresh).index_add(0, edges[1], rows), 0.2 * first
+    one = (1 - conv.beta) * eye + conv.beta * conv.weight1
+    if conv.weight2 is None:
+        return (out + first) @ one
+    return out @ one + first @ ((1 - conv.beta) * eye + conv.beta * conv.weight2)
+
+
+def any_conv(conv, fresh, old, edge_index, stale):
+    moved = torch.stack([edge_index[0] + NODES * stale, edge_index[1]])
+    return conv((torch.cat([fresh, old]), fresh), moved)
+
+
+def reference(kind, chunk_of, chunks, alpha, shuffle, epochs):
+    """Train as `Pipeline` says that it does."""
+    data, blocks = inputs(), blocks_of(torch_geometric.nn, kind)
+    data.edge_index = torch_geometric.utils.remove_self_loops(data.edge_index)[0] if "gcn" in kind else data.edge_index
+    aggregate = {"gcn": gcn, "gcn2": gcn2}.get(kind, any_conv)
+    optimizer, total = torch.optim.Adam(blocks.parameters(), lr=0.01), int(data.train_mask.sum())
+    losses, history = [], None
+    for epoch in range(epochs + 1):
+        order = list(range(chunks))
+        if shuffle:
+            random.Random(f"0 {epoch}").shuffle(order)
+        place = torch.zeros(chunks, dtype=torch.long)
+        if epoch > 0:
+            place[torch.tensor(order)] = torch.arange(chunks)
+        stale = place[chunk_of[data.edge_index[0]]] > place[chunk_of[data.edge_index[1]]]
+        x, seen = start(data.x, kind), []
+        for k, block in enumerate(blocks):
+            seen.append(tuple(t.detach() for t in x) if isinstance(x, tuple) else x.detach())
+            x = block.finish(x, aggregate(block.conv, x, x if history is None else history[k], data.edge_index, stale))
+        if epoch % alpha == 0:
+            history = seen
+        if epoch > 0:
+            optimizer.zero_grad()
+            loss = loss_of(x, data.y, data.train_mask, total)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, blocks.state_dict(), float(stale.double().mean())
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("chunks", "alpha", "shuffle"), [(2, 1, True), (5, 3, True), (8, 3, False)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_do_what_they_say(pool, folders, kind, chunks, alpha, shuffle, stages, parts):
+    settings = {"history": alpha, "shuffle": shuffle}
+    epochs = 2 * alpha + 2
+    found = pool.run(stages * parts, with_settings, stages, parts, folders[parts], kind, chunks, epochs, settings)
+    chunk_of = torch.empty(NODES, dtype=torch.long)
+    for one in found:
+        chunk_of[one[3]] = one[4]
+    losses, state, _ = reference(kind, chunk_of, chunks, alpha, shuffle, epochs)
+    for one in found:
+        close(torch.tensor(one[0], dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
+        for name, t in state.items():
+            close(one[1][name], t)
+    if "gcn" not in kind:
+        assert sum(one[6] for one in found[:parts]) > 0
+
+
+def with_settings(group, stages, parts, folder, kind, chunks, epochs, settings):
+    return trained(group, stages, parts, folder, kind, chunks, epochs, **settings)
