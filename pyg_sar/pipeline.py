@@ -96,6 +96,11 @@ class Pipeline:
         self.edge_index, self.shuffle, self.alpha, self.seed = edge_index, shuffle, history, seed
         first = sum(self.cut[: self.stages.rank])
         self.first, self.blocks = first, torch.nn.ModuleList(list(blocks)[first : first + self.cut[self.stages.rank]])
+        for (
+            module
+        ) in self.blocks.modules():  # normalisations over the rows of all workers, which are those of the stage
+            if getattr(module, "group", self) is None:
+                module.group = self.group
         self.epoch, self.stale = 0, 0.0
         self.shapes: dict[int, list[Shape]] = {}  # of what each stage sends on
         graph = edge_index.graph
@@ -133,7 +138,6 @@ class Pipeline:
         with torch.no_grad():
             self.stages.begin()
             out = self.walk(x, lambda values: self.run(values, self.edge_index, edges, None))
-            self.stages.settle()
         return unpacked(out) if self.stages.last else None
 
     def step(self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], *edges: Tensor) -> Tensor:
@@ -151,7 +155,7 @@ class Pipeline:
         Raises:
             ValueError: If a loss is no number, or a block returns other rows.
         """
-        if (not self.shapes and not self.stages.first) or (self.epoch == 0 and self.history is not None):
+        if self.epoch == 0 and self.history is not None:
             self.fill(x, edges)
         self.epoch += 1
         self.stages.begin()
@@ -186,31 +190,38 @@ class Pipeline:
         return stale / max(self.edge_index.graph.num_edges, 1)
 
     def fill(self, x: Tensor | Values, edges: Sequence[Tensor]) -> None:
-        """Run an exact pass without gradients, of which all sites keep their rows; tell what is sent on."""
+        """Run an exact pass without gradients, of which all sites keep their rows."""
+        assert self.history is not None
+        whole = self.history.whole
         self.stages.begin()
+        self.history.begin(None)
         with torch.no_grad(), kept_generator():
-            if self.history is not None:
-                self.history.begin(None)
-            whole = None if self.history is None else self.history.whole
             self.walk(x, lambda values: self.run(values, self.edge_index, edges, whole))
-            self.stages.settle()
-            if self.history is not None:
-                self.history.end(refresh=True)
+        self.history.end(refresh=True)
 
-    def walk(self, x: Tensor | Values, run: Callable[[Values], Values]) -> Values | None:
-        """Run all rows through all stages, one after the other; each tells what it sends on."""
-        stages, count, out = self.stages, self.edge_index.graph.num_dst, None
-        for k in range(stages.size):
-            if k == stages.rank:
-                values = packed(x) if stages.first else tuple(self.receive(count, "all rows").wait())
-                out = run(values)
-            if k < stages.size - 1:
-                mine = None if out is None else [[list(t.shape[1:]), t.dtype] for t in out]
-                self.shapes[k] = [(shape, dtype) for shape, dtype in stages.tell(mine, k)]
-                if k == stages.rank:
-                    assert out is not None
-                    stages.send(out, k + 1, "all rows")
+    def walk(self, x: Tensor | Values, run: Callable[[Values], Values]) -> Values:
+        """Run all rows through all stages, one after the other; return what this one made of them."""
+        self.hear()
+        count = self.edge_index.graph.num_dst
+        out = run(packed(x) if self.stages.first else tuple(self.receive(count, "all rows").wait()))
+        if not self.stages.last:
+            self.stages.send(out, self.stages.rank + 1, "all rows")
+        self.describe(out)
+        self.stages.settle()
         return out
+
+    def hear(self) -> None:
+        """Wait until all stages before this one know what they send on; the first time."""
+        for k in range(self.stages.rank):
+            if k not in self.shapes:
+                self.shapes[k] = [(shape, dtype) for shape, dtype in self.stages.tell(None, k)]
+
+    def describe(self, out: Values) -> None:
+        """Tell what this stage sends on, and hear it of those after it; the first time."""
+        for k in range(self.stages.rank, self.stages.size - 1):
+            if k not in self.shapes:
+                mine = [[list(t.shape[1:]), t.dtype] for t in out] if k == self.stages.rank else None
+                self.shapes[k] = [(shape, dtype) for shape, dtype in self.stages.tell(mine, k)]
 
     def receive(self, count: int, what: str) -> Any:
         """Start to receive rows of the stage before."""
@@ -226,6 +237,7 @@ class Pipeline:
         made: list[tuple[Values, Values]] = []
         names = [f"rows {span.start} to {span.stop}" for _, span in chunks]
         counts = [span.stop - span.start for _, span in chunks]
+        self.hear()
         under_way = None if stages.first else self.receive(counts[0], names[0])
         for k, (it, span) in enumerate(chunks):
             if under_way is None:
@@ -243,6 +255,7 @@ class Pipeline:
             else:
                 stages.send([t.detach() for t in out], stages.rank + 1, names[k])
                 made.append((values, out))
+            self.describe(out)
         stages.settle()
         for k in reversed(range(len(chunks))):
             values, out = made.pop()

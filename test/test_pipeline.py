@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
+from support.pool import Pool
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
@@ -71,6 +72,8 @@ def loss_of(out, y, mask, total):
 def trained(group, stages, parts, folder, kind, chunks, epochs, norm="layer", **settings):
     """Losses, states and outputs of a pipeline."""
     mesh = mesh_of(torch.arange(stages * parts).view(stages, parts))
+    if mesh is None:
+        return None
     data = pyg_sar.load(folder, group=mesh.get_group("graph"))
     pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, kind, norm), data.edge_index, mesh, chunks, **settings)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
@@ -109,6 +112,14 @@ def close(found, expected, tol=1e-10):
     torch.testing.assert_close(found, expected, atol=tol, rtol=tol)
 
 
+@pytest.fixture(scope="module")
+def stages_pool():
+    """Four workers, of which all take part in the making of groups, and some in a pipeline."""
+    pool = Pool(4)
+    yield lambda fn, *args: [found for found in pool.run(4, fn, *args, timeout=120) if found is not None]
+    pool.close()
+
+
 @pytest.fixture
 def folders(tmp_path):
     made = {}
@@ -118,27 +129,29 @@ def folders(tmp_path):
     return made
 
 
-def compare(found, expected):
+def compare(found, expected, without=""):
     losses, state, out = expected
     for one in found:
         close(torch.tensor(one[0], dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
         assert one[1].keys() == state.keys()
         for name, t in state.items():
-            close(one[1][name], t)
+            if not without or without not in name:
+                close(one[1][name], t)
         if one[2] is not None:
             close(one[2], out[one[3]])
 
 
 @pytest.mark.parametrize(("stages", "parts"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("kind", [*KINDS, "gat"])
-def test_one_chunk_is_exact(pool, folders, kind, stages, parts):
-    found = pool.run(stages * parts, trained, stages, parts, folders[parts], kind, 1, 5)
+def test_one_chunk_is_exact(stages_pool, folders, kind, stages, parts):
+    found = stages_pool(trained, stages, parts, folders[parts], kind, 1, 5)
     compare(found, exact(kind, 5))
 
 
-def test_batch_norm_with_one_chunk(pool, folders):
-    found = pool.run(4, trained, 2, 2, folders[2], "sage", 1, 5, "batch")
-    compare(found, exact("sage", 5, "batch"))
+def test_batch_norm_with_one_chunk(stages_pool, folders):
+    found = stages_pool(trained, 2, 2, folders[2], "sage", 1, 5, "batch")
+    # Their gradient is zero but for rounding, which Adam makes steps of.
+    compare(found, exact("sage", 5, "batch"), without="lin_l.bias")
 
 
 # What chunks compute, in plain PyG: sources of stale edges are moved behind the fresh rows.
@@ -201,10 +214,10 @@ def reference(kind, chunk_of, chunks, alpha, shuffle, epochs):
 @pytest.mark.parametrize(("stages", "parts"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(("chunks", "alpha", "shuffle"), [(2, 1, True), (5, 3, True), (8, 3, False)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_do_what_they_say(pool, folders, kind, chunks, alpha, shuffle, stages, parts):
+def test_chunks_do_what_they_say(stages_pool, folders, kind, chunks, alpha, shuffle, stages, parts):
     settings = {"history": alpha, "shuffle": shuffle}
     epochs = 2 * alpha + 2
-    found = pool.run(stages * parts, with_settings, stages, parts, folders[parts], kind, chunks, epochs, settings)
+    found = stages_pool(with_settings, stages, parts, folders[parts], kind, chunks, epochs, settings)
     chunk_of = torch.empty(NODES, dtype=torch.long)
     for one in found:
         chunk_of[one[3]] = one[4]

@@ -51,15 +51,16 @@ def stage_mesh(stages: int) -> Any:
 
 
 def mesh_of(ranks: Tensor) -> Any:
-    """Return the mesh of workers, ``[stages, graph workers]``, of which this is one."""
+    """Return the mesh of some workers, ``[stages, graph workers]``, or None to others; all of them call it."""
     from torch.distributed.device_mesh import DeviceMesh
 
     world: Any = dist.group.WORLD
     timeout = world._get_backend(torch.device("cpu")).options._timeout  # which new groups do not take over
-    (here,) = (ranks == dist.get_rank()).nonzero().tolist()
-    mine = ranks[:, here[1]], ranks[here[0]]
-    groups = [dist.new_group(of.tolist(), timeout=timeout, use_local_synchronization=True) for of in mine]
-    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("stage", "graph"))
+    mine = []
+    for rows in (ranks.t().tolist(), ranks.tolist()):
+        made = [dist.new_group(row, timeout=timeout) for row in rows]
+        mine += [group for group, row in zip(made, rows, strict=True) if dist.get_rank() in row]
+    return DeviceMesh.from_group(mine, "cpu", mesh=ranks, mesh_dim_names=("stage", "graph")) if mine else None
 
 
 class Stages:
