@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_reduce, sum_gradients
-from pyg_sar.distributed.group import gather_objects, rank_of, size_of
+from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.distributed.history import Chunk, History
 from pyg_sar.distributed.stages import Shape, Stages
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -66,7 +66,7 @@ class Pipeline:
             tuple of tensors, with a row for each node.
         edge_index (ShardedEdgeIndex): Of the data that was loaded with ``group=mesh.get_group("graph")``, or that of
             :func:`pyg_sar.shard`.
-        mesh (DeviceMesh): What :func:`pyg_sar.stage_mesh` returned.
+        mesh (DeviceMesh, optional): What :func:`pyg_sar.stage_mesh` returned. (default: :obj:`None`, one stage)
         chunks (int, optional): The number of chunks. (default: :obj:`None`, four for each stage)
         history (int, optional): :math:`\alpha`, the number of epochs after which history is replaced.
             (default: :obj:`10`)
@@ -81,17 +81,18 @@ class Pipeline:
     """
 
     def __init__(
-        self, blocks: Sequence[torch.nn.Module], edge_index: Any, mesh: Any, chunks: int | None = None,
+        self, blocks: Sequence[torch.nn.Module], edge_index: Any, mesh: Any = None, chunks: int | None = None,
         history: int = 10, shuffle: bool = True, cut: Sequence[int] | None = None, seed: int = 0,
         comm_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.stages = Stages(mesh.get_group("stage"), comm_dtype)
-        self.group = mesh.get_group("graph")
+        self.stages = Stages(mesh, comm_dtype)
+        self.group = None if mesh is None else mesh.get_group("graph")
         chunks = 4 * self.stages.size if chunks is None else chunks
         settings = {"chunks": chunks, "history": history, "shuffle": shuffle, "cut": cut, "seed": seed}
-        for group in (self.stages.channel.group, self.group):
-            told = [f"{name}={value}" for name, value in settings.items()] + described(blocks)
-            agree("the settings of a pipeline", told, group)
+        told = [f"{name}={value}" for name, value in settings.items()] + described(blocks)
+        agree("the settings of a pipeline", told, self.group)
+        if self.stages.size > 1:
+            agree("the settings of a pipeline", told, self.stages.channel.group)
         self.cut = check(blocks, edge_index, self.stages, self.group, chunks, history, cut)
         self.edge_index, self.shuffle, self.alpha, self.seed = edge_index, shuffle, history, seed
         first = sum(self.cut[: self.stages.rank])
@@ -130,8 +131,24 @@ class Pipeline:
             f"{self.first + int(name.partition('.')[0])}.{name.partition('.')[2]}": t.detach()
             for name, t in self.blocks.state_dict().items()
         }
-        every = gather_objects(mine, self.stages.channel.group)
-        return {name: t for one in every for name, t in one.items()}
+        return {name: t for one in self.stages.gather(mine) for name, t in one.items()}
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return what this worker needs to go on besides parameters and optimizer: the epoch, and all histories."""
+        sites = {} if self.history is None else self.history.sites
+        rows = {
+            f"{block} {call} {tile}": rows.history
+            for (block, call), site in sites.items()
+            for tile, rows in enumerate(site.tiles)
+        }
+        return {"epoch": self.epoch, "history": rows, "shapes": [[k, *map(list, s)] for k, s in self.shapes.items()]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`checkpoint` returned, with the same bits."""
+        self.epoch = state["epoch"]
+        self.shapes = {k: [(shape, dtype) for shape, dtype in shapes] for k, *shapes in state["shapes"]}
+        if self.history is not None:
+            self.history.restore({tuple(map(int, key.split())): rows for key, rows in state["history"].items()})
 
     def __call__(self, x: Tensor | Values, *edges: Tensor) -> Any:
         """Return what the model gives, exactly and without gradients, on the last stage; ``None`` on the others."""
@@ -257,8 +274,9 @@ class Pipeline:
                 made.append((values, out))
             self.describe(out)
         stages.settle()
-        for k in reversed(range(len(chunks))):
-            values, out = made.pop()
+        for k in last_first(len(chunks)):
+            values, out = made[k]
+            made[k] = (), ()
             grads: list[Tensor | None] = [None]
             if not stages.last:
                 grads = list(stages.receive(self.shapes[stages.rank], counts[k], stages.rank + 1, names[k]).wait())
@@ -315,6 +333,11 @@ def packed(value: Any) -> Values:
 def unpacked(values: Values | None) -> Any:
     """Return a single tensor by itself."""
     return values[0] if values is not None and len(values) == 1 else values
+
+
+def last_first(count: int) -> Iterator[int]:
+    """Return the order of chunks in backward: in any other one some that read a row are not differentiated before."""
+    return reversed(range(count))
 
 
 def zeros_if_none(t: Tensor) -> Tensor:

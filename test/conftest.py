@@ -45,6 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what `few_objects` froze, or libraries would complain of leaks
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_fsync() -> Iterator[None]:
     """Disks are slow. That partitions are durable is tested by itself, in `test_store.py`."""

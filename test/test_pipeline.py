@@ -232,3 +232,222 @@ def test_chunks_do_what_they_say(stages_pool, folders, kind, chunks, alpha, shuf
 
 def with_settings(group, stages, parts, folder, kind, chunks, epochs, settings):
     return trained(group, stages, parts, folder, kind, chunks, epochs, **settings)
+
+
+# One process, one stage
+
+
+class Rows(torch.nn.Module):
+    """A block of two layers side by side, with dropout of rows, messages and attention."""
+
+    def __init__(self, k):
+        super().__init__()
+        self.one = pyg_sar.nn.GATConv(WIDTH, WIDTH // 2, 2, dropout=0.3)
+        self.two = pyg_sar.nn.SAGEConv(WIDTH, WIDTH, aggr="max")
+        self.norm, self.last = torch.nn.LayerNorm(WIDTH), k == BLOCKS - 1
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, 0.2, self.training)
+        return self.norm(self.one(x, edge_index) + self.two(x, edge_index)).relu() + x
+
+
+def with_dropout(group, stages, folder, ends=(), chunks=5, **settings):
+    """Losses and states; after the epochs ``ends`` another pipeline goes on."""
+    mesh = mesh_of(torch.arange(stages).view(stages, 1))
+    if mesh is None:
+        return None
+    data, losses = pyg_sar.load(folder, group=mesh.get_group("graph")), []
+
+    def make():
+        torch.manual_seed(0)
+        blocks = [Rows(k).double() for k in range(BLOCKS)]
+        pipe = pyg_sar.Pipeline(blocks, data.edge_index, mesh, chunks, history=3, **settings)
+        return pipe, torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.5)
+
+    pipe, optimizer = make()
+    for epoch in range(1, 9):
+        optimizer.zero_grad()
+        losses.append(pipe.step(data.x, lambda out, rows: loss_of(out, data.y[rows], data.train_mask[rows], 20)).item())
+        optimizer.step()
+        if epoch in ends:
+            torch.manual_seed(epoch)
+            state = pipe.checkpoint(), pipe.blocks.state_dict(), optimizer.state_dict()
+            pipe, optimizer = make()
+            pipe.restore(state[0])
+            pipe.blocks.load_state_dict(state[1])
+            optimizer.load_state_dict(state[2])
+    return losses, pipe.state_dict(), pipe.stages.traffic, pipe.stale
+
+
+def test_the_same_bits_for_any_number_of_stages_and_after_a_resume(stages_pool, folders):
+    """With dropout, shuffled; within and at a refresh."""
+    (expected,) = stages_pool(with_dropout, 1, folders[1])
+    for stages, ends in ((2, ()), (4, ()), (1, (2, 3)), (2, (3, 5))):
+        for losses, state, *_ in stages_pool(with_dropout, stages, folders[1], ends):
+            assert losses == expected[0], (stages, ends)
+            assert all(torch.equal(state[name], t) for name, t in expected[1].items())
+
+
+def test_bytes_between_stages(stages_pool, folders):
+    """N rows to one other worker for each boundary and pass; and twice that for the gradients of two tensors."""
+    for stages in (2, 4):
+        for chunks in (1, 5):
+            found = stages_pool(with_dropout, stages, folders[1], (), chunks)
+            sent = sum(one[2].forward_sent + one[2].backward_sent for one in found)
+            received = sum(one[2].forward_received + one[2].backward_received for one in found)
+            passes = 8 + 8 + (chunks > 1)  # eight epochs, and the pass that fills the history
+            assert sent == received == passes * (stages - 1) * NODES * WIDTH * 8
+
+
+def test_rows_that_travel_in_bfloat16(stages_pool, folders):
+    exact, *_ = stages_pool(with_dropout, 2, folders[1])
+    rounded, *_ = stages_pool(with_narrow_rows, folders[1])
+    assert rounded[2].forward_sent * 4 == exact[2].forward_sent
+    assert 0 < max(abs(a - b) for a, b in zip(exact[0], rounded[0], strict=True)) < 0.05 * max(exact[0])
+
+
+def with_narrow_rows(group, folder):
+    return with_dropout(group, 2, folder, comm_dtype=torch.bfloat16)
+
+
+def alone(edge_index, chunks, shuffle=False, blocks=None, **settings):
+    return pyg_sar.Pipeline(
+        blocks or blocks_of(pyg_sar.nn, "sage"),
+        pyg_sar.shard(edge_index, NODES),
+        None,
+        chunks,
+        shuffle=shuffle,
+        **settings,
+    )
+
+
+def steps(pipe, data, count=4):
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+    losses, total = [], int(data.train_mask.sum())
+    for _ in range(count):
+        optimizer.zero_grad()
+        losses.append(pipe.step(data.x, lambda out, r: loss_of(out, data.y[r], data.train_mask[r], total)).item())
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("how", ["disjoint", "acyclic"])
+def test_exact_where_nothing_is_stale(how):
+    data = inputs()
+    row = torch.arange(NODES).repeat(2)
+    if how == "disjoint":  # of equal sizes, as chunks are
+        source = row // 10 * 10 + (row + torch.arange(2).repeat_interleave(NODES) * 3 + 1) % 10
+    else:
+        source = (torch.rand(2 * NODES) * (row + 1)).long()
+    data.edge_index = torch.stack([source, row])
+    pipe = alone(data.edge_index, 4, shuffle=how == "disjoint")
+    assert [it.span.stop for it in pipe.history.chunks] == [10, 20, 30, 40]
+    blocks = blocks_of(torch_geometric.nn, "sage")
+    optimizer, expected = torch.optim.Adam(blocks.parameters(), lr=0.01), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        x = data.x
+        for block in blocks:
+            x = block(x, data.edge_index)
+        loss = loss_of(x, data.y, data.train_mask, int(data.train_mask.sum()))
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    close(torch.tensor(steps(pipe, data)), torch.tensor(expected))
+    assert pipe.stale == 0
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_gradients_are_those_of_the_frozen_history(turned, monkeypatch):
+    """Finite differences; with the backward pass in the order of the forward pass they are not."""
+    data = inputs()
+    pipe = alone(data.edge_index, 4, shuffle=True, history=1)
+    steps(pipe, data, 2)
+    state = pipe.checkpoint()
+    total = int(data.train_mask.sum())
+
+    def loss():
+        pipe.restore(state)
+        return pipe.step(data.x, lambda out, r: loss_of(out, data.y[r], data.train_mask[r], total)).item()
+
+    if turned:
+        monkeypatch.setattr("pyg_sar.pipeline.last_first", lambda count: range(count))
+    for p in pipe.parameters():
+        p.grad = None
+    loss()
+    grads = [(p, p.grad.clone()) for p in pipe.parameters() if p.grad is not None]
+    differences = []
+    for p, grad in grads:
+        flat = p.data.view(-1)
+        for k in (0, flat.numel() // 2):
+            kept, step = flat[k].item(), 1e-5
+            flat[k] = kept + step
+            above = loss()
+            flat[k] = kept - step
+            below = loss()
+            flat[k] = kept
+            differences.append(abs((above - below) / (2 * step) - grad.view(-1)[k].item()))
+    assert (max(differences) < 1e-6) != turned
+    assert pipe.stale > 0.2
+
+
+@pytest.mark.parametrize("chunks", [3, NODES, 3 * NODES])
+def test_chunks_without_rows_edges_or_labels(chunks):
+    data = inputs()
+    data.edge_index = data.edge_index[:, data.edge_index[1] > 30]
+    data.train_mask = torch.arange(NODES) < 2
+    losses = steps(alone(data.edge_index, chunks), data, 3)
+    assert losses[-1] < losses[0]
+
+
+def test_frozen_first_blocks_and_gradients_of_features():
+    data = inputs()
+    blocks = blocks_of(pyg_sar.nn, "sage")
+    blocks[0].requires_grad_(False)
+    pipe = alone(data.edge_index, 3, blocks=blocks)
+    data.x.requires_grad_()
+    steps(pipe, data, 1)
+    assert all(p.grad is None for p in blocks[0].parameters()) and data.x.grad.abs().sum() > 0
+    one = alone(data.edge_index, 1, blocks=blocks_of(pyg_sar.nn, "sage"))
+    data.x.grad = None
+    steps(one, data, 1)
+    found, data.x.grad = data.x.grad, None
+    x = data.x
+    for block in blocks_of(torch_geometric.nn, "sage"):
+        x = block(x, data.edge_index)
+    loss_of(x, data.y, data.train_mask, int(data.train_mask.sum())).backward()
+    close(found, data.x.grad)
+
+
+WRONG = {
+    "chunks": (lambda: {"chunks": 0}, "'chunks' to be 1 or more"),
+    "history": (lambda: {"history": 0}, "'history' to be 1 or more"),
+    "cut": (lambda: {"cut": [3]}, "'cut' to be 1 numbers of blocks that sum to 4"),
+    "norm": (lambda: {"blocks": blocks_of(pyg_sar.nn, "sage", "batch")}, "'BatchNorm.*looks at all rows"),
+    "cached": (lambda: {"blocks": [pyg_sar.nn.GCNConv(WIDTH, WIDTH, cached=True)]}, "'cached=True'.*one chunk"),
+    "graph norm": (lambda: {"blocks": [torch_geometric.nn.LayerNorm(WIDTH)]}, "'LayerNorm'.*looks at all rows"),
+    "no blocks": (lambda: {"blocks": []}, "Expected a block for each"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_no_pipeline_can_do(what):
+    given, error = WRONG[what]
+    settings = {"blocks": blocks_of(pyg_sar.nn, "sage"), "chunks": 3, **given()}
+    with pytest.raises(ValueError, match=error):
+        pyg_sar.Pipeline(edge_index=pyg_sar.shard(inputs().edge_index, NODES), mesh=None, **settings)
+    with pytest.raises(TypeError, match="'edge_index' of one set of nodes"):
+        pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), inputs().edge_index)
+
+
+class Shorter(torch.nn.Module):
+    def forward(self, x):
+        return x[:-1]
+
+
+def test_steps_that_are_wrong():
+    data = inputs()
+    with pytest.raises(ValueError, match=r"'loss_fn' to return a single number as a tensor \(got \[\d+\]\)"):
+        alone(data.edge_index, 3).step(data.x, lambda out, rows: out.sum(1))
+    with pytest.raises(ValueError, match="Expected block 0 to return a row for each"):
+        alone(data.edge_index, 3, blocks=[Shorter()]).step(data.x, lambda out, rows: out.sum())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.group import Group, all_gather, gather_objects, host, is_local, rank_of, talking
+from pyg_sar.distributed.group import Group, all_gather, gather_objects, host, is_local, rank_of, size_of, talking
 
 # What is wrong with a gradient that was summed before.
 TROUBLES = {
@@ -198,6 +198,8 @@ def checksum(value: Any) -> int:
 
 def gathered(value: Any, group: Group) -> list[Any]:
     """Return the values of all workers."""
+    if size_of(group) == 1:
+        return [value]
     with talking("comparing what they have in common", group):
         return gather_objects(value, group)
 

@@ -156,6 +156,13 @@ class History:
                     rows.fresh = torch.empty_like(rows.fresh) if old is None else old
                 rows.grad = None
 
+    def restore(self, rows: dict[tuple[int, ...], Tensor]) -> None:
+        """Have these histories, by block, call and tile."""
+        self.sites = {}
+        for (block, call, _), history in sorted(rows.items(), key=lambda it: it[0]):
+            site = self.sites.setdefault((block, call), Site())
+            site.tiles.append(Rows(torch.empty_like(history), history.clone()))
+
     def enter(self, block: int) -> None:
         """Go on with a block of the model."""
         self.block, self.call = block, 0
@@ -192,7 +199,7 @@ class History:
             all_rows[it.halo[q]] = into.to(all_rows.dtype)
 
     def return_grads(self, it: Chunk, grad: Tensor, total: Tensor, meter: Meter, what: str) -> None:
-        """Send the gradients of rows of others in this chunk to their owners, and add up those of own rows."""
+        """Send the gradients of halo rows in this chunk to their owners, and add up those of the chunk's rows."""
         assert self.peers is not None
         routes, channel, arriving = self.peers.routes, self.peers.channel, []
         self.peers.begin_turn(None, meter)
@@ -228,7 +235,7 @@ def spanned(rows: Tensor, start: int, end: int) -> slice:
 
 
 class ChunkExchange(Local):
-    """The exchange of a chunk: shard 0 are its own rows, shard 1 those that it reads of others.
+    """The exchange of a chunk: shard 0 are its rows, shard 1 those that it reads of others.
 
     Args:
         history: What is known of others.
@@ -296,13 +303,13 @@ class ChunkExchange(Local):
 
 
 class ChunkSink:
-    """Keeps the gradients of rows of others, and completes those of the chunk's own.
+    """Keeps the gradients of rows of other chunks, and completes those of the chunk's rows.
 
     Args:
         exchange: Of the chunk.
         site: The site.
         meter: Counts.
-        receiver: Takes the gradients of own rows.
+        receiver: Takes the gradients of the chunk's rows.
     """
 
     def __init__(self, exchange: ChunkExchange, site: Site, meter: Meter, receiver: Receiver) -> None:
@@ -322,7 +329,7 @@ class ChunkSink:
             self.keep(grad)
 
     def keep(self, others: Tensor) -> None:
-        """Take the gradient of rows of others; that of own rows came before."""
+        """Take the gradient of rows of other chunks; that of the chunk's rows came before."""
         it, total = self.it, self.own
         assert total is not None
         rows = self.site.tiles[self.tile]

@@ -1,5 +1,5 @@
 r"""The workers of a pipeline, *stages* of consecutive blocks of a model, each with a worker for every part of the
-graph; and what travels between stages.
+graph; and the rows that go from one stage to the next.
 """
 
 from __future__ import annotations
@@ -67,12 +67,14 @@ class Stages:
     """What a stage sends to its neighbours and receives from them.
 
     Args:
-        group: The workers with the same part of the graph, one of each stage.
+        mesh: What :func:`stage_mesh` returned, or None for a single stage.
         comm_dtype: As for :func:`pyg_sar.load`.
     """
 
-    def __init__(self, group: Any, comm_dtype: torch.dtype | None = None) -> None:
-        self.rank, self.size, self.channel = rank_of(group), size_of(group), Channel(group, comm_dtype)
+    def __init__(self, mesh: Any, comm_dtype: torch.dtype | None = None) -> None:
+        group = None if mesh is None else mesh.get_group("stage")
+        self.rank, self.size = (0, 1) if mesh is None else (rank_of(group), size_of(group))
+        self.channel = Channel(group, comm_dtype)
         self.traffic = Traffic()
         self.sent: list[Pending] = []
 
@@ -90,9 +92,13 @@ class Stages:
         """Begin what all stages do once in an epoch."""
         self.channel.begin(None, (), torch.device("cpu"), self.traffic.forward)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all stages."""
+        return [value] if self.size == 1 else gather_objects(value, self.channel.group)
+
     def tell(self, value: Any, stage: int) -> Any:
         """Return the value of a stage to all."""
-        return gather_objects(value if self.rank == stage else None, self.channel.group)[stage]
+        return self.gather(value if self.rank == stage else None)[stage]
 
     def send(self, rows: Sequence[Tensor], to: int, what: str) -> None:
         """Start to send."""
