@@ -97,11 +97,10 @@ class Pipeline:
         self.edge_index, self.shuffle, self.alpha, self.seed = edge_index, shuffle, history, seed
         first = sum(self.cut[: self.stages.rank])
         self.first, self.blocks = first, torch.nn.ModuleList(list(blocks)[first : first + self.cut[self.stages.rank]])
-        for (
-            module
-        ) in self.blocks.modules():  # normalisations over the rows of all workers, which are those of the stage
-            if getattr(module, "group", self) is None:
-                module.group = self.group
+        for module in self.blocks.modules():
+            if getattr(module, "group", self) is None:  # statistics are those of all workers of the stage
+                state: Any = module
+                state.group = self.group
         self.epoch, self.stale = 0, 0.0
         self.shapes: dict[int, list[Shape]] = {}  # of what each stage sends on
         graph = edge_index.graph
