@@ -30,6 +30,7 @@ from pyg_sar.distributed.history import Chunk, History
 from pyg_sar.distributed.stages import Shape, Stages
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.offload.schedule import ranges
+from pyg_sar.watch import allow_local
 
 # Normalisations whose statistics are those of all rows, by the names of their classes or of what these derive from.
 OVER_ALL_ROWS = {
@@ -132,6 +133,10 @@ class Pipeline:
         }
         return {name: t for one in self.stages.gather(mine) for name, t in one.items()}
 
+    def tell(self, value: Any) -> Any:
+        """Return on all stages what the last one gives: a number, a string, a tensor, or a list of these."""
+        return self.stages.tell(value, self.stages.size - 1)
+
     def checkpoint(self) -> dict[str, Any]:
         """Return what this worker needs to go on besides parameters and optimizer: the epoch, and all histories."""
         sites = {} if self.history is None else self.history.sites
@@ -219,9 +224,9 @@ class Pipeline:
         """Run all rows through all stages, one after the other; return what this one made of them."""
         self.hear()
         count = self.edge_index.graph.num_dst
-        out = run(packed(x) if self.stages.first else tuple(self.receive(count, "all rows").wait()))
+        out = run(packed(x) if self.stages.first else tuple(self.receive(count, "all nodes").wait()))
         if not self.stages.last:
-            self.stages.send(out, self.stages.rank + 1, "all rows")
+            self.stages.send(out, self.stages.rank + 1, "all nodes")
         self.describe(out)
         self.stages.settle()
         return out
@@ -251,7 +256,7 @@ class Pipeline:
         """Run all chunks forward, then backward in reverse order; return the loss."""
         stages, total = self.stages, torch.zeros((), dtype=torch.float64)
         made: list[tuple[Values, Values]] = []
-        names = [f"rows {span.start} to {span.stop}" for _, span in chunks]
+        names = ["all nodes" if it is None else f"chunk {it.number}" for it, _ in chunks]
         counts = [span.stop - span.start for _, span in chunks]
         self.hear()
         under_way = None if stages.first else self.receive(counts[0], names[0])
@@ -264,7 +269,8 @@ class Pipeline:
                     under_way = self.receive(counts[k + 1], names[k + 1])
             out = self.run(values, self.edge_index, edges, it)
             if stages.last:
-                loss = loss_fn(unpacked(out), span)
+                with allow_local():  # it is this worker's share
+                    loss = loss_fn(unpacked(out), span)
                 check_loss(loss)
                 total += loss.detach().double()
                 made.append((values, (loss,)))
@@ -287,7 +293,7 @@ class Pipeline:
             del values, out, grads, wanted
         stages.settle()
         total = all_reduce(total, self.group) if stages.last else total
-        return self.stages.tell(total, stages.size - 1)
+        return self.tell(total)
 
     def run(self, values: Values, edge_index: Any, edges: Sequence[Tensor], it: Chunk | None) -> Values:
         """Run the blocks of this stage, on all rows or on a chunk."""
@@ -295,14 +301,16 @@ class Pipeline:
             assert self.history is not None
             edge_index, edges = ShardedEdgeIndex(it.graph), [t[it.edges] for t in edges]
         for k, block in enumerate(self.blocks, self.first):
-            number = -1 if it is None else it.number
-            if self.epoch > 0 or it is not None:
+            if torch.is_grad_enabled() or it is not None:  # what is drawn depends on neither stages nor chunks before
+                number = -1 if it is None else it.number
                 torch.manual_seed(mixed(self.seed, self.epoch, number, rank_of(self.group), k))
-            if it is not None:
-                assert self.history is not None
-                self.history.enter(k)
+            if it is None or self.history is None:
+                out = packed(call(block, values, edge_index, edges))
+            else:
                 it.graph.seeds.manual_seed(mixed(self.seed, self.epoch, k))
-            out = packed(call(block, values, edge_index, edges))
+                self.history.enter(k)
+                out = packed(call(block, values, edge_index, edges))
+                self.history.leave()
             for t in out:
                 if t.size(0) != values[0].size(0):
                     raise ValueError(

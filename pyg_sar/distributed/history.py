@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.block import cut, rows_at
+from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.peers import Peers
 from pyg_sar.distributed.traffic import Log
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
@@ -164,11 +165,25 @@ class History:
             site.tiles.append(Rows(torch.empty_like(history), history.clone()))
 
     def enter(self, block: int) -> None:
-        """Go on with a block of the model."""
+        """Begin a block of the model."""
         self.block, self.call = block, 0
+
+    def leave(self) -> None:
+        """End it; raise unless it has aggregated as often as for other chunks."""
+        calls = sum(block == self.block for block, _ in self.sites)
+        if self.call != calls:
+            raise ValueError(
+                f"[rank {rank_of()}] Block {self.block} aggregated {self.call} times for a chunk, and {calls} times "
+                f"for others. All chunks must take the same way through a block."
+            )
 
     def site(self) -> Site:
         """Return the site of the next aggregation."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"Block {self.block} of a pipeline is recomputed in backward ('torch.utils.checkpoint'). Leave it out: "
+                f"on a sharded graph it keeps no messages anyway."
+            )
         self.call += 1
         return self.sites.setdefault((self.block, self.call), Site())
 

@@ -105,7 +105,7 @@ class Stages:
         meter = self.traffic.forward if to > self.rank else self.traffic.backward
         for k, t in enumerate(rows):
             nothing = t.new_empty(0)
-            self.sent += self.channel.swap(t.contiguous(), to, nothing, to, f"{what}, {k}", meter)
+            self.sent += self.channel.swap(t.contiguous(), to, nothing, to, named(what, self.rank, to, k), meter)
 
     def receive(self, shapes: Sequence[Shape], count: int, of: int, what: str) -> Arriving:
         """Start to receive so many rows."""
@@ -113,7 +113,7 @@ class Stages:
         rows, pending = [], []
         for k, (shape, dtype) in enumerate(shapes):
             into = torch.empty(count, *shape, dtype=self.channel.sent_as(dtype))
-            pending += self.channel.swap(into.new_empty(0), of, into, of, f"{what}, {k}", meter)
+            pending += self.channel.swap(into.new_empty(0), of, into, of, named(what, of, self.rank, k), meter)
             rows.append((into, dtype))
         return Arriving(rows, pending)
 
@@ -122,6 +122,11 @@ class Stages:
         for transfer in self.sent:
             transfer.wait()
         self.sent = []
+
+
+def named(what: str, start: int, end: int, k: int) -> str:
+    """Return the words for a message between stages."""
+    return f"{'rows' if end > start else 'gradients'} of {what}, stage {start} to {end}, tensor {k}"
 
 
 class Arriving:

@@ -14,6 +14,7 @@ from pyg_sar.nn.conv.sage_conv import SAGEConv
 from pyg_sar.nn.conv.transformer_conv import TransformerConv
 from pyg_sar.nn.convert import convert, describe
 from pyg_sar.nn.models.autoencoder import ARGA, ARGVA, GAE, VGAE
+from pyg_sar.nn.models.blocks import blocks
 from pyg_sar.nn.models.deep_graph_infomax import DeepGraphInfomax
 from pyg_sar.nn.models.lightgcn import LightGCN
 from pyg_sar.nn.models.linkx import LINKX, SparseLinear
@@ -60,6 +61,7 @@ __all__ = classes = [
     "GAE",
     "VGAE",
     "SparseLinear",
+    "blocks",
     "convert",
     "describe",
     "global_add_pool",

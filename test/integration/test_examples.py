@@ -37,3 +37,12 @@ def test_rgcn(tmp_path):
     run("-m", "pyg_sar", "partition", "Relations/300/4000", "--num-parts", 2, "--out", tmp_path / "parts")
     told = run("examples/rgcn.py", tmp_path / "parts", "--epochs", 2, workers=2)
     assert "rgcn: test accuracy" in told and "layer 1, case 1" in told
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("workers", "chunks", "model"), [(2, 1, "gcn2"), (2, 4, "gcn"), (4, 4, "sage")])
+def test_deep_gcn(tmp_path, workers, chunks, model):
+    run("-m", "pyg_sar", "partition", "Community/300/2000", "--num-parts", workers // 2, "--out", tmp_path / "parts")
+    small = ["--model", model, "--layers", 4, "--hidden", 8, "--epochs", 2, "--chunks", chunks]
+    told = run("examples/deep_gcn.py", tmp_path / "parts", *small, workers=workers)
+    assert "epoch   2  loss" in told and ("stale edges 0.0%" in told) == (chunks == 1)
