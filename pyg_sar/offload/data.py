@@ -3,6 +3,7 @@ r"""The one call that users make: rows of loaded data leave the memory that is c
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from pyg_sar.offload.move import graph_of, move, place_of
 def offload(
     data: Any, budget: int | str | None = None, model: torch.nn.Module | None = None, *,
     device: torch.device | str = "cpu", home: str | None = None, chunks: int | None = None,
-    limit: int | str | None = None,
+    limit: int | str | None = None, edges: Sequence[str] = (),
 ) -> Any:  # fmt: skip
     r"""Keep rows of nodes in host memory or in files, and compute on some of them at a time.
 
@@ -47,8 +48,8 @@ def offload(
         budget (int or str, optional): Bytes, or such as :obj:`"2GiB"`, that a step of a worker may take beside the data
             and the rows at home. The fewest chunks are taken that fit, as a dry run of ``model`` tells, with several
             workers the same number on each. (default: :obj:`None`)
-        model (torch.nn.Module, optional): The model for which the budget is; called as :obj:`model(x, edge_index)`, a
-            copy of it. (default: :obj:`None`)
+        model (torch.nn.Module, optional): The model for which the budget is; called as
+            :obj:`model(x, edge_index, *edges)`, a copy of it. (default: :obj:`None`)
         device (torch.device, optional): Where rows are computed on, where ``model`` is, and where labels and masks go.
             (default: :obj:`"cpu"`)
         home (str, optional): A folder for files with the rows, on a disk with room for several times the rows of all
@@ -56,6 +57,8 @@ def offload(
         chunks (int, optional): The number of chunks, instead of a budget; workers may take different ones.
             (default: :obj:`None`)
         limit (int or str, optional): Bytes that rows may take at home. (default: :obj:`None`, what there is)
+        edges (list, optional): With a budget, the names of the tensors of edges that the model takes, such as
+            :obj:`["edge_type"]`. (default: none)
 
     Returns:
         Data: The same data with its rows at home.
@@ -70,9 +73,9 @@ def offload(
     kind = f"{'chunks' if budget is None else 'a budget'}, homes in {'memory' if home is None else 'files'}"
     exchange = getattr(getattr(getattr(data, "edge_index", None), "graph", None), "exchange", None)
     if exchange is None or exchange.alone:
-        graph, rows, there = check(data, budget, model, home, chunks, limit, device)
+        graph, rows, there = check(data, budget, model, home, chunks, limit, device, edges)
     else:
-        look = partial(check, data, budget, model, home, chunks, limit, device)
+        look = partial(check, data, budget, model, home, chunks, limit, device, edges)
         graph, rows, there = on_all(look, "move rows home", exchange.group, mine=True)
         agree("how rows are kept at home", [kind], exchange.group)
     if chunks is not None:
@@ -85,6 +88,7 @@ def offload(
     need = choose(
         lambda: copy.deepcopy(model).cpu(), lambda count: counts_of(graph, count, labelled), data.x.size(1),
         count_bytes(budget, "budget"), home, data.x.dtype, there == graph.device, graph.exchange.all_reduce_max,
+        edges=[data[name] for name in edges],
     )  # fmt: skip
     return move(data, place_of(graph, rows, need.chunks, need.slots, there))
 
@@ -92,7 +96,9 @@ def offload(
 Found = tuple[ShardedGraph, Home, torch.device]
 
 
-def check(data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any, device: Any) -> Found:
+def check(
+    data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any, device: Any, edges: Sequence[str]
+) -> Found:  # fmt: skip
     """Return the graph of data, a home for its rows, and the device; raise unless everything is right."""
     graph, there = graph_of(data), torch.empty(0, device=device).device  # with its number
     if (budget is None) == (chunks is None):
@@ -112,4 +118,9 @@ def check(data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any
         raise TypeError(
             "Expected features 'data.x' [num_nodes, channels] with the 'budget'; give 'chunks' without them"
         )
+    for name in edges:
+        it = data.get(name)
+        if not isinstance(it, torch.Tensor) or it.size(0) != graph.num_edges:
+            found = list(it.shape) if isinstance(it, torch.Tensor) else type(it).__name__
+            raise ValueError(f"Expected 'edges' to name tensors with {graph.num_edges} rows (got '{name}', {found})")
     return graph, rows, there

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pyg_sar import pieces
 from pyg_sar.distributed.shard import shard
@@ -88,12 +89,12 @@ def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
 def plan_offload(
     model: Callable[[], torch.nn.Module], counts: Counts, in_channels: int, slots: int | None = None,
     home: str | None = None, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, rows: int = ROWS,
-    dtype: torch.dtype = torch.float32, beside: bool = True,
+    dtype: torch.dtype = torch.float32, beside: bool = True, edges: Sequence[Tensor] = (),
 ) -> OffloadNeed:  # fmt: skip
     """Tell the memory of training with rows at home.
 
     Args:
-        model: Makes the model, which is called as ``model(x, edge_index)`` and returns scores of classes.
+        model: Makes the model, which is called as ``model(x, edge_index, *edges)`` and returns scores of classes.
         counts: Those of the graph and its chunks.
         in_channels: Number of features of a node.
         slots: The most source rows that are fetched at one time; None for no limit.
@@ -103,6 +104,7 @@ def plan_offload(
         dtype: The type of the features.
         beside: Whether graph and homes are in the memory that is asked for; if not, as on an accelerator, what a range
             or a chunk needs of them is copied there.
+        edges: Tensors of edges like those that the model takes; integers are types of edges.
     """
     rows, ratio = min(rows, counts.rows), counts.sources / max(counts.rows, 1)
     chunks = min(counts.chunks, max(CHUNKS, math.ceil(ratio)))
@@ -117,7 +119,7 @@ def plan_offload(
             x = HostRows(place, torch.zeros(own * many, in_channels, dtype=dtype))
             labelled = round(counts.labelled * own * many / max(counts.nodes, 1))
             with pieces.scaled(factor):
-                runs.append(run(model(), optimizer, x, edge_index, labelled))
+                runs.append(run(model(), optimizer, x, edge_index, labelled, edges))
     one, half, twice = runs
     need = {}
     for k in one:
@@ -148,15 +150,17 @@ def small(counts: Counts, rows: int, chunks: int) -> ShardedEdgeIndex:
 
 
 def run(
-    net: torch.nn.Module, optimizer: Callable[..., Any], x: HostRows, edge_index: ShardedEdgeIndex, labelled: int
-) -> dict[str, int]:
+    net: torch.nn.Module, optimizer: Callable[..., Any], x: HostRows, edge_index: ShardedEdgeIndex, labelled: int,
+    edges: Sequence[Tensor] = (),
+) -> dict[str, int]:  # fmt: skip
     """Train for a step, then count what another one needs."""
     labels, graph = torch.arange(labelled) % len(x), edge_index.graph
+    given = [alike(t, edge_index.graph.num_edges) for t in edges]
     state = optimizer(net.parameters())
     before = sum(graph.memory().values())
     for _ in range(2):  # the first step makes chunks, transposed blocks, self-loops and the optimizer's state
         with Live() as live, record_traffic(edge_index) as layers:
-            out = net(x, edge_index)[labels]
+            out = net(x, edge_index, *given)[labels]
             F.cross_entropy(out, labels % out.size(1)).backward()
             del out
             state.step()
@@ -173,12 +177,20 @@ def run(
     }
 
 
+def alike(t: Tensor, count: int) -> Tensor:
+    """Return a tensor with so many rows of the same shape and type; of integers, with each of those that occur."""
+    if t.is_floating_point():
+        return t.new_ones(count, *t.shape[1:])
+    most = int(t.max()) + 1 if t.numel() else 1
+    return (torch.arange(count) % most).to(t.dtype).view(-1, *[1] * (t.dim() - 1)).expand(count, *t.shape[1:])
+
+
 @few_objects()
 def choose(
     model: Callable[[], torch.nn.Module], counts: Callable[[int], Counts], in_channels: int, budget: float,
     home: str | None = None, dtype: torch.dtype = torch.float32, beside: bool = True,
     most: Callable[[Sequence[int]], Sequence[int]] = lambda values: values,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, edges: Sequence[Tensor] = (),
 ) -> OffloadNeed:  # fmt: skip
     """Return the fewest chunks with which a step fits ``budget`` bytes.
 
@@ -193,6 +205,7 @@ def choose(
         most: Returns of every value the largest one on any worker: all try the same, or a model that communicates
             would wait for others.
         optimizer: As for :func:`plan_offload`.
+        edges: As for :func:`plan_offload`.
 
     Raises:
         ValueError: If it never does.
@@ -202,7 +215,7 @@ def choose(
         here = Counts(*most(counts(count)))
         for slots in (None, -(-here.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
-                need = plan_offload(model, here, in_channels, slots, home, optimizer, rows, dtype, beside)
+                need = plan_offload(model, here, in_channels, slots, home, optimizer, rows, dtype, beside, edges)
                 (excess,) = most([round(MARGIN * need.total) - int(4 * budget if rows == ROUGH else budget)])
                 if excess > 0:
                     break

@@ -16,7 +16,7 @@ from pyg_sar.data.datasets import community_graph
 from pyg_sar.live import Live
 from pyg_sar.offload.plan import counts_of, plan_offload
 
-HIDDEN, CLASSES = 64, 8
+HIDDEN, CLASSES, TYPES = 64, 8, 3
 
 
 class Net(torch.nn.Module):
@@ -25,16 +25,18 @@ class Net(torch.nn.Module):
         widths = [in_channels, HIDDEN, HIDDEN]
         if kind == "gat":
             convs = [nn.GATConv(a, HIDDEN // 4, 4) for a in widths[:2]] + [nn.GATConv(HIDDEN, CLASSES)]
+        elif kind == "rgcn":
+            convs = [nn.RGCNConv(a, b, TYPES) for a, b in zip(widths, [HIDDEN, HIDDEN, CLASSES], strict=True)]
         else:
             layer = {"sage": nn.SAGEConv, "gcn": nn.GCNConv}[kind]
             convs = [layer(a, b) for a, b in zip(widths, [HIDDEN, HIDDEN, CLASSES], strict=True)]
         self.convs = torch.nn.ModuleList(convs)
         self.norms = torch.nn.ModuleList(nn.BatchNorm(HIDDEN) for _ in range(2))
 
-    def forward(self, x, edge_index):
+    def forward(self, x, edge_index, *edges):
         for conv, norm in zip(self.convs, self.norms, strict=False):
-            x = norm(conv(x, edge_index)).relu()
-        return self.convs[-1](x, edge_index)
+            x = norm(conv(x, edge_index, *edges)).relu()
+        return self.convs[-1](x, edge_index, *edges)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +51,12 @@ def data():
                 edge_index=edge_index)  # fmt: skip
 
 
-def peak(data, model):
+def peak(data, model, *edges):
     """The most bytes of tensors in a step, other than rows at home."""
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):
         with Live() as live:
-            out = model(data.x, data.edge_index)[data.train_mask]
+            out = model(data.x, data.edge_index, *edges)[data.train_mask]
             F.cross_entropy(out, data.y[data.train_mask]).backward()
             del out
             optimizer.step()
@@ -93,6 +95,23 @@ def test_budget(data, kind, tmp_path):
     assert all(p.grad is None for p in model.parameters())
     assert len(there.x.place.ranges) > 2
     assert peak(there, model) <= whole // 5
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
+def test_budget_of_types_of_edges(data):
+    types = torch.arange(data.edge_index.size(1)) % TYPES
+    typed = Data(**data.to_dict(), edge_type=types)
+    model = Net("rgcn", 32)
+    whole = peak(typed, model, types)
+    there = offload(typed, whole // 3, model, edges=["edge_type"])
+    assert len(there.x.place.ranges) > 2
+    found = peak(there, model, types)
+    assert found <= whole // 3
+    counts = counts_of(data.edge_index.graph, len(there.x.place.ranges), int(data.train_mask.sum()))
+    need = plan_offload(lambda: Net("rgcn", 32), counts, 32, there.x.place.slots, edges=[types])
+    assert 0.95 * found <= need.step <= 1.15 * found
+    with pytest.raises(ValueError, match=r"'edges' to name tensors with \d+ rows \(got 'what', NoneType\)"):
+        offload(typed, "1GB", model, edges=["what"])
 
 
 def test_budget_of_other_data():
