@@ -67,14 +67,14 @@ def test_equals_pyg(machines, kind, tmp_path):
 class Net(torch.nn.Module):
     def __init__(self, kind, widths):
         super().__init__()
-        layer = {"sage": nn.SAGEConv, "gat": nn.GATConv}[kind]
+        layer = {"sage": nn.SAGEConv, "gat": nn.GATConv, "rgcn": lambda a, b: nn.RGCNConv(a, b, TYPES)}[kind]
         self.convs = torch.nn.ModuleList(layer(a, b) for a, b in itertools.pairwise(widths))
         self.norms = torch.nn.ModuleList(nn.BatchNorm(b) for b in widths[1:-1])
 
-    def forward(self, x, edge_index):
+    def forward(self, x, edge_index, *edges):
         for conv, norm in zip(self.convs, self.norms, strict=False):
-            x = norm(conv(x, edge_index)).relu()
-        return self.convs[-1](x, edge_index)
+            x = norm(conv(x, edge_index, *edges)).relu()
+        return self.convs[-1](x, edge_index, *edges)
 
 
 def peaks(group, kind, chunks):
@@ -85,9 +85,12 @@ def peaks(group, kind, chunks):
             data = graph()
             model = Net(kind, WIDTHS).to(DEVICE)
             data = data.to(DEVICE) if count is None else offload(data, chunks=count, device=DEVICE)
+            edges = [data.edge_type] if kind == "rgcn" else []
             for _ in range(2):
                 before, it.peak = it.held, it.held
-                F.cross_entropy(model(data.x, data.edge_index)[data.train_mask], data.y[data.train_mask]).backward()
+                out = model(data.x, data.edge_index, *edges)[data.train_mask]
+                F.cross_entropy(out, data.y[data.train_mask]).backward()
+                del out
             found.append(it.peak - before)
     return found
 
@@ -95,20 +98,23 @@ def peaks(group, kind, chunks):
 def graph():
     found = community_graph(4000, 40_000, 32, 4)
     edge_index = pyg_sar.shard(found.edge_index, 4000)
-    return Data(x=found.x, y=found.y, train_mask=found.train_mask, edge_index=edge_index)
+    types = torch.arange(edge_index.size(1)) % TYPES
+    return Data(x=found.x, y=found.y, train_mask=found.train_mask, edge_index=edge_index, edge_type=types)
 
 
-WIDTHS = [32, 64, 64, 4]
+WIDTHS, TYPES = [32, 64, 64, 4], 3
 
 
-@pytest.mark.parametrize("kind", ["sage", "gat"])
-def test_plan_tells_what_the_device_holds(machines, kind):
-    chunks, data = (2, 8), graph()
+# Of chunks of 125 rows GAT's plan is 13% too low, less than a budget leaves.
+@pytest.mark.parametrize(("kind", "chunks"), [("sage", (2, 8, 32)), ("gat", (2, 8)), ("rgcn", (2, 8, 32))])
+def test_plan_tells_what_the_device_holds(machines, kind, chunks):
+    data = graph()
+    edges = [data.edge_type] if kind == "rgcn" else []
     ((memory, *found),) = machines.run(1, peaks, kind, chunks, timeout=120)
-    assert memory > found[0] and memory > 2 * found[1], (memory, found)
+    assert memory > (5 if kind == "sage" else 2) * found[-1], (memory, found)
     for count, peak in zip(chunks, found, strict=True):
         counts = counts_of(data.edge_index.graph, count, int(data.train_mask.sum()))
-        told = plan_offload(lambda: Net(kind, WIDTHS), counts, 32, beside=False).step
+        told = plan_offload(lambda: Net(kind, WIDTHS), counts, 32, beside=False, edges=edges).step
         assert 0.95 * peak <= told <= 1.25 * peak, (count, peak, told)
 
 
