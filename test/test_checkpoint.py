@@ -94,6 +94,32 @@ def test_goes_on_with_the_same_bits(pool, folder, tmp_path, end):
         assert all(torch.equal(a, b) for a, b in zip(found[1], parameters, strict=True))
 
 
+def train_at_home(folder, saves, epochs, ends=()):
+    """With rows in files, dropout of rows and of attention."""
+    torch.manual_seed(1)
+    data = pyg_sar.offload(pyg_sar.load(folder), chunks=3, home=str(folder))
+    model = Net(data, None, table=False).double()
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.01), []
+    found = pyg_sar.load_checkpoint(saves, model=model, optimizer=optimizer, data=data)
+    for epoch in range(1 + (found["epoch"] if found else 0), epochs + 1):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(data)[data.train_mask], data.y[data.train_mask])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if epoch in ends:
+            pyg_sar.save_checkpoint(saves, model=model, optimizer=optimizer, data=data, epoch=epoch)
+    return losses, [p.detach() for p in model.parameters()]
+
+
+def test_rows_at_home_go_on_with_the_same_bits(folder, tmp_path):
+    expected, parameters = train_at_home(folder(1), tmp_path / "none", 5)
+    train_at_home(folder(1), tmp_path / "saves", 2, (2,))
+    losses, found = train_at_home(folder(1), tmp_path / "saves", 5)
+    assert losses == expected[2:]
+    assert all(torch.equal(a, b) for a, b in zip(found, parameters, strict=True))
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_another_number_of_workers(pool, folder, tmp_path, workers):
     """The table of nodes finds its rows, and Adam what it knew of them; without dropout nothing else is random."""
