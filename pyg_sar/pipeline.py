@@ -18,6 +18,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Pipeline:
 
         mesh = pyg_sar.stage_mesh(4)
         data = pyg_sar.load("parts/2", group=mesh.get_group("graph"))
-        pipe = pyg_sar.Pipeline(model.blocks, data.edge_index, mesh)
+        pipe = pyg_sar.Pipeline(model.blocks, data.edge_index, mesh, chunks=16)
         optimizer = torch.optim.Adam(pipe.parameters())
         for epoch in range(100):
             optimizer.zero_grad()
@@ -68,7 +69,8 @@ class Pipeline:
         edge_index (ShardedEdgeIndex): Of the data that was loaded with ``group=mesh.get_group("graph")``, or that of
             :func:`pyg_sar.shard`.
         mesh (DeviceMesh, optional): What :func:`pyg_sar.stage_mesh` returned. (default: :obj:`None`, one stage)
-        chunks (int, optional): The number of chunks. (default: :obj:`None`, four for each stage)
+        chunks (int, optional): The number of chunks; with fewer than two for each stage most of them wait.
+            (default: :obj:`1`, exact)
         history (int, optional): :math:`\alpha`, the number of epochs after which history is replaced.
             (default: :obj:`10`)
         shuffle (bool, optional): Whether chunks come in another order in each epoch. (default: :obj:`True`)
@@ -82,13 +84,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, blocks: Sequence[torch.nn.Module], edge_index: Any, mesh: Any = None, chunks: int | None = None,
+        self, blocks: Sequence[torch.nn.Module], edge_index: Any, mesh: Any = None, chunks: int = 1,
         history: int = 10, shuffle: bool = True, cut: Sequence[int] | None = None, seed: int = 0,
         comm_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.stages = Stages(mesh, comm_dtype)
         self.group = None if mesh is None else mesh.get_group("graph")
-        chunks = 4 * self.stages.size if chunks is None else chunks
         settings = {"chunks": chunks, "history": history, "shuffle": shuffle, "cut": cut, "seed": seed}
         told = [f"{name}={value}" for name, value in settings.items()] + described(blocks)
         agree("the settings of a pipeline", told, self.group)
@@ -249,6 +250,11 @@ class Pipeline:
         k = self.stages.rank - 1
         return self.stages.receive(self.shapes[k], count, k, what)
 
+    def receive_grads(self, count: int, what: str) -> Any:
+        """Start to receive the gradients of rows that were sent on."""
+        k = self.stages.rank
+        return self.stages.receive(self.shapes[k], count, k + 1, what)
+
     def passes(
         self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor],
         chunks: list[tuple[Chunk | None, slice]],
@@ -279,12 +285,15 @@ class Pipeline:
                 made.append((values, out))
             self.describe(out)
         stages.settle()
-        for k in last_first(len(chunks)):
+        order = list(last_first(len(chunks)))
+        coming = None if stages.last else self.receive_grads(counts[order[0]], names[order[0]])
+        for k, after in zip_longest(order, order[1:]):
             values, out = made[k]
             made[k] = (), ()
-            grads: list[Tensor | None] = [None]
-            if not stages.last:
-                grads = list(stages.receive(self.shapes[stages.rank], counts[k], stages.rank + 1, names[k]).wait())
+            grads: Sequence[Tensor | None] = [None]
+            if coming is not None:
+                grads = coming.wait()
+                coming = None if after is None else self.receive_grads(counts[after], names[after])
             wanted: Any = [(t, grad) for t, grad in zip(out, grads, strict=True) if t.requires_grad]
             if wanted:
                 torch.autograd.backward([t for t, _ in wanted], [grad for _, grad in wanted])
