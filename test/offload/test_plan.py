@@ -82,7 +82,7 @@ def test_plan_tells_what_a_step_takes(data, kind, chunks):
 
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
-@pytest.mark.parametrize("kind", ["sage", "gat"])
+@pytest.mark.parametrize("kind", ["sage", pytest.param("gat", marks=pytest.mark.grid)])
 def test_budget(data, kind, tmp_path):
     model = Net(kind, 32)
     before = {k: v.clone() for k, v in model.state_dict().items()}
