@@ -11,13 +11,14 @@ import time
 
 import torch
 import torch.nn.functional as F
+from models import DeepGNN
 from tqdm import tqdm
 
 import pyg_sar
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data", help="a folder made by 'pyg-sar partition', a part for each worker of a stage")
-parser.add_argument("--model", choices=["gcn", "sage", "gcn2"], default="gcn2")
+parser.add_argument("--model", choices=["gcn", "sage", "gcn2", "resgcn"], default="gcn2")
 parser.add_argument("--layers", type=int, default=16)
 parser.add_argument("--hidden", type=int, default=64)
 parser.add_argument("--stages", type=int, default=2)
@@ -28,55 +29,13 @@ parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--lr", type=float, default=0.005)
 
 
-class First(torch.nn.Module):
-    """Features become rows of the hidden width; GCNII reads the first ones in every layer."""
-
-    def __init__(self, in_channels: int, hidden: int, twice: bool) -> None:
-        super().__init__()
-        self.lin, self.twice = torch.nn.Linear(in_channels, hidden), twice
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        x = self.lin(F.dropout(x, 0.5, self.training)).relu()
-        return (x, x) if self.twice else x
-
-
-class Layer(torch.nn.Module):
-    """A convolution, a normalisation of each row, and a residual (GCNII has its own)."""
-
-    def __init__(self, kind: str, hidden: int, number: int) -> None:
-        super().__init__()
-        nn = pyg_sar.nn
-        self.initial = kind == "gcn2"
-        kinds = {"gcn": nn.GCNConv, "sage": nn.SAGEConv}
-        self.conv = nn.GCN2Conv(hidden, 0.1, 0.5, number) if self.initial else kinds[kind](hidden, hidden)
-        self.norm = torch.nn.LayerNorm(hidden)
-
-    def forward(self, x, edge_index):
-        if self.initial:
-            x, first = x
-            return self.conv(F.dropout(x, 0.5, self.training), first, edge_index).relu(), first
-        return x + F.dropout(self.norm(self.conv(x, edge_index)).relu(), 0.5, self.training)
-
-
-class Last(torch.nn.Module):
-    """Scores of classes."""
-
-    def __init__(self, hidden: int, classes: int) -> None:
-        super().__init__()
-        self.lin = torch.nn.Linear(hidden, classes)
-
-    def forward(self, x):
-        return self.lin(x[0] if isinstance(x, tuple) else x)
-
-
 def main(args: argparse.Namespace, rank: int) -> None:
     mesh = pyg_sar.stage_mesh(args.stages)
     data = pyg_sar.load(args.data, group=mesh.get_group("graph"))
     torch.manual_seed(0)
-    middle = [Layer(args.model, args.hidden, k + 1) for k in range(args.layers)]
-    blocks = [First(data.x.size(1), args.hidden, args.model == "gcn2"), *middle, Last(args.hidden, data.num_classes)]
+    model = DeepGNN(pyg_sar.nn, args.model, data.x.size(1), args.hidden, data.num_classes, args.layers)
     options = {"history": args.history, "shuffle": not args.no_shuffle}
-    pipe = pyg_sar.Pipeline(blocks, data.edge_index, mesh, args.chunks, **options)
+    pipe = pyg_sar.Pipeline(model.blocks, data.edge_index, mesh, args.chunks, **options)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=args.lr)
     total = int(pyg_sar.all_reduce(data.train_mask.sum(), mesh.get_group("graph")))
 

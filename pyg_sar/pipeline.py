@@ -332,13 +332,10 @@ class Pipeline:
 
 def call(block: torch.nn.Module, values: Values, edge_index: Any, edges: Sequence[Tensor]) -> Any:
     """Call a block by what it takes."""
-    kinds = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.VAR_POSITIONAL,
-    )
-    takes = [p for p in inspect.signature(block.forward).parameters.values() if p.kind in kinds]
-    return block(unpacked(values)) if len(takes) == 1 else block(unpacked(values), edge_index, *edges)
+    takes = [p.kind for p in inspect.signature(block.forward).parameters.values()]
+    names = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    more = inspect.Parameter.VAR_POSITIONAL in takes or sum(kind in names for kind in takes) > 1
+    return block(unpacked(values), edge_index, *edges) if more else block(unpacked(values))
 
 
 def packed(value: Any) -> Values:

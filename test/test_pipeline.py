@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from support.pool import Pool
 from torch_geometric.data import Data
+from torch_geometric.nn import DeepGCNLayer, GENConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_sar
@@ -504,6 +505,26 @@ def test_blocks_of_models_of_pyg(kind, act_first):
         pyg_sar.nn.blocks(MODELS[kind](WIDTH, WIDTH, 3, CLASSES, jk="cat"))
     with pytest.raises(TypeError, match="got Linear"):
         pyg_sar.nn.blocks(torch.nn.Linear(2, 2))
+
+
+def residuals():
+    """Blocks whose ``forward`` takes any arguments."""
+    torch.manual_seed(0)
+    made = [
+        DeepGCNLayer(GENConv(WIDTH, WIDTH, learn_t=True, aggr="softmax", norm="layer"), torch.nn.LayerNorm(WIDTH))
+        for _ in range(3)
+    ]
+    return torch.nn.ModuleList(made).double()
+
+
+def test_deep_gcn_layers():
+    data, expected = inputs(), residuals()
+    pipe = alone(data.edge_index, 1, blocks=pyg_sar.nn.convert(residuals()))
+    x = data.x
+    for block in expected:
+        x = block(x, data.edge_index)
+    close(pipe(data.x), x.detach())
+    steps(alone(data.edge_index, 3, blocks=pyg_sar.nn.convert(residuals())), data, 2)
 
 
 def failing(group, folder, where, how):

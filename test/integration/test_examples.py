@@ -40,7 +40,9 @@ def test_rgcn(tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("workers", "chunks", "model"), [(2, 1, "gcn2"), (2, 4, "gcn"), (4, 4, "sage")])
+@pytest.mark.parametrize(
+    ("workers", "chunks", "model"), [(2, 1, "gcn2"), (2, 4, "gcn"), (4, 4, "sage"), (2, 3, "resgcn")]
+)
 def test_deep_gcn(tmp_path, workers, chunks, model):
     run("-m", "pyg_sar", "partition", "Community/300/2000", "--num-parts", workers // 2, "--out", tmp_path / "parts")
     small = ["--model", model, "--layers", 4, "--hidden", 8, "--epochs", 2, "--chunks", chunks]
