@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import inspect
 import random
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -29,6 +31,7 @@ from pyg_sar.distributed.collectives import all_reduce, sum_gradients
 from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.distributed.history import Chunk, History
 from pyg_sar.distributed.stages import Shape, Stages
+from pyg_sar.distributed.traffic import Traffic, record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.offload.schedule import ranges
 from pyg_sar.watch import allow_local
@@ -38,6 +41,25 @@ OVER_ALL_ROWS = {
     "_BatchNorm", "HeteroBatchNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm", "MeanSubtractionNorm", "PairNorm",
 }  # fmt: skip
 Values = tuple[Tensor, ...]  # what a block takes and returns, tensors with a row for each node
+
+
+@dataclass
+class Record:
+    """What a worker did while :meth:`Pipeline.record` listened.
+
+    Args:
+        between: Bytes between stages, and the seconds in which it waited for them.
+        within: The same between the workers of its stage, for each aggregation.
+        parameters: Bytes of gradients of parameters that it sent, as many as it received: what a sum of so many numbers
+            on a ring takes.
+        computed: Seconds of each chunk, by ``"forward"`` or ``"backward"`` and its number (-1: all nodes); waiting
+            within the stage included.
+    """
+
+    between: Traffic
+    within: list[Traffic]
+    parameters: int = 0
+    computed: list[tuple[str, int, float]] = field(default_factory=list)
 
 
 class Pipeline:
@@ -104,6 +126,7 @@ class Pipeline:
                 state: Any = module
                 state.group = self.group
         self.epoch, self.stale = 0, 0.0
+        self.seen: Record | None = None
         self.shapes: dict[int, list[Shape]] = {}  # of what each stage sends on
         graph = edge_index.graph
         self.history: History | None = None
@@ -137,6 +160,29 @@ class Pipeline:
     def tell(self, value: Any) -> Any:
         """Return on all stages what the last one gives: a number, a string, a tensor, or a list of these."""
         return self.stages.tell(value, self.stages.size - 1)
+
+    @contextmanager
+    def record(self) -> Iterator[Record]:
+        """Count what this worker sends, receives, waits for and computes within the context.
+
+        Yields:
+            Record: The counts, complete when the context is left.
+        """
+        with record_traffic(self.edge_index) as within:
+            before, self.seen = self.seen, Record(Traffic(), within)
+            self.stages.traffic = self.seen.between
+            try:
+                yield self.seen
+            finally:
+                self.seen, self.stages.traffic = before, Traffic()
+
+    @contextmanager
+    def timed(self, way: str, it: Chunk | None) -> Iterator[None]:
+        """Count the seconds of a chunk."""
+        start = time.perf_counter()
+        yield
+        if self.seen is not None:
+            self.seen.computed.append((way, -1 if it is None else it.number, time.perf_counter() - start))
 
     def checkpoint(self) -> dict[str, Any]:
         """Return what this worker needs to go on besides parameters and optimizer: the epoch, and all histories."""
@@ -177,7 +223,7 @@ class Pipeline:
         Raises:
             ValueError: If a loss is no number, or a block returns other rows.
         """
-        if self.epoch == 0 and self.history is not None:
+        if self.history is not None and self.epoch == 0 and not self.history.filled:
             self.fill(x, edges)
         self.epoch += 1
         self.stages.begin()
@@ -193,6 +239,9 @@ class Pipeline:
                 loss = self.passes(x, loss_fn, edges, [(it, it.span) for it in chunks])
                 self.history.end(self.epoch % self.alpha == 0)
         sum_gradients(self.blocks, group=self.group)
+        if self.seen is not None:
+            size, numbers = size_of(self.group), [p for p in self.parameters() if p.grad is not None]
+            self.seen.parameters += 2 * (size - 1) * sum(p.nbytes for p in numbers) // size
         return loss
 
     def order(self) -> list[int]:
@@ -273,12 +322,14 @@ class Pipeline:
                 values = tuple(t.requires_grad_(t.is_floating_point()) for t in under_way.wait())
                 if k + 1 < len(chunks):  # before this one is computed: a message starts when it is expected
                     under_way = self.receive(counts[k + 1], names[k + 1])
-            out = self.run(values, self.edge_index, edges, it)
+            with self.timed("forward", it):
+                out = self.run(values, self.edge_index, edges, it)
+                if stages.last:
+                    with allow_local():  # it is this worker's share
+                        loss = loss_fn(unpacked(out), span)
+                    check_loss(loss)
+                    total += loss.detach().double()
             if stages.last:
-                with allow_local():  # it is this worker's share
-                    loss = loss_fn(unpacked(out), span)
-                check_loss(loss)
-                total += loss.detach().double()
                 made.append((values, (loss,)))
             else:
                 stages.send([t.detach() for t in out], stages.rank + 1, names[k])
@@ -296,7 +347,8 @@ class Pipeline:
                 coming = None if after is None else self.receive_grads(counts[after], names[after])
             wanted: Any = [(t, grad) for t, grad in zip(out, grads, strict=True) if t.requires_grad]
             if wanted:
-                torch.autograd.backward([t for t, _ in wanted], [grad for _, grad in wanted])
+                with self.timed("backward", chunks[k][0]):
+                    torch.autograd.backward([t for t, _ in wanted], [grad for _, grad in wanted])
             if not stages.first:
                 stages.send([zeros_if_none(t) for t in values], stages.rank - 1, names[k])
             del values, out, grads, wanted

@@ -283,18 +283,21 @@ def with_dropout(group, stages, folder, ends=(), chunks=5, **settings):
         return pipe, torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.5)
 
     pipe, optimizer = make()
-    for epoch in range(1, 9):
-        optimizer.zero_grad()
-        losses.append(pipe.step(data.x, lambda out, rows: loss_of(out, data.y[rows], data.train_mask[rows], 20)).item())
-        optimizer.step()
-        if epoch in ends:
-            torch.manual_seed(epoch)
-            state = pipe.checkpoint(), pipe.blocks.state_dict(), optimizer.state_dict()
-            pipe, optimizer = make()
-            pipe.restore(state[0])
-            pipe.blocks.load_state_dict(state[1])
-            optimizer.load_state_dict(state[2])
-    return losses, pipe.state_dict(), pipe.stages.traffic, pipe.stale
+    with pipe.record() as seen:
+        for epoch in range(1, 9):
+            optimizer.zero_grad()
+            losses.append(
+                pipe.step(data.x, lambda out, rows: loss_of(out, data.y[rows], data.train_mask[rows], 20)).item()
+            )
+            optimizer.step()
+            if epoch in ends:
+                torch.manual_seed(epoch)
+                state = pipe.checkpoint(), pipe.blocks.state_dict(), optimizer.state_dict()
+                pipe, optimizer = make()
+                pipe.restore(state[0])
+                pipe.blocks.load_state_dict(state[1])
+                optimizer.load_state_dict(state[2])
+    return losses, pipe.state_dict(), seen, pipe.stale
 
 
 def test_the_same_bits_for_any_number_of_stages_and_after_a_resume(stages_pool, folders):
@@ -311,8 +314,8 @@ def test_bytes_between_stages(stages_pool, folders):
     for stages in (2, 4):
         for chunks in (1, 5):
             found = stages_pool(with_dropout, stages, folders[1], (), chunks)
-            sent = sum(one[2].forward_sent + one[2].backward_sent for one in found)
-            received = sum(one[2].forward_received + one[2].backward_received for one in found)
+            sent = sum(one[2].between.forward_sent + one[2].between.backward_sent for one in found)
+            received = sum(one[2].between.forward_received + one[2].between.backward_received for one in found)
             passes = 8 + 8 + (chunks > 1)  # eight epochs, and the pass that fills the history
             assert sent == received == passes * (stages - 1) * NODES * WIDTH * 8
 
@@ -320,7 +323,7 @@ def test_bytes_between_stages(stages_pool, folders):
 def test_rows_that_travel_in_bfloat16(stages_pool, folders):
     exact, *_ = stages_pool(with_dropout, 2, folders[1])
     rounded, *_ = stages_pool(with_narrow_rows, folders[1])
-    assert rounded[2].forward_sent * 4 == exact[2].forward_sent
+    assert rounded[2].between.forward_sent * 4 == exact[2].between.forward_sent
     assert 0 < max(abs(a - b) for a, b in zip(exact[0], rounded[0], strict=True)) < 0.05 * max(exact[0])
 
 

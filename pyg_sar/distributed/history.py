@@ -31,7 +31,6 @@ from torch import Tensor
 from pyg_sar.block import cut, rows_at
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.peers import Peers
-from pyg_sar.distributed.traffic import Log
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
 from pyg_sar.graph import Seeds, ShardedGraph
 from pyg_sar.halo import fetch_halo
@@ -96,7 +95,7 @@ class History:
     """
 
     def __init__(self, graph: ShardedGraph, ranges: Sequence[tuple[int, int]]) -> None:
-        self.graph, self.log = graph, Log()
+        self.graph = graph
         self.peers = graph.exchange if isinstance(graph.exchange, Peers) else None
         own = torch.empty(graph.num_src, 1, dtype=torch.int64)
         for k, (start, end) in enumerate(ranges):
@@ -105,6 +104,7 @@ class History:
         self.sites: dict[tuple[int, int], Site] = {}
         self.place = torch.zeros(len(ranges), dtype=torch.int64)  # of each chunk in the order of this epoch
         self.block = self.call = 0
+        self.filled = False  # whether an epoch has ended that all may read
         self.chunks = [self.make(k, *span) for k, span in enumerate(ranges)]
         self.whole = self.make(None, 0, graph.num_src)
 
@@ -156,6 +156,7 @@ class History:
                     old, rows.history = rows.history, rows.fresh
                     rows.fresh = torch.empty_like(rows.fresh) if old is None else old
                 rows.grad = None
+        self.filled |= refresh
 
     def restore(self, rows: dict[tuple[int, ...], Tensor]) -> None:
         """Have these histories, by block, call and tile."""
@@ -264,7 +265,7 @@ class ChunkExchange(Local):
     stored = False  # whether the forward pass has been
 
     def __init__(self, history: History, routes: Routes) -> None:
-        super().__init__(routes, history.log)
+        super().__init__(routes, history.graph.exchange.log)
         self.history, self.group = history, history.graph.exchange.group
 
     @property

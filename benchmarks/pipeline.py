@@ -1,0 +1,235 @@
+"""What a pipeline of layers moves, and how long it takes, beside workers that share the graph.
+
+    python benchmarks/pipeline.py --of traffic --root data --out docs/results
+    python benchmarks/pipeline.py --of hosts --root data --out docs/results
+
+``traffic`` counts on eight workers; ``hosts`` takes seconds on simulated hosts with slow links (root, see
+``hosts.py``). ``root`` holds the raw files of PyG's data sets, and ``npz/``; graphs that are not there are left out,
+and named. Writes ``pipeline-*.md``.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness.deep import MASKS, NAMES, DeepGNN, graph
+from harness.launch import answer, launch
+from harness.report import write
+from tqdm import tqdm
+
+import pyg_sar
+from pyg_sar.data.assign import assign
+from pyg_sar.data.store import read_meta
+from pyg_sar.distributed.stages import mesh_of
+from pyg_sar.offload.schedule import ranges
+
+MODELS = {"gcn": "GCN", "sage": "GraphSAGE", "gcn2": "GCNII", "resgcn": "ResGCN+"}
+CASES = [("squirrel", 100), ("tolokers", 100), ("Computers", 100), ("Physics", 100), ("squirrel", 1000)]
+CASES += [("Community/50000/2500000", 100)]
+WORKERS, STAGES = 8, (8, 4, 2)
+# Of the paper: graph, nodes, remote rows of 8 parts per node, hidden; then model, numbers of a layer's parameters per
+# square of the width, tensors between stages, and GB of graph parallel, pipeline
+PAPER = [
+    ("Squirrel", 5_201, 2.22, 1000, [("GCN", 1, 1, 4.43, 0.27), ("GraphSAGE", 2, 1, 6.10, 0.27),
+                                     ("GCNII", 1, 2, 4.53, 0.54), ("ResGCN+", 2, 1, 6.20, 0.27)]),
+    ("Physics", 34_493, 0.99, 100, [("GCN", 1, 1, 0.88, 0.18), ("GCNII", 1, 2, 0.88, 0.36)]),
+    ("Flickr", 89_250, 2.15, 100, [("GCN", 1, 1, 4.60, 0.47), ("GCNII", 1, 2, 4.60, 0.93)]),
+    ("Reddit", 232_965, 2.61, 100, [("GCN", 1, 1, 14.50, 1.22), ("GCNII", 1, 2, 14.50, 2.43)]),
+]  # fmt: skip
+
+
+def loss_of(data: Any, group: Any) -> Any:
+    """Return what a chunk's share of the loss is; every node counts as labelled."""
+    total = data.get("total_nodes") or data.num_nodes
+    return lambda out, rows: F.cross_entropy(out, data.y[rows], reduction="sum") / total
+
+
+def step(model: Any, data: Any) -> None:
+    """Train all rows at once for a step, on workers that share the graph."""
+    loss_of(data, None)(model(data.x, data.edge_index), slice(None)).backward()
+    pyg_sar.sum_gradients(model)
+
+
+def moved(found: Any) -> int:
+    """Return the bytes that a worker received."""
+    return sum(t.forward_received + t.backward_received for t in found)
+
+
+def count_worker(args: argparse.Namespace) -> None:
+    """Count one step of every model on every mesh, and answer the bytes of this worker."""
+    found = {}
+    with pyg_sar.process_group() as rank:
+        for kind in MODELS:
+            for stages in (0, *STAGES):
+                parts = WORKERS // (stages or 1)
+                mesh = None if stages == 0 else mesh_of(torch.arange(WORKERS).view(stages, parts))
+                group = None if mesh is None else mesh.get_group("graph")
+                data = pyg_sar.load(f"{args.folder}/{parts}", group=group, remat=False)
+                torch.manual_seed(0)
+                model = DeepGNN(pyg_sar.nn, kind, data.x.size(1), args.hidden, data.num_classes, args.layers)
+                if mesh is None:
+                    with pyg_sar.record_traffic(data.edge_index) as within:
+                        step(model, data)
+                    parameters = sum(p.nbytes for p in model.parameters())
+                    found[f"{kind} 0"] = [moved(within), 0, 2 * (WORKERS - 1) * parameters // WORKERS]
+                    continue
+                pipe = pyg_sar.Pipeline(model.blocks, data.edge_index, mesh, args.chunks)
+                if args.chunks > 1:
+                    pipe.fill(data.x, ())
+                with pipe.record() as seen:
+                    pipe.step(data.x, loss_of(data, group))
+                found[f"{kind} {stages}"] = [moved(seen.within), moved([seen.between]), seen.parameters]
+                del pipe, model
+        answer([rank, found])
+
+
+def partitions(data: Any, folder: str, counts: Any) -> None:
+    """Write a graph in several numbers of parts."""
+    data = data.clone()
+    for mask in MASKS:
+        data[mask] = data[mask][:, 0].clone()
+    for parts in counts:
+        pyg_sar.partition(data, parts, f"{folder}/{parts}")
+
+
+def stale_share(folder: str, chunks: int) -> float:
+    """Return the share of edges that read history, in the mean of all orders: half of those between chunks."""
+    data = pyg_sar.load(folder)
+    edges = data.edge_index.graph
+    rowptr = F.pad(edges.degree.cumsum(0), (1, 0))
+    of = torch.zeros(edges.num_src, dtype=torch.long)
+    for k, span in enumerate(ranges(rowptr, chunks)):
+        of[span] = k
+    source, row = edges.coo()
+    return float((of[source] != of[row]).double().mean()) / 2
+
+
+def traffic(args: argparse.Namespace) -> None:
+    """Count, compare with the formulas, and write the table."""
+    columns = ["graph", "width", "model", "rho 8, 4, 2", "sharing: rows", "parameters"]
+    columns += [f"{s} x {WORKERS // s}: {what}" for s in STAGES for what in ("rows", "parameters")]
+    lines, stale = [f"| {' | '.join([*columns, 'rows fall by', 'crossing'])} |", "|---" * (len(columns) + 2) + "|"], []
+    cases = [case for case in CASES if not args.graphs or case[0] in args.graphs]
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, width in tqdm(cases):
+            if not there(name, args.root):
+                continue
+            folder, data = f"{scratch}/{name.replace('/', '-')}", graph(name, args.root)
+            if not Path(folder).exists():
+                partitions(data, folder, (1, 2, 4, 8))
+                stale.append(stale_line(name, folder, data))
+            chunks = 1 if width > 100 else args.chunks
+            options = ["--folder", folder, "--hidden", str(width), "--layers", str(args.layers)]
+            found = launch(__file__, WORKERS, ["count", *options, "--chunks", str(chunks)])
+            lines += rows_of(name, width, data.num_nodes, folder, [each for _, each in found], args.layers)
+            table = [
+                "| graph | chunks | ranges | METIS |",
+                "|---|---|---|---|",
+                *(line for each in stale for line in each),
+            ]
+            text = [heading(args), *lines, "", STALE, "", *table, "", *paper()]
+            write(args.out, "pipeline-traffic.md", text)
+
+
+def rows_of(name: str, width: int, nodes: int, folder: str, found: Any, layers: int) -> list[str]:
+    """Return a line for each model; raise unless all bytes are those of the formulas."""
+    rho = {p: sum(map(sum, read_meta(f"{folder}/{p}")["boundary"])) / nodes for p in (8, 4, 2, 1)}
+    lines = []
+    for kind, title in MODELS.items():
+        total = {s: [sum(one[f"{kind} {s}"][k] for one in found) for k in range(3)] for s in (0, *STAGES)}
+        carried = 2 if kind == "gcn2" else 1
+        for s, (within, between, _) in total.items():
+            parts = WORKERS // (s or 1)
+            expected = [
+                round(2 * rho[parts] * nodes) * layers * width * 4,
+                2 * max(s - 1, 0) * carried * nodes * width * 4,
+            ]
+            if [within, between] != expected:
+                raise RuntimeError(f"{name}, {kind}, {s} stages: {[within, between]} bytes, expected {expected}")
+        cells = [name, width, title, ", ".join(f"{rho[p]:.2f}" for p in (8, 4, 2))]
+        for within, between, parameters in total.values():
+            cells += [f"{(within + between) / 2**20:.1f}", f"{parameters / 2**20:.1f}"]
+        least = sum(total[WORKERS][:2])
+        cells += [f"{total[0][0] / least:.1f}", f"{carried * (WORKERS - 1) / rho[WORKERS]:.1f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def stale_line(name: str, folder: str, data: Any) -> list[str]:
+    """Return the shares of edges that read history, by ranges of rows and by METIS."""
+    lines = []
+    for chunks in (8, 32):
+        part = assign(data, chunks)
+        src, dst = data.edge_index
+        best = float((part[src] != part[dst]).double().mean()) / 2
+        lines.append(f"| {name} | {chunks} | {stale_share(f'{folder}/1', chunks):.1%} | {best:.1%} |")
+    return lines
+
+
+def there(name: str, root: str) -> bool:
+    """Whether a graph's files are there; say so if not."""
+    path = Path(root) / NAMES.get(name, "")
+    if name in NAMES and not path.exists():
+        print(f"{name} is left out: there is no '{path}'.", file=sys.stderr)
+        return False
+    return True
+
+
+def paper() -> list[str]:
+    """Return the paper's volumes beside what the counts of its graphs give."""
+    lines = [PAPER_TEXT, "", "| graph | model | sharing: paper | formula | pipeline: paper | formula | rows fall by |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    layers, workers, gib = 32, 8, 4 / 2**30
+    for name, nodes, rho, width, models in PAPER:
+        for model, squares, carried, shared, piped in models:
+            rows = 2 * rho * layers * nodes * width * gib
+            parameters = 2 * (workers - 1) * squares * layers * width**2 * gib
+            between = 2 * (workers - 1) * carried * nodes * width * gib
+            cells = [name, model, shared, f"{rows + parameters:.2f}", piped, f"{between:.2f}", f"{rows / between:.1f}"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def heading(args: argparse.Namespace) -> str:
+    return TRAFFIC.format(layers=args.layers, chunks=args.chunks)
+
+
+TRAFFIC = """\
+MiB that all of eight workers together receive in an epoch, counted, float32, {layers} layers, forward and backward,
+{chunks} chunks (one at width 1000, which moves the same). *Sharing*: eight parts of the graph, rows kept, the mode that
+moves least. *S x W*: S stages of W workers. *rho*: rows read of other workers for each node, in 8, 4 and 2 parts.
+Every count equals, to the byte, 2 (S - 1) c N H b between stages and 2 rho N L H b within (c: tensors that blocks hand
+on, 2 for GCNII; N nodes, L layers of width H, b = 4), or the script fails. *Parameters*: what a sum of gradients on a
+ring takes, from their sizes. *Rows fall by*: sharing by 8 x 1. *Crossing*: the number of layers from which on 8 x 1
+moves fewer rows. Made by `benchmarks/pipeline.py --of traffic`.
+"""
+STALE = "Edges that read history, in the mean over all orders, by how nodes are cut into chunks:"
+PAPER_TEXT = """\
+The paper's volumes (GB, its table 5) beside 2 rho L N H + 2 (M - 1) P numbers of four bytes, with its rho at M = 8
+parts: its figures of graph parallelism contain the sum of parameter gradients."""
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--of", choices=["traffic"], default="traffic")
+    parser.add_argument("--graphs", nargs="+", help="only these")
+    parser.add_argument("--root", default="data")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--out", default="docs/results")
+    parser.add_argument("--worker", choices=["count"], help=argparse.SUPPRESS)
+    for option, kind in (("--folder", str), ("--hidden", int)):
+        parser.add_argument(option, type=kind, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    if arguments.worker:
+        {"count": count_worker}[arguments.worker](arguments)
+    else:
+        {"traffic": traffic}[arguments.of](arguments)
