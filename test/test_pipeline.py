@@ -320,6 +320,36 @@ def test_bytes_between_stages(stages_pool, folders):
             assert sent == received == passes * (stages - 1) * NODES * WIDTH * 8
 
 
+def counted(group, stages, parts, folder, chunks):
+    """Bytes of two steps, the rows that this worker reads of others, and the bytes of its parameters."""
+    mesh = mesh_of(torch.arange(stages * parts).view(stages, parts))
+    if mesh is None:
+        return None
+    data = pyg_sar.load(folder, group=mesh.get_group("graph"), remat=False)
+    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "gen"), data.edge_index, mesh, chunks)
+    pipe.step(data.x, lambda out, rows: out.sum())
+    with pipe.record() as seen:
+        for _ in range(2):
+            pipe.blocks.zero_grad()
+            pipe.step(data.x, lambda out, rows: out.sum())
+    parameters = sum(p.nbytes for p in pipe.parameters() if p.grad is not None)
+    return seen, data.edge_index.graph.exchange.routes.num_halo, parameters, pipe.stages.first
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_bytes_within_stages_and_of_parameters(stages_pool, folders, chunks):
+    """A boundary row once forward and its gradient once back, in every site but the first: features have none."""
+    for stages in (1, 2):
+        for seen, halo, parameters, first in stages_pool(counted, stages, 2, folders[2], chunks):
+            sites = BLOCKS // stages
+            row = halo * WIDTH * 8
+            assert sum(t.forward_received for t in seen.within) == 2 * sites * row
+            sent = sum(t.backward_sent for t in seen.within)
+            assert sent == 2 * (sites - first) * row
+            assert seen.parameters == 2 * parameters
+            assert len(seen.computed) == 2 * 2 * chunks and all(0 < seconds < 60 for *_, seconds in seen.computed)
+
+
 def test_rows_that_travel_in_bfloat16(stages_pool, folders):
     exact, *_ = stages_pool(with_dropout, 2, folders[1])
     rounded, *_ = stages_pool(with_narrow_rows, folders[1])
@@ -531,7 +561,7 @@ def test_deep_gcn_layers():
 
 
 def failing(group, folder, where, how):
-    """The second stage raises or is killed, or takes another number of chunks; a stage is asked for that is none."""
+    """The second stage raises or is killed in some phase, or takes another number of chunks."""
     mesh = mesh_of(torch.arange(2).view(2, 1))
     if mesh is None:
         return None
@@ -539,24 +569,41 @@ def failing(group, folder, where, how):
     data = pyg_sar.load(folder, group=mesh.get_group("graph"))
     pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), data.edge_index, mesh, 4 + rank * (where == "settings"))
 
+    turn = {"first pass": 1, "evaluation": 1}.get(where, 3)
+
     def fail(*_):
         calls.append(0)
-        if len(calls) == 3 and rank == 1:
+        if len(calls) == turn and rank == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("boom")
 
-    if where == "forward":
+    if where in ("forward", "first pass"):
         pipe.blocks[0].register_forward_pre_hook(fail)
-    else:
+    elif where == "backward":
         next(pipe.blocks[0].conv.parameters()).register_hook(fail)
     for _ in range(2):
         pipe.step(data.x, lambda out, rows: out.sum())
+        if where == "between steps":
+            calls += [0, 0]
+            fail()
+    if where == "evaluation":
+        pipe.blocks[0].register_forward_pre_hook(fail)
+        pipe(data.x)
+        pipe.tell(None)
     return None
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("how", ["raises", "killed"])
+LOST = {  # phase, and what the other stage waits for
+    "first pass": r"stage 0 to 1|waiting for what other stages tell",
+    "forward": r"rows of chunk \d, stage \d to \d|comparing",
+    "backward": r"gradients of chunk \d, stage \d to \d",
+    "between steps": r"(rows|gradients) of chunk \d, stage \d to \d|comparing",
+    "evaluation": r"rows of all nodes, stage 0 to 1|waiting for what other stages tell",
+}
+
+
+@pytest.mark.parametrize(("where", "how"), some(LOST, ["raises", "killed"], every=3))
 def test_a_stage_that_fails(folders, where, how):
     pool = Pool(4)
     try:
@@ -565,8 +612,7 @@ def test_a_stage_that_fails(folders, where, how):
         pool._kill()
     assert second[:2] == (("died", -signal.SIGKILL) if how == "killed" else ("error", "ValueError")), second
     assert first[:2] == ("error", "LostWorkers") and first[3] < 20, first
-    what = "rows of chunk" if where == "forward" else "gradients of chunk"
-    assert re.search(rf"{what} \d, stage \d to \d|comparing|summing", first[2]), first
+    assert re.search(LOST[where], first[2]), first
 
 
 def test_stages_with_other_settings(folders):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyg_sar.distributed.group import gather_objects, rank_of, size_of
+from pyg_sar.distributed.group import gather_objects, rank_of, size_of, talking
 from pyg_sar.distributed.traffic import Traffic
 from pyg_sar.distributed.transfer import Channel, Pending
 
@@ -94,7 +94,10 @@ class Stages:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all stages."""
-        return [value] if self.size == 1 else gather_objects(value, self.channel.group)
+        if self.size == 1:
+            return [value]
+        with talking("waiting for what other stages tell", self.channel.group):
+            return gather_objects(value, self.channel.group)
 
     def tell(self, value: Any, stage: int) -> Any:
         """Return the value of a stage to all."""
