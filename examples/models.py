@@ -1,4 +1,4 @@
-"""The models of the SAR paper, and deep ones; ``nn`` is ``pyg_sar.nn`` or ``torch_geometric.nn``, nothing else differs."""
+"""The models of the SAR paper, and deep ones. ``nn`` is ``pyg_sar.nn`` or ``torch_geometric.nn``, with equal names."""
 
 from itertools import pairwise
 from types import ModuleType
