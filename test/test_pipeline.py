@@ -248,6 +248,20 @@ def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
         assert sum(one[5] for one in found[:parts]) > 0
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_worker_without_nodes(stages_pool, tmp_path, stages):
+    pyg_sar.partition(inputs(), 2, tmp_path / "parts", method=torch.zeros(NODES, dtype=torch.long))
+    found = stages_pool(with_settings, stages, 2, str(tmp_path / "parts"), "sage", 5, 6, {"history": 2})
+    chunk_of = torch.empty(NODES, dtype=torch.long)
+    for one in found:
+        chunk_of[one[3]] = one[4]
+    losses, state, _ = reference("sage", chunk_of, 5, 2, True, 6)
+    for one in found:
+        close(torch.tensor(one[0], dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
+        for name, t in state.items():
+            close(one[1][name], t)
+
+
 def with_settings(group, stages, parts, folder, kind, chunks, epochs, settings):
     return trained(group, stages, parts, folder, kind, chunks, epochs, **settings)
 
