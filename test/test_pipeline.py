@@ -15,6 +15,7 @@ from support.pool import Pool
 from torch_geometric.data import Data
 from torch_geometric.nn import DeepGCNLayer, GENConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import softmax
 
 import pyg_sar
 from pyg_sar.distributed.stages import mesh_of
@@ -200,11 +201,34 @@ def any_conv(conv, fresh, old, edge_index, stale):
     return conv((torch.cat([fresh, old]), fresh), moved)
 
 
+def projected(conv, x):
+    """What attention reads of a source: its row times the weights, and its share of the score."""
+    z = conv.lin(x).view(NODES, conv.heads, -1)
+    return z, (z * conv.att_src).sum(-1)
+
+
+def gat(conv, fresh, old, edge_index, stale):
+    (z, score), loops = projected(conv, fresh), torch.arange(NODES)
+    source = torch.cat([edge_index[0] + NODES * stale, loops])
+    row = torch.cat([edge_index[1], loops])
+    score = torch.cat([score, old[1]])[source] + (z * conv.att_dst).sum(-1)[row]
+    weight = softmax(F.leaky_relu(score, 0.2), row, num_nodes=NODES)
+    messages = torch.cat([z, old[0]])[source] * weight.unsqueeze(-1)
+    return torch.zeros_like(z).index_add(0, row, messages).mean(1) + conv.bias
+
+
+def read_rows(kind, conv, x):
+    """What a site keeps of the rows that a block is called with."""
+    rows = projected(conv, x) if kind == "gat" else x
+    return tuple(t.detach() for t in rows) if isinstance(rows, tuple) else rows.detach()
+
+
 def reference(kind, chunk_of, chunks, alpha, shuffle, epochs):
     """Train as `Pipeline` says that it does."""
     data, blocks = inputs(), blocks_of(torch_geometric.nn, kind)
-    data.edge_index = torch_geometric.utils.remove_self_loops(data.edge_index)[0] if "gcn" in kind else data.edge_index
-    aggregate = {"gcn": gcn, "gcn2": gcn2}.get(kind, any_conv)
+    if kind in ("gcn", "gcn2", "gat"):  # which add loops of their own
+        data.edge_index = torch_geometric.utils.remove_self_loops(data.edge_index)[0]
+    aggregate = {"gcn": gcn, "gcn2": gcn2, "gat": gat}.get(kind, any_conv)
     optimizer, total = torch.optim.Adam(blocks.parameters(), lr=0.01), int(data.train_mask.sum())
     losses, history = [], None
     for epoch in range(epochs + 1):
@@ -217,8 +241,9 @@ def reference(kind, chunk_of, chunks, alpha, shuffle, epochs):
         stale = place[chunk_of[data.edge_index[0]]] > place[chunk_of[data.edge_index[1]]]
         x, seen = start(data.x, kind), []
         for k, block in enumerate(blocks):
-            seen.append(tuple(t.detach() for t in x) if isinstance(x, tuple) else x.detach())
-            x = block.finish(x, aggregate(block.conv, x, x if history is None else history[k], data.edge_index, stale))
+            seen.append(read_rows(kind, block.conv, x))
+            old = seen[k] if history is None else history[k]
+            x = block.finish(x, aggregate(block.conv, x, old, data.edge_index, stale))
         if epoch % alpha == 0:
             history = seen
         if epoch > 0:
@@ -230,7 +255,7 @@ def reference(kind, chunk_of, chunks, alpha, shuffle, epochs):
     return losses, blocks.state_dict(), float(stale.double().mean())
 
 
-@pytest.mark.parametrize(("kind", "settings", "mesh"), some(KINDS, SETTINGS, MESHES, every=4))
+@pytest.mark.parametrize(("kind", "settings", "mesh"), some([*KINDS, "gat"], SETTINGS, MESHES, every=4))
 def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
     (chunks, alpha, shuffle), (stages, parts) = settings, mesh
     settings = {"history": alpha, "shuffle": shuffle}
@@ -244,7 +269,7 @@ def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
         close(torch.tensor(one[0], dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
         for name, t in state.items():
             close(one[1][name], t)
-    if "gcn" not in kind:
+    if kind in ("sage", "gen"):  # others have loops besides
         assert sum(one[5] for one in found[:parts]) > 0
 
 
@@ -412,6 +437,41 @@ def test_exact_where_nothing_is_stale(how):
     assert pipe.stale == 0
 
 
+UNLIKE = ["gcn", "sage", "sage max", "gat", "gatv2", "gin"]
+
+
+def of_widths(nn, kind):
+    """Layers that widen, and layers that narrow; the first one reads features without gradients."""
+    torch.manual_seed(0)
+    make = {
+        "gcn": nn.GCNConv,
+        "sage": nn.SAGEConv,
+        "sage max": lambda a, b: nn.SAGEConv(a, b, aggr="max"),
+        "gat": lambda a, b: nn.GATConv(a, b, 2, concat=False),
+        "gatv2": lambda a, b: nn.GATv2Conv(a, b, 2, concat=False),
+        "gin": lambda a, b: nn.GINConv(torch.nn.Linear(a, b)),
+    }[kind]
+    return torch.nn.ModuleList(make(a, b) for a, b in itertools.pairwise([WIDTH, 16, 17, 5, 3])).double()
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_layers_of_other_widths(kind):
+    """On an acyclic graph in order, where all is exact."""
+    data, row = inputs(), torch.arange(NODES).repeat(2)
+    data.edge_index = torch.stack([(torch.rand(2 * NODES) * row).long(), row])[:, 2:]
+    data.edge_index = data.edge_index[:, data.edge_index[0] != data.edge_index[1]]
+    pipe, blocks = alone(data.edge_index, 4, blocks=of_widths(pyg_sar.nn, kind)), of_widths(torch_geometric.nn, kind)
+    x = data.x
+    for block in blocks:
+        x = block(x, data.edge_index)
+    x.square().sum().backward()
+    pipe.step(data.x, lambda out, rows: out.square().sum())
+    assert pipe.stale == 0
+    found = dict(pipe.blocks.named_parameters())
+    for name, p in blocks.named_parameters():
+        close(found[name].grad, p.grad)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_gradients_are_those_of_the_frozen_history(turned, monkeypatch):
     """Finite differences; with the backward pass in the order of the forward pass they are not."""
@@ -520,6 +580,13 @@ class Uneven(torch.nn.Module):
         return self.conv(x, edge_index) if len(x) > 20 else x
 
 
+class Undecided(Uneven):
+    """Reads more columns without gradients, as in the pass that fills the history."""
+
+    def forward(self, x, edge_index):
+        return self.conv(x if torch.is_grad_enabled() else F.pad(x, (0, 1)), edge_index)
+
+
 class Checkpointed(Uneven):
     def forward(self, x, edge_index):
         return torch.utils.checkpoint.checkpoint(self.conv, x, edge_index, use_reentrant=False)
@@ -529,6 +596,10 @@ def test_blocks_that_take_another_way():
     data = inputs()
     with pytest.raises(ValueError, match="Block 0 aggregated 1 times for a chunk, and 2 times for others"):
         alone(data.edge_index, 3, blocks=[Uneven()]).step(data.x, lambda out, rows: out.sum())
+    undecided = Undecided()
+    undecided.conv = pyg_sar.nn.SimpleConv()
+    with pytest.raises(ValueError, match=r"Block 0 aggregates rows of shape \[6\], and of shape \[7\] before"):
+        alone(data.edge_index, 3, blocks=[undecided]).step(data.x, lambda out, rows: out.sum())
     with pytest.raises(RuntimeError, match="Block 0 of a pipeline is recomputed in backward"):
         alone(data.edge_index, 3, blocks=[Checkpointed()]).step(data.x, lambda out, rows: out.sum())
 

@@ -193,6 +193,12 @@ class History:
         if tile == len(site.tiles):
             site.tiles.append(Rows(x.new_empty(len(self.chunk_of), *x.shape[1:])))
         fresh = site.tiles[tile].fresh
+        if fresh.shape[1:] != x.shape[1:]:
+            raise ValueError(
+                f"[rank {rank_of()}] Block {self.block} aggregates rows of shape {list(x.shape[1:])}, and of shape "
+                f"{list(fresh.shape[1:])} before. All chunks, and the pass that fills the history, which has no "
+                f"gradients, must take the same way through a block."
+            )
         fresh[it.span] = x
         if self.peers is not None:
             self.swap(it, x, fresh, meter, about, f"source rows {tile}")
