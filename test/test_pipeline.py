@@ -597,7 +597,7 @@ def test_blocks_that_take_another_way():
     with pytest.raises(ValueError, match="Block 0 aggregated 1 times for a chunk, and 2 times for others"):
         alone(data.edge_index, 3, blocks=[Uneven()]).step(data.x, lambda out, rows: out.sum())
     undecided = Undecided()
-    undecided.conv = pyg_sar.nn.SimpleConv()
+    undecided.conv = pyg_sar.nn.convert(torch_geometric.nn.SimpleConv())
     with pytest.raises(ValueError, match=r"Block 0 aggregates rows of shape \[6\], and of shape \[7\] before"):
         alone(data.edge_index, 3, blocks=[undecided]).step(data.x, lambda out, rows: out.sum())
     with pytest.raises(RuntimeError, match="Block 0 of a pipeline is recomputed in backward"):
