@@ -389,6 +389,81 @@ def test_bytes_within_stages_and_of_parameters(stages_pool, folders, chunks):
             assert len(seen.computed) == 2 * 2 * chunks and all(0 < seconds < 60 for *_, seconds in seen.computed)
 
 
+class Ring(torch.nn.Module):
+    """A layer on one of several equal rings, as torch's own schedule calls it, or on all of them."""
+
+    def __init__(self, k):
+        super().__init__()
+        self.conv, self.last = pyg_sar.nn.SAGEConv(WIDTH, WIDTH), k == BLOCKS - 1
+
+    def forward(self, x, edge_index=None):
+        if edge_index is None:
+            row = torch.arange(len(x))
+            edge_index = torch.stack([(row + 1) % len(x), row])
+        x = self.conv(x, edge_index)
+        return x if self.last else x.tanh()
+
+
+def rings():
+    """Four rings of ten nodes."""
+    row = torch.arange(NODES)
+    return torch.stack([row // 10 * 10 + (row + 1) % 10, row])
+
+
+def by_torch(group, stages):
+    """Gradients by `torch.distributed.pipelining`."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    mesh = mesh_of(torch.arange(stages).view(stages, 1))
+    if mesh is None:
+        return None
+    rank, each = mesh.get_local_rank("stage"), BLOCKS // stages
+    torch.manual_seed(0)
+    blocks = [Ring(k).double() for k in range(BLOCKS)]
+    module = torch.nn.Sequential(*blocks[rank * each : (rank + 1) * each])
+    stage = PipelineStage(module, rank, stages, torch.device("cpu"), group=mesh.get_group("stage"))
+    schedule = ScheduleGPipe(
+        stage, 4, loss_fn=lambda out, y: F.cross_entropy(out, y, reduction="sum"), scale_grads=False
+    )
+    data = inputs()
+    schedule.step(*([data.x] if rank == 0 else []), **({"target": data.y} if rank == stages - 1 else {}))
+    theirs = {name: p.grad for name, p in module.named_parameters()}
+    edge_index = pyg_sar.shard(rings(), NODES)
+    torch.manual_seed(0)
+    ours = pyg_sar.Pipeline([Ring(k).double() for k in range(BLOCKS)], edge_index, mesh, 4)
+    ours.step(data.x, lambda out, rows: F.cross_entropy(out, data.y[rows], reduction="sum"))
+    assert ours.stale == 0
+    for name, p in ours.blocks.named_parameters():
+        close(p.grad, theirs[name])
+    return len(theirs)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_gradients_of_the_schedule_of_torch(stages_pool, stages):
+    """Chunks that are graphs of their own, of one shape: what torch's pipeline can do."""
+    assert all(count > 0 for count in stages_pool(by_torch, stages))
+
+
+def with_nan(group, folder):
+    """Losses of both stages if a feature is no number."""
+    mesh = mesh_of(torch.arange(2).view(2, 1))
+    if mesh is None:
+        return None
+    data = pyg_sar.load(folder, group=mesh.get_group("graph"))
+    data.x[0] = torch.nan
+    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), data.edge_index, mesh, 4)
+    losses = []
+    for _ in range(2):
+        pipe.blocks.zero_grad()
+        losses.append(pipe.step(data.x, lambda out, rows: out.sum()).item())
+    return losses
+
+
+def test_numbers_that_are_none_reach_all_stages(stages_pool, folders):
+    found = stages_pool(with_nan, folders[1])
+    assert len(found) == 2 and all(loss != loss for losses in found for loss in losses)
+
+
 def test_rows_that_travel_in_bfloat16(stages_pool, folders):
     exact, *_ = stages_pool(with_dropout, 2, folders[1])
     rounded, *_ = stages_pool(with_narrow_rows, folders[1])
