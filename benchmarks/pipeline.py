@@ -1,11 +1,10 @@
-"""What a pipeline of layers moves, and how long it takes, beside workers that share the graph.
+"""What a pipeline of layers moves on eight workers, beside workers that share the graph.
 
-    python benchmarks/pipeline.py --of traffic --root data --out docs/results
-    python benchmarks/pipeline.py --of hosts --root data --out docs/results
+    python benchmarks/pipeline.py --root data --out docs/results
+    python benchmarks/pipeline.py --root data --out /tmp --graphs Computers --layers 8
 
-``traffic`` counts on eight workers; ``hosts`` takes seconds on simulated hosts with slow links (root, see
-``hosts.py``). ``root`` holds the raw files of PyG's data sets, and ``npz/``; graphs that are not there are left out,
-and named. Writes ``pipeline-*.md``.
+Counts, no times. ``root`` holds the raw files of PyG's data sets, and ``npz/squirrel.npz``; graphs that are not there
+are left out, and named. Writes ``pipeline-traffic.md``, anew after each graph.
 """
 
 import argparse
@@ -16,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness.deep import MASKS, NAMES, DeepGNN, graph
-from harness.launch import answer, launch
+from harness.deep import MASKS, NAMES, graph
+from harness.launch import DeepGNN, answer, launch
 from harness.report import write
 from tqdm import tqdm
 
@@ -42,7 +41,7 @@ PAPER = [
 ]  # fmt: skip
 
 
-def loss_of(data: Any, group: Any) -> Any:
+def loss_of(data: Any) -> Any:
     """Return what a chunk's share of the loss is; every node counts as labelled."""
     total = data.get("total_nodes") or data.num_nodes
     return lambda out, rows: F.cross_entropy(out, data.y[rows], reduction="sum") / total
@@ -50,7 +49,7 @@ def loss_of(data: Any, group: Any) -> Any:
 
 def step(model: Any, data: Any) -> None:
     """Train all rows at once for a step, on workers that share the graph."""
-    loss_of(data, None)(model(data.x, data.edge_index), slice(None)).backward()
+    loss_of(data)(model(data.x, data.edge_index), slice(None)).backward()
     pyg_sar.sum_gradients(model)
 
 
@@ -59,7 +58,7 @@ def moved(found: Any) -> int:
     return sum(t.forward_received + t.backward_received for t in found)
 
 
-def count_worker(args: argparse.Namespace) -> None:
+def worker(args: argparse.Namespace) -> None:
     """Count one step of every model on every mesh, and answer the bytes of this worker."""
     found = {}
     with pyg_sar.process_group() as rank:
@@ -81,7 +80,7 @@ def count_worker(args: argparse.Namespace) -> None:
                 if args.chunks > 1:
                     pipe.fill(data.x, ())
                 with pipe.record() as seen:
-                    pipe.step(data.x, loss_of(data, group))
+                    pipe.step(data.x, loss_of(data))
                 found[f"{kind} {stages}"] = [moved(seen.within), moved([seen.between]), seen.parameters]
                 del pipe, model
         answer([rank, found])
@@ -108,7 +107,7 @@ def stale_share(folder: str, chunks: int) -> float:
     return float((of[source] != of[row]).double().mean()) / 2
 
 
-def traffic(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> None:
     """Count, compare with the formulas, and write the table."""
     columns = ["graph", "width", "model", "rho 8, 4, 2", "sharing: rows", "parameters"]
     columns += [f"{s} x {WORKERS // s}: {what}" for s in STAGES for what in ("rows", "parameters")]
@@ -121,17 +120,13 @@ def traffic(args: argparse.Namespace) -> None:
             folder, data = f"{scratch}/{name.replace('/', '-')}", graph(name, args.root)
             if not Path(folder).exists():
                 partitions(data, folder, (1, 2, 4, 8))
-                stale.append(stale_line(name, folder, data))
+                stale += stale_lines(name, folder, data)
             chunks = 1 if width > 100 else args.chunks
             options = ["--folder", folder, "--hidden", str(width), "--layers", str(args.layers)]
-            found = launch(__file__, WORKERS, ["count", *options, "--chunks", str(chunks)])
+            found = launch(__file__, WORKERS, [*options, "--chunks", str(chunks)])
             lines += rows_of(name, width, data.num_nodes, folder, [each for _, each in found], args.layers)
-            table = [
-                "| graph | chunks | ranges | METIS |",
-                "|---|---|---|---|",
-                *(line for each in stale for line in each),
-            ]
-            text = [heading(args), *lines, "", STALE, "", *table, "", *paper()]
+            table = ["| graph | chunks | ranges | METIS |", "|---|---|---|---|", *stale]
+            text = [TRAFFIC.format(layers=args.layers, chunks=args.chunks), *lines, "", STALE, "", *table, "", *paper()]
             write(args.out, "pipeline-traffic.md", text)
 
 
@@ -159,7 +154,7 @@ def rows_of(name: str, width: int, nodes: int, folder: str, found: Any, layers: 
     return lines
 
 
-def stale_line(name: str, folder: str, data: Any) -> list[str]:
+def stale_lines(name: str, folder: str, data: Any) -> list[str]:
     """Return the shares of edges that read history, by ranges of rows and by METIS."""
     lines = []
     for chunks in (8, 32):
@@ -194,10 +189,6 @@ def paper() -> list[str]:
     return lines
 
 
-def heading(args: argparse.Namespace) -> str:
-    return TRAFFIC.format(layers=args.layers, chunks=args.chunks)
-
-
 TRAFFIC = """\
 MiB that all of eight workers together receive in an epoch, counted, float32, {layers} layers, forward and backward,
 {chunks} chunks (one at width 1000, which moves the same). *Sharing*: eight parts of the graph, rows kept, the mode that
@@ -205,7 +196,7 @@ moves least. *S x W*: S stages of W workers. *rho*: rows read of other workers f
 Every count equals, to the byte, 2 (S - 1) c N H b between stages and 2 rho N L H b within (c: tensors that blocks hand
 on, 2 for GCNII; N nodes, L layers of width H, b = 4), or the script fails. *Parameters*: what a sum of gradients on a
 ring takes, from their sizes. *Rows fall by*: sharing by 8 x 1. *Crossing*: the number of layers from which on 8 x 1
-moves fewer rows. Made by `benchmarks/pipeline.py --of traffic`.
+moves fewer rows. Made by `benchmarks/pipeline.py`.
 """
 STALE = "Edges that read history, in the mean over all orders, by how nodes are cut into chunks:"
 PAPER_TEXT = """\
@@ -216,13 +207,12 @@ rows (8415 x 100 for Physics, 2089 x 1000 for GCNII on Squirrel, 0.04 and 0.11 G
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--of", choices=["traffic"], default="traffic")
     parser.add_argument("--graphs", nargs="+", help="only these")
     parser.add_argument("--root", default="data")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--out", default="docs/results")
-    parser.add_argument("--worker", choices=["count"], help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     for option, kind in (("--folder", str), ("--hidden", int)):
         parser.add_argument(option, type=kind, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -230,7 +220,4 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     arguments = parse()
-    if arguments.worker:
-        {"count": count_worker}[arguments.worker](arguments)
-    else:
-        {"traffic": traffic}[arguments.of](arguments)
+    worker(arguments) if arguments.worker else main(arguments)

@@ -1,27 +1,19 @@
-"""Graphs and models of the benchmarks of pipelines: :class:`DeepGNN` of the examples on graphs without directions."""
+"""Graphs of the benchmarks of pipelines, without directions."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from harness.launch import ROOT
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
 from pyg_sar.data.datasets import dataset
 
-sys.path.append(str(ROOT / "examples"))
-
-from models import DeepGNN  # noqa: F401
-
 NAMES = {
     "Physics": "Coauthor/Physics",
     "Computers": "Amazon/Computers",
     "tolokers": "HeterophilousGraphDataset/tolokers",
-    "Cora": "Planetoid/Cora",
     "squirrel": "npz/squirrel.npz",
-    "cnr-2000": "npz/cnr-2000.npz",
 }
 
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -38,15 +30,9 @@ def graph(name: str, root: str) -> Data:
 
 
 def read(path: Path) -> Data:
-    """Read a graph from a file, with features of bits or, where it has none, with a number of each node."""
+    """Read a graph from a file with features of bits."""
     with np.load(path) as file:
         found = {name: torch.from_numpy(file[name]) for name in file}
-    if "indptr" in found:
-        degree = found["indptr"].diff()
-        count = degree.numel()
-        edges = torch.stack([torch.arange(count).repeat_interleave(degree), found["indices"].long()])
-        x, y = torch.ones(count, 1), torch.zeros(count, dtype=torch.long)
-        return Data(x=x, y=y, edge_index=edges, num_classes=2, **dict.fromkeys(MASKS, x.bool()))
     bits = np.unpackbits(found["x_bits"].numpy(), axis=1)[:, : int(found["num_features"])]
     edges = torch.stack([found["edge_src"], found["edge_dst"]]).long()
     x, y = torch.from_numpy(bits).float(), found["y"].long()

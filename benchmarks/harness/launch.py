@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "examples"))  # whose models benchmarks train
 
-from models import GNN  # noqa: E402, F401
+from models import GNN, DeepGNN  # noqa: E402, F401
 
 MARK = "RESULT "
 
