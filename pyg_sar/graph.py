@@ -225,6 +225,10 @@ class ShardedGraph:
         """Whether ``x`` is a cached input feature and has no gradient."""
         return x in self.constants and not x.requires_grad
 
+    def learns(self, x: Tensor) -> bool:
+        """Whether rows have gradients; where an exchange remembers them, a pass without any chooses as others do."""
+        return x.requires_grad or self.exchange.remembers
+
     def recall(self, x: Tensor, owner: Any, key: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` returns; if ``x`` is constant, it is made once for ``key`` and kept as long as ``x`` and
         ``owner`` live, and as long as nobody changes what was returned.

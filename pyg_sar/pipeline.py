@@ -169,12 +169,12 @@ class Pipeline:
             Record: The counts, complete when the context is left.
         """
         with record_traffic(self.edge_index) as within:
-            before, self.seen = self.seen, Record(Traffic(), within)
-            self.stages.traffic = self.seen.between
+            before, seen = (self.seen, self.stages.traffic), Record(Traffic(), within)
+            self.seen, self.stages.traffic = seen, seen.between
             try:
-                yield self.seen
+                yield seen
             finally:
-                self.seen, self.stages.traffic = before, Traffic()
+                self.seen, self.stages.traffic = before
 
     @contextmanager
     def timed(self, way: str, it: Chunk | None) -> Iterator[None]:
@@ -223,7 +223,7 @@ class Pipeline:
         Raises:
             ValueError: If a loss is no number, or a block returns other rows.
         """
-        if self.history is not None and self.epoch == 0 and not self.history.filled:
+        if self.epoch == 0 and self.history is not None:
             self.fill(x, edges)
         self.epoch += 1
         self.stages.begin()

@@ -255,12 +255,7 @@ def reference(kind, chunk_of, chunks, alpha, shuffle, epochs):
     return losses, blocks.state_dict(), float(stale.double().mean())
 
 
-@pytest.mark.parametrize(("kind", "settings", "mesh"), some([*KINDS, "gat"], SETTINGS, MESHES, every=4))
-def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
-    (chunks, alpha, shuffle), (stages, parts) = settings, mesh
-    settings = {"history": alpha, "shuffle": shuffle}
-    epochs = 2 * alpha + 2
-    found = stages_pool(with_settings, stages, parts, folders[parts], kind, chunks, epochs, settings)
+def as_the_reference(found, kind, chunks, alpha, shuffle, epochs):
     chunk_of = torch.empty(NODES, dtype=torch.long)
     for one in found:
         chunk_of[one[3]] = one[4]
@@ -269,6 +264,15 @@ def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
         close(torch.tensor(one[0], dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
         for name, t in state.items():
             close(one[1][name], t)
+
+
+@pytest.mark.parametrize(("kind", "settings", "mesh"), some([*KINDS, "gat"], SETTINGS, MESHES, every=4))
+def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
+    (chunks, alpha, shuffle), (stages, parts) = settings, mesh
+    settings = {"history": alpha, "shuffle": shuffle}
+    epochs = 2 * alpha + 2
+    found = stages_pool(with_settings, stages, parts, folders[parts], kind, chunks, epochs, settings)
+    as_the_reference(found, kind, chunks, alpha, shuffle, epochs)
     if kind in ("sage", "gen"):  # others have loops besides
         assert sum(one[5] for one in found[:parts]) > 0
 
@@ -277,14 +281,7 @@ def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
 def test_a_worker_without_nodes(stages_pool, tmp_path, stages):
     pyg_sar.partition(inputs(), 2, tmp_path / "parts", method=torch.zeros(NODES, dtype=torch.long))
     found = stages_pool(with_settings, stages, 2, str(tmp_path / "parts"), "sage", 5, 6, {"history": 2})
-    chunk_of = torch.empty(NODES, dtype=torch.long)
-    for one in found:
-        chunk_of[one[3]] = one[4]
-    losses, state, _ = reference("sage", chunk_of, 5, 2, True, 6)
-    for one in found:
-        close(torch.tensor(one[0], dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
-        for name, t in state.items():
-            close(one[1][name], t)
+    as_the_reference(found, "sage", 5, 2, True, 6)
 
 
 def with_settings(group, stages, parts, folder, kind, chunks, epochs, settings):

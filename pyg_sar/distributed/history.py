@@ -104,7 +104,6 @@ class History:
         self.sites: dict[tuple[int, int], Site] = {}
         self.place = torch.zeros(len(ranges), dtype=torch.int64)  # of each chunk in the order of this epoch
         self.block = self.call = 0
-        self.filled = False  # whether an epoch has ended that all may read
         self.chunks = [self.make(k, *span) for k, span in enumerate(ranges)]
         self.whole = self.make(None, 0, graph.num_src)
 
@@ -156,7 +155,6 @@ class History:
                     old, rows.history = rows.history, rows.fresh
                     rows.fresh = torch.empty_like(rows.fresh) if old is None else old
                 rows.grad = None
-        self.filled |= refresh
 
     def restore(self, rows: dict[tuple[int, ...], Tensor]) -> None:
         """Have these histories, by block, call and tile."""

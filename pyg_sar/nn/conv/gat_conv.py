@@ -86,8 +86,7 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         """
         maps, width = (weight, through(weight, self.att_src)), weight.size(0)
         alone = graph.exchange.alone and len(graph.blocks) == 1
-        learns = x.requires_grad or graph.exchange.remembers  # the same rows with and without gradients
-        narrow = x.size(1) <= width if alone else 2 * x.size(1) <= width and not learns
+        narrow = x.size(1) <= width if alone else 2 * x.size(1) <= width and not graph.learns(x)
         if (narrow or graph.is_constant(x)) and not is_elsewhere(x):
             return x, maps
         return ProjectedRows(x, pack(*maps, self.heads, travelling(self, graph), 0)), ()

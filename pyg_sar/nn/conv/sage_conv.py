@@ -49,10 +49,9 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         (x_src, x_dst), (weight, bias) = (x, x) if isinstance(x, Tensor) else x, lin
         x_src = self.lin(x_src).relu() if self.project else x_src
         # Whether more is communicated if rows are multiplied first: of products the gradients are, in any case.
-        remembers = graph.exchange.remembers  # then with gradients and without these must be the same rows
-        widens = weight.size(0) * (1 if x_src.requires_grad or remembers else 2) > weight.size(1)
+        widens = weight.size(0) * (1 if graph.learns(x_src) else 2) > weight.size(1)
         # Weights get the gradient of rows of an earlier epoch, too, if these are not multiplied yet.
-        widens = widens or (remembers and weight.size(0) == weight.size(1))
+        widens = widens or (graph.exchange.remembers and weight.size(0) == weight.size(1))
         before = self.aggr in SUMS and not graph.is_constant(x_src) and not widens
         assert isinstance(self.aggr, str)
         rows = ProjectedRows(x_src, weight) if before else x_src
