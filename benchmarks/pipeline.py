@@ -23,8 +23,8 @@ from tqdm import tqdm
 import pyg_sar
 from pyg_sar.data.assign import assign
 from pyg_sar.data.store import read_meta
-from pyg_sar.distributed.stages import mesh_of
 from pyg_sar.offload.schedule import ranges
+from pyg_sar.planner import received
 
 MODELS = {"gcn": "GCN", "sage": "GraphSAGE", "gcn2": "GCNII", "resgcn": "ResGCN+"}
 CASES = [("squirrel", 100), ("tolokers", 100), ("Computers", 100), ("Physics", 100), ("squirrel", 1000)]
@@ -53,11 +53,6 @@ def step(model: Any, data: Any) -> None:
     pyg_sar.sum_gradients(model)
 
 
-def moved(found: Any) -> int:
-    """Return the bytes that a worker received."""
-    return sum(t.forward_received + t.backward_received for t in found)
-
-
 def worker(args: argparse.Namespace) -> None:
     """Count one step of every model on every mesh, and answer the bytes of this worker."""
     found = {}
@@ -65,7 +60,7 @@ def worker(args: argparse.Namespace) -> None:
         for kind in MODELS:
             for stages in (0, *STAGES):
                 parts = WORKERS // (stages or 1)
-                mesh = None if stages == 0 else mesh_of(torch.arange(WORKERS).view(stages, parts))
+                mesh = None if stages == 0 else pyg_sar.stage_mesh(stages)
                 group = None if mesh is None else mesh.get_group("graph")
                 data = pyg_sar.load(f"{args.folder}/{parts}", group=group, remat=False)
                 torch.manual_seed(0)
@@ -74,14 +69,14 @@ def worker(args: argparse.Namespace) -> None:
                     with pyg_sar.record_traffic(data.edge_index) as within:
                         step(model, data)
                     parameters = sum(p.nbytes for p in model.parameters())
-                    found[f"{kind} 0"] = [moved(within), 0, 2 * (WORKERS - 1) * parameters // WORKERS]
+                    found[f"{kind} 0"] = [received(within), 0, 2 * (WORKERS - 1) * parameters // WORKERS]
                     continue
                 pipe = pyg_sar.Pipeline(model.blocks, data.edge_index, mesh, args.chunks)
-                if args.chunks > 1:
-                    pipe.fill(data.x, ())
+                pipe.step(data.x, loss_of(data))  # fills the history, which later epochs do not
+                pipe.blocks.zero_grad()
                 with pipe.record() as seen:
                     pipe.step(data.x, loss_of(data))
-                found[f"{kind} {stages}"] = [moved(seen.within), moved([seen.between]), seen.parameters]
+                found[f"{kind} {stages}"] = [received(seen.within), received([seen.between]), seen.parameters]
                 del pipe, model
         answer([rank, found])
 
