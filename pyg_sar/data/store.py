@@ -33,6 +33,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
@@ -99,11 +100,14 @@ def create(out: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Pat
     With ``overwrite``, a partition that ``out`` holds is replaced once the new one is complete.
     """
     out = Path(out).resolve()
-    _check_free(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    for stale in out.parent.glob(f".{out.name}.*.new"):
+    for aside in _set_aside(out):
+        if is_dead(aside.name.split(".")[-3]):
+            os.replace(aside, out)
+    for stale in out.parent.glob(f".{escape(out.name)}.*.new"):
         if is_dead(stale.name.split(".")[-3]):
             shutil.rmtree(stale, ignore_errors=True)
+    _check_free(out, overwrite)
     new = out.with_name(f".{out.name}.{owner()}.{uuid.uuid4().hex}.new")
     try:
         new.mkdir()
@@ -358,9 +362,19 @@ def _check_free(out: Path, overwrite: bool) -> None:
         raise ValueError(f"'{out}' will not be replaced, because it holds no partition: {error}") from error
 
 
+def _set_aside(out: Path) -> list[Path]:
+    """Return what a folder held that has no content now, because a writer was killed between two renames."""
+    return [] if out.exists() else [*out.parent.glob(f".{escape(out.name)}.*.old")]
+
+
 def _read_json(file: Path, folder: Path) -> dict[str, Any]:
     """Read a JSON file of ours, or say what is there instead."""
     if not folder.is_dir():
+        for aside in _set_aside(folder):
+            raise FileNotFoundError(
+                f"There is no folder '{folder}', but '{aside.name}' beside it: what it held when somebody began to "
+                "replace it. If they work on, wait; if they were killed, give it its name back, or partition again."
+            )
         raise FileNotFoundError(f"There is no folder '{folder}'. Correct the path, or make it: 'pyg-sar partition'.")
     if not file.is_file():
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:9]) or "nothing"

@@ -602,17 +602,35 @@ with store.create(sys.argv[1], overwrite=True) as new:
 """
 
 
-@pytest.mark.parametrize("call", [0, 1, 2])
-def test_a_writer_that_is_killed_leaves_a_partition(tmp_path, call):
-    """The old one or the new one; the next writer removes what it left."""
-    out = tmp_path / "graph"
+def killed(out, call, exchange):
+    """Replace a partition by another one in a process that is killed when it renames for the given time."""
     with store.create(out) as new:
         store.write_meta(new, {"identity": "old"})
     path = os.pathsep.join([str(Path(store.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", KILLED, str(out), str(call), "exchange"]
+    command = [sys.executable, "-c", KILLED, str(out), str(call), exchange]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False)
+
+
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_a_writer_that_is_killed_leaves_a_partition(tmp_path, call):
+    """The old one or the new one; the next writer removes what it left."""
+    killed(out := tmp_path / "graph", call, "exchange")
     assert store.read_meta(out)["identity"] == ("new" if call == 2 else "old")
     assert len(list(tmp_path.iterdir())) == (1 if call == 2 else 2)
     with store.create(out, overwrite=True) as new:
         store.write_meta(new, {"identity": "newest"})
     assert store.read_meta(out)["identity"] == "newest" and list(tmp_path.iterdir()) == [out]
+
+
+def test_killed_between_two_renames(tmp_path):
+    """Where two folders cannot change names at once, such as on NFS: what there was is told, and put back by a writer.
+
+    The renames are the attempt to exchange, away with the old one, and the new one's.
+    """
+    killed(out := tmp_path / "graph", 3, "")
+    assert not out.exists() and len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(FileNotFoundError, match=r"'\.graph\..*\.old' beside it: what it held"):
+        store.read_meta(out)
+    with pytest.raises(FileExistsError, match="exists already"), store.create(out):
+        raise AssertionError("not reached")
+    assert store.read_meta(out)["identity"] == "old" and list(tmp_path.iterdir()) == [out]
