@@ -17,6 +17,21 @@ def resident(which: str) -> float:
     return entry("/proc/self/status", which)
 
 
+class _Malloc(ctypes.Structure):
+    """``struct mallinfo2`` of the GNU C library."""
+
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+
+def in_use() -> float:
+    """What this process has from ``malloc`` and has not freed, in MiB, without what the C library keeps for later."""
+    look = ctypes.CDLL(None).mallinfo2
+    look.restype = _Malloc
+    found = look()
+    return (found.uordblks + found.hblkhd) / 2**20
+
+
 def available() -> float:
     """What all processes together can still take, in MiB."""
     return entry("/proc/meminfo", "MemAvailable")
