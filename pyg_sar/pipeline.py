@@ -364,7 +364,7 @@ class Pipeline:
         for k, block in enumerate(self.blocks, self.first):
             if torch.is_grad_enabled() or it is not None:  # what is drawn depends on neither stages nor chunks before
                 number = -1 if it is None else it.number
-                torch.manual_seed(mixed(self.seed, self.epoch, number, rank_of(self.group), k))
+                seed_generators(mixed(self.seed, self.epoch, number, rank_of(self.group), k))
             if it is None or self.history is None:
                 out = packed(call(block, values, edge_index, edges))
             else:
@@ -414,6 +414,15 @@ def zeros_if_none(t: Tensor) -> Tensor:
 def mixed(*numbers: int) -> int:
     """Return a seed that is made of numbers."""
     return zlib.crc32(repr(numbers).encode())
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators in use. :func:`torch.manual_seed` writes down a stack for each kind of device there is not:
+    half of the time of a small chunk.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 @contextmanager

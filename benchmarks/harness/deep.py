@@ -10,6 +10,7 @@ from torch_geometric.utils import to_undirected
 from pyg_sar.data.datasets import dataset
 
 NAMES = {
+    "Cora": "Planetoid/Cora",
     "Physics": "Coauthor/Physics",
     "Computers": "Amazon/Computers",
     "tolokers": "HeterophilousGraphDataset/tolokers",

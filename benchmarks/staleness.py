@@ -1,0 +1,228 @@
+"""Accuracy of pipelines whose chunks read old rows, beside PyG, and what each rule for old rows does to it.
+
+    python benchmarks/staleness.py --root data --runs /tmp/runs.jsonl --out docs/results
+    python benchmarks/staleness.py --root data --runs /tmp/cora.jsonl --out /tmp --graphs Cora --seeds 1
+
+All runs are of one process: the number of stages changes no bit (``test/test_pipeline.py``). Each trains until the
+validation accuracy has not risen for a while, which is measured by an exact pass after each epoch, and tells the test
+accuracy at its best epoch. ``runs`` keeps what was trained, so that several processes, one for each graph, can share
+the work and a last one writes the tables. Writes ``staleness.md``.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from harness.deep import MASKS, graph
+from harness.launch import DeepGNN
+from harness.report import write
+from torch import Tensor
+from torch_geometric.transforms import NormalizeFeatures
+from tqdm import tqdm
+
+import pyg_sar
+from pyg_sar.distributed.history import Chunk, ChunkSink, History
+
+# Graph: learning rate, dropout, weight decay; found by one process of PyG on the first split
+TASKS = {"Cora": (0.01, 0.5, 5e-4), "Computers": (0.005, 0.2, 0.0), "squirrel": (0.005, 0.5, 0.0)}
+MODELS = {"gcn2": "GCNII", "resgcn": "ResGCN+"}
+LAYERS, HIDDEN, EPOCHS, PATIENCE = 16, 64, 200, 40
+COLUMNS: dict[str, dict[str, Any]] = {
+    "PyG": {},
+    "1 chunk": {"chunks": 1},
+    "8 chunks": {"chunks": 8},
+    "32 chunks": {"chunks": 32},
+}
+# Of GCNII by 32 chunks: what is not as in the last column.
+RULES: dict[str, dict[str, Any]] = {
+    "history of 1 epoch": {"history": 1},
+    "history of 5 epochs": {"history": 5},
+    "history of 50 epochs": {"history": 50},
+    "history of the exact pass": {"exact": True},
+    "chunks in one order": {"shuffle": False},
+    "gradients to history, an epoch late": {"late": True},
+    "all three given up": {"history": 1, "shuffle": False, "late": True},
+    "8 parts, all remote rows old": {"chunks": 8, "rival": True},
+}
+ABLATION = ("Cora", "squirrel")
+ABOUT = """Test accuracy in per cent at the best validation accuracy, mean ± deviation of {seeds} seeds (another split
+for each where there are several), and in brackets the median of epochs until the validation accuracy is within 1% of
+its best. {layers} layers of {hidden}, Adam, at most {epochs} epochs, ended after {patience} without progress. History
+of ten epochs, chunks in another order in each epoch; one chunk is exact. Made by `benchmarks/staleness.py`."""
+RULES_ABOUT = """What each rule for old rows does, by 32 chunks if not said otherwise. *The exact pass*: history is that
+of an evaluation at the end of the epoch, without dropout. *Late*: the gradient of a row that was read as history
+arrives in the next epoch. *8 parts*: all rows of other parts are old, as if eight workers refreshed theirs every ten
+epochs."""
+
+
+@contextmanager
+def late_gradients() -> Iterator[None]:
+    """Deliver the gradients of rows that were read as history in the next epoch."""
+    keep, end = ChunkSink.keep, History.end
+
+    def kept(sink: ChunkSink, others: Tensor) -> None:
+        keep(sink, others)
+        grad = sink.site.tiles[sink.tile - 1].grad
+        assert grad is not None
+        grad[sink.it.chunk.span] = 0  # handed on; what comes after it is of rows that are read as history
+
+    def ended(history: History, refresh: bool) -> None:
+        grads = [(rows, rows.grad) for site in history.sites.values() for rows in site.tiles]
+        end(history, refresh)
+        for rows, grad in grads:
+            rows.grad = grad
+
+    with mock.patch.object(ChunkSink, "keep", kept), mock.patch.object(History, "end", ended):
+        yield
+
+
+@contextmanager
+def rows_of_others_old() -> Iterator[None]:
+    """Have chunks read history of all other ones, as workers that refresh each other's rows every few epochs do."""
+
+    def always(history: History, it: Chunk) -> Tensor:
+        return torch.ones(len(it.reads), dtype=torch.bool)
+
+    def own(sink: ChunkSink, others: Tensor) -> None:
+        assert sink.own is not None
+        sink.receiver.add_grad(sink.tile, sink.own)
+        sink.tile, sink.own = sink.tile + 1, None
+
+    with mock.patch.object(ChunkSink, "keep", own), mock.patch.object(History, "is_stale", always):
+        yield
+
+
+def fit(model: Any, step: Callable[[int], None], predict: Callable[[], Tensor], y: Tensor, masks: Any) -> list[float]:
+    """Train; return the test accuracy at the best epoch, and the first epoch within 1% of its validation accuracy."""
+    curve: list[tuple[float, float]] = []
+    for epoch in range(1, EPOCHS + 1):
+        model.train()
+        step(epoch)
+        model.eval()
+        with torch.no_grad():
+            right = (predict().argmax(-1) == y).double()
+        curve.append((float(right[masks["val_mask"]].mean()), float(right[masks["test_mask"]].mean())))
+        best = max(range(epoch), key=lambda k: curve[k][0])
+        if epoch - 1 - best >= PATIENCE:
+            break
+    return [100 * curve[best][1], next(k for k, (val, _) in enumerate(curve, 1) if val >= 0.99 * curve[best][0])]
+
+
+def run(data: Any, loaded: Any, task: str, kind: str, settings: dict[str, Any], seed: int) -> list[float]:
+    """Train one model from one seed, on the split of that number where there are several."""
+    torch.manual_seed(seed)
+    rate, dropout, decay = TASKS[task]
+    it = loaded if settings else data
+    order = it.n_id if settings else torch.arange(data.num_nodes)
+    masks = {mask: data[mask][order, seed % data[mask].size(1)] for mask in MASKS}
+    train, y = masks["train_mask"], it.y
+    nn = pyg_sar.nn if settings else torch_geometric.nn
+    model = DeepGNN(nn, kind, it.x.size(1), HIDDEN, data.num_classes, LAYERS, dropout)
+    optimizer = torch.optim.Adam(model.parameters(), rate, weight_decay=decay)
+    if not settings:
+
+        def plain(epoch: int) -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(it.x, it.edge_index)[train], y[train]).backward()
+            optimizer.step()
+
+        return fit(model, plain, lambda: model(it.x, it.edge_index), y, masks)
+
+    names = ("chunks", "history", "shuffle")
+    options = {name: settings[name] for name in names if name in settings}
+    exact, period = settings.get("exact", False), options.get("history", 10)
+    if exact:
+        options["history"] = EPOCHS + 1
+    pipe = pyg_sar.Pipeline(model.blocks, it.edge_index, seed=seed, **options)
+
+    def loss_of(out: Tensor, rows: slice) -> Tensor:
+        return F.cross_entropy(out[train[rows]], y[rows][train[rows]], reduction="sum") / train.sum()
+
+    def piped(epoch: int) -> None:
+        optimizer.zero_grad()
+        pipe.step(it.x, loss_of)
+        optimizer.step()
+        if exact and epoch % period == 0:
+            model.eval()
+            pipe.fill(it.x, ())
+
+    with ExitStack() as stack:
+        if settings.get("late"):
+            stack.enter_context(late_gradients())
+        if settings.get("rival"):
+            stack.enter_context(rows_of_others_old())
+        return fit(model, piped, lambda: pipe(it.x), y, masks)
+
+
+def cases(graphs: list[str], seeds: int) -> list[tuple[str, str, str, int]]:
+    """Return what is to be trained: graph, model, line or column, seed; those first that a table cannot do without."""
+    found = [
+        (task, kind, name, seed) for seed in range(seeds) for task in graphs for kind in MODELS for name in COLUMNS
+    ]
+    return found + [(t, "gcn2", name, seed) for seed in range(seeds) for t in ABLATION if t in graphs for name in RULES]
+
+
+def told(runs: dict[str, list[float]], *case: str) -> str:
+    """Return a cell: mean and deviation of the accuracy, and the median of epochs."""
+    found = [value for key, value in runs.items() if json.loads(key)[:-1] == [*case]]
+    if not found:
+        return ""
+    tests = [test for test, _ in found]
+    spread = statistics.stdev(tests) if len(tests) > 1 else 0.0
+    return f"{statistics.mean(tests):.1f} ± {spread:.1f} ({statistics.median(e for _, e in found):.0f})"
+
+
+def tables(runs: dict[str, list[float]]) -> list[str]:
+    """Return the lines of all that was trained."""
+    seeds = len({json.loads(key)[-1] for key in runs})
+    lines = [ABOUT.format(layers=LAYERS, hidden=HIDDEN, epochs=EPOCHS, patience=PATIENCE, seeds=seeds), ""]
+    lines += [f"| graph | model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for task in TASKS:
+        for kind, title in MODELS.items():
+            lines.append(f"| {task} | {title} | {' | '.join(told(runs, task, kind, name) for name in COLUMNS)} |")
+    lines += ["", RULES_ABOUT, "", f"| GCNII | {' | '.join(ABLATION)} |", "|---" * (len(ABLATION) + 1) + "|"]
+    for name in ("32 chunks", *RULES):
+        lines.append(f"| {name} | {' | '.join(told(runs, task, 'gcn2', name) for task in ABLATION)} |")
+    return lines
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train what is not in ``runs`` yet, and write the tables."""
+    file = Path(args.runs)
+    runs = dict(json.loads(line) for line in file.read_text().splitlines()) if file.exists() else {}
+    torch.set_num_threads(args.threads)
+    pairs: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in tqdm(cases(args.graphs, args.seeds)):
+            task, kind, name, seed = case
+            if (key := json.dumps(case)) in runs:
+                continue
+            if task not in pairs:
+                data = NormalizeFeatures()(graph(task, args.root))
+                pyg_sar.partition(data, 1, f"{scratch}/{task}")
+                pairs[task] = data, pyg_sar.load(f"{scratch}/{task}")
+            settings = COLUMNS[name] if name in COLUMNS else {"chunks": 32} | RULES[name]
+            runs[key] = run(*pairs[task], task, kind, settings, seed)
+            with file.open("a") as lines:
+                lines.write(json.dumps([key, runs[key]]) + "\n")
+    print(write(args.out, "staleness.md", tables(runs)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--root", default="data")
+    parser.add_argument("--graphs", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runs", default="staleness.jsonl", help="a file of finished runs")
+    parser.add_argument("--out", default="docs/results")
+    main(parser.parse_args())
