@@ -442,6 +442,13 @@ def check_loss(loss: Any) -> None:
         raise ValueError(f"[rank {rank_of()}] Expected 'loss_fn' to return a single number as a tensor (got {found})")
 
 
+def even_cut(blocks: int, stages: int) -> list[int]:
+    """Return numbers of blocks as equal as possible, the larger ones first."""
+    if blocks < stages:
+        raise ValueError(f"[rank {rank_of()}] Expected a block for each of the {stages} stages (got {blocks})")
+    return [blocks // stages + (k < blocks % stages) for k in range(stages)]
+
+
 def described(blocks: Sequence[torch.nn.Module]) -> list[str]:
     """Return what workers compare of a model."""
     return [f"block {k}: {name} {list(p.shape)}" for k, b in enumerate(blocks) for name, p in b.named_parameters()]
@@ -464,10 +471,7 @@ def check(
     for name, value in (("chunks", chunks), ("history", history)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{rank} Expected '{name}' to be 1 or more (got {value!r})")
-    if count < stages.size:
-        raise ValueError(f"{rank} Expected a block for each of the {stages.size} stages (got {count})")
-    if cut is None:
-        cut = [count // stages.size + (k < count % stages.size) for k in range(stages.size)]
+    cut = even_cut(count, stages.size) if cut is None else cut
     if len(cut) != stages.size or sum(cut) != count or min(cut) < 1:
         raise ValueError(f"{rank} Expected 'cut' to be {stages.size} numbers of blocks that sum to {count} (got {cut})")
     seen: dict[Any, int] = {}

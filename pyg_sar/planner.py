@@ -172,7 +172,7 @@ def _plan_modes(
         for mode in modes:
             runs = []
             for factor in factors:
-                inputs = _make(share.scaled(factor), in_channels, mode, prefetch, comm_dtype, num_relations)
+                inputs = make_inputs(share.scaled(factor), in_channels, mode, prefetch, comm_dtype, num_relations)
                 with pieces.scaled(factor):
                     runs.append(_run(model, optimizer, *inputs))
             (one, half), (f, h) = runs, factors
@@ -200,7 +200,7 @@ def choose(
     return min(fitting, key=lambda need: (need.received, need.total), default=None)
 
 
-def _make(
+def make_inputs(
     share: Share, in_channels: int, mode: int, prefetch: int, comm_dtype: torch.dtype | None, relations: int
 ) -> tuple[Any, ...]:
     """Return the inputs of a model: features, a graph of these counts, and types of edges if there are relations."""

@@ -58,6 +58,7 @@ LEVELS = """
 
     distributed.stages distributed.history
     pipeline
+    pipeline_planner
 
     nn.together nn.shifted
     nn.norm.*

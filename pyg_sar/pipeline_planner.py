@@ -1,0 +1,165 @@
+r"""How much a pipeline of layers will move, and what its largest worker needs, by a dry run of its first stage.
+
+What travels is counted by formulas that hold to the byte (``docs/results/pipeline-traffic.md``), with the widths of
+rows that the blocks really make::
+
+    between stages    2 N b for every boundary of rows of b bytes: forward, and their gradient back
+    within stages     2 H b for every site of rows of b bytes, where workers read H rows of each other
+    parameters        2 (W - 1) P: sums of gradients on rings of the W workers of every stage
+
+Memory is that of a step of the first stage, which has the features and no fewer blocks than others, on small graphs of
+the same shape as in :mod:`pyg_sar.planner`. Halo rows of sites are added: a dry run of chunks has none, since it would
+not know in which chunk of its owner a row is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.distributed.group import connected
+from pyg_sar.distributed.process_group import silent_group
+from pyg_sar.live import Live, few_objects
+from pyg_sar.pipeline import Pipeline, call, even_cut, packed
+from pyg_sar.planner import Share, make_inputs
+
+Blocks = Callable[[], Sequence[torch.nn.Module]]
+
+
+@dataclass(frozen=True)
+class StageNeed:
+    """What a pipeline of some shape moves in an epoch, all workers together, and needs, in bytes."""
+
+    stages: int
+    workers: int  # of each stage
+    loaded: int  # by the largest worker, between steps
+    step: int  # the peak of a step above that
+    between: int
+    within: int
+    parameters: int
+    waiting: float  # the share of time in which a stage waits, if all chunks and blocks take equally long
+
+    @property
+    def total(self) -> int:
+        """The memory of the largest worker."""
+        return self.loaded + self.step
+
+    @property
+    def moved(self) -> int:
+        """All that travels."""
+        return self.between + self.within + self.parameters
+
+
+def plan_pipeline(
+    blocks: Blocks, shares: Sequence[Share], in_channels: int, stages: int, *, chunks: int = 1,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+) -> StageNeed:  # fmt: skip
+    r"""Tell the memory and traffic of a pipeline, without graph and without other workers.
+
+    Rows are taken to be kept (``remat=False``) with one chunk; with more they always are.
+
+    Args:
+        blocks (callable): Makes the blocks of the model, as for :class:`pyg_sar.Pipeline`.
+        shares (list): The counts of the workers of a stage: by :func:`pyg_sar.planner.from_partition`, or equal ones by
+            :func:`pyg_sar.planner.from_counts`.
+        in_channels (int): Number of features of a node.
+        stages (int): Number of stages.
+        chunks (int, optional): Number of chunks. (default: :obj:`1`)
+        optimizer (callable, optional): Makes the optimizer of parameters. (default: :class:`torch.optim.Adam`)
+
+    Returns:
+        A :class:`StageNeed`, in bytes.
+
+    Raises:
+        RuntimeError: In a process that is in a process group.
+        ValueError: If there are fewer blocks than stages.
+    """
+    if connected():
+        raise RuntimeError("'plan_pipeline' makes a process group of its own: call it before, or in another process")
+    model = list(blocks())
+    cut, workers = even_cut(len(model), stages), len(shares)
+    nodes, halo = sum(share.nodes for share in shares), sum(sum(share.rows_in) for share in shares)
+    largest = max(shares, key=lambda share: share.nodes + sum(share.rows_in))
+    with few_objects():
+        made, read = row_bytes(model, in_channels)
+        loaded, step = memory(lambda: list(blocks())[: cut[0]], largest, in_channels, chunks, optimizer)
+    if chunks > 1:  # fresh rows, history and gradients of halo rows
+        loaded += 3 * sum(largest.rows_in) * sum(read[: cut[0]])
+    between = sum(made[sum(cut[: k + 1]) - 1] for k in range(stages - 1))
+    numbers = sum(p.nbytes for p in {p for block in model for p in block.parameters()})
+    return StageNeed(
+        stages, workers, loaded, step, 2 * nodes * between, 2 * halo * sum(read), 2 * (workers - 1) * numbers,
+        (stages - 1) / (chunks + stages - 1),
+    )  # fmt: skip
+
+
+def row_bytes(blocks: Sequence[torch.nn.Module], in_channels: int) -> tuple[list[int], list[int]]:
+    """Return the bytes of a row that each block makes, and of those that its aggregations read."""
+    x, edge_index = make_inputs(Share(64, 128, 128, (), ()), in_channels, 1, 1, None, 0)
+    pipe = Pipeline(blocks, edge_index, chunks=2)
+    pipe.fill(x, ())
+    assert pipe.history is not None
+    values, made, read = packed(x), [], [0] * len(blocks)
+    with torch.no_grad():
+        for block in blocks:
+            values = packed(call(block, values, edge_index, ()))
+            made.append(sum(map(bytes_of, values)))
+    for (block_number, _), site in pipe.history.sites.items():
+        read[block_number] += sum(bytes_of(rows.fresh) for rows in site.tiles)
+    return made, read
+
+
+def bytes_of(t: Tensor) -> int:
+    """Return the bytes of a row."""
+    return t[0].numel() * t.element_size()
+
+
+def memory(
+    blocks: Blocks, share: Share, in_channels: int, chunks: int, optimizer: Callable[..., torch.optim.Optimizer]
+) -> tuple[int, int]:
+    """Return what a worker holds between steps, and the peak of a step above that.
+
+    Both are (a + b / K) n + c for n nodes in K chunks: what lives through all chunks, what one of them takes besides,
+    and what is as large as parameters. Many chunks would take long to run, so c and b are found with few.
+    """
+    few, whole = min(chunks, 4), min(1.0, 4096 / max(share.nodes, 1))
+
+    def measure(factor: float, k: int) -> Tensor:
+        small = share.scaled(factor)
+        if chunks > 1:
+            small = Share(small.nodes, small.edges, small.edges, (), ())
+        with silent_group(len(small.rows_in) + 1):
+            return run(blocks, optimizer, k, *make_inputs(small, in_channels, 2, 1, None, 0))
+
+    one, half = measure(whole, few), measure(whole / 2, few)
+    found = half + (one - half) * (1 - whole / 2) / (whole / 2)
+    if chunks > few:
+        each = (measure(whole, few // 2) - one) / (1 / (few // 2) - 1 / few)
+        found += each * (1 / chunks - 1 / few) / whole
+    loaded, step = found.round().long().tolist()
+    return loaded, step
+
+
+def run(
+    blocks: Blocks, optimizer: Callable[..., torch.optim.Optimizer], chunks: int, x: Tensor, edge_index: Any
+) -> Tensor:
+    """Train for a step, then count what another one needs."""
+    with Live() as made:  # the graphs of chunks
+        pipe = Pipeline(blocks(), edge_index, chunks=chunks)
+    model = pipe.blocks
+    state = optimizer(model.parameters())
+    peaks = []
+    with Live(dry=True) as live:
+        for _ in range(2):  # the first one fills history, and makes transposed blocks
+            before, live.peak = live.now, live.now
+            pipe.step(x, lambda out, rows: torch.stack([t.sum() for t in packed(out)]).sum())
+            state.step()
+            state.zero_grad()
+            peaks.append(live.peak - before)
+    held = [x, *model.parameters(), *model.buffers()]
+    loaded = sum(edge_index.graph.memory().values()) + sum(t.nbytes for t in held) + made.now + live.now
+    return torch.tensor([loaded, peaks[1]], dtype=torch.float64)
