@@ -55,13 +55,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--features", type=int, help="features of a node (default: those of the folder)")
     add("--classes", type=int, help="number of classes (default: that of the folder)")
     add("--relations", type=int, default=0, help="number of edge types, for rgcn")
-    add("--model", choices=["sage", "gcn", "gat", "rgcn"], default="sage", help="layers, with BatchNorm between them")
+    add(
+        "--model",
+        choices=["sage", "gcn", "gat", "rgcn", "gcn2", "resgcn"],
+        default="sage",
+        help="layers, and norms between",
+    )
     add("--layers", type=int, default=3, help="number of layers (default: 3)")
     add("--hidden", type=int, default=256, help="hidden features; of each head for gat (default: 256)")
     add("--heads", type=int, default=4, help="heads of gat (default: 4)")
     add("--prefetch", type=int, default=1, help="fetches under way (default: 1)")
     add("--budget", type=float, help="GiB for each worker: what fits, with the least traffic")
     add("--offload", action="store_true", help="rows at home: the fewest chunks that fit --budget")
+    add("--stages", type=int, nargs="+", help="a pipeline of layers: numbers of stages, each of the folder's parts")
+    add("--chunks", type=int, default=1, help="chunks of a pipeline (default: 1, exact)")
     return parser
 
 
@@ -120,6 +127,10 @@ def _plan(args: argparse.Namespace) -> None:
     shares = _shares(args)
     if not args.features or not args.classes:
         raise ValueError("Expected --features and --classes: the folder does not tell both.")
+    if (args.model in ("gcn2", "resgcn") and not args.stages) or (args.model == "rgcn" and args.stages):
+        raise ValueError(f"Expected --stages with --model gcn2 and resgcn, and without for rgcn (got {args.model}).")
+    if args.stages:
+        return _stages(args)
     if args.offload:
         return _chunks(args, shares)
     columns = ["workers", "mode", "loaded", "step", "together", "received"]
@@ -155,6 +166,73 @@ def _chunks(args: argparse.Namespace, shares: list[Any]) -> None:
         sizes = (need.loaded, need.step, need.total, need.home, need.moved)
         told = f"{workers:>10}{need.chunks:>10}{need.slots or 'all':>10}"
         print(told + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
+
+
+def _stages(args: argparse.Namespace) -> None:
+    """Tell what pipelines of so many stages move, and which of them moves least."""
+    from pyg_sar.pipeline_planner import plan_pipeline
+    from pyg_sar.planner import from_counts, from_partition
+
+    columns = ["stages", "workers", "loaded", "step", "together", "between", "within", "parameters", "waiting"]
+    print("".join(f"{column:>11}" for column in columns))
+    needs = []
+    for stages in args.stages:
+        if args.folder:
+            each = [from_partition(args.folder)]
+        else:
+            counts = [n // stages for n in args.workers if n % stages == 0]
+            each = [[from_counts(int(args.nodes), int(args.edges), n, args.boundary)] * n for n in counts]
+        for shares in each:
+            need = plan_pipeline(lambda: _blocks(args), shares, args.features, stages, chunks=args.chunks)
+            sizes = (need.loaded, need.step, need.total, need.between, need.within, need.parameters)
+            told = f"{stages:>11}{need.workers:>11}" + "".join(f"{size / 2**30:>11.3f}" for size in sizes)
+            print(f"{told}{need.waiting:>11.1%}")
+            needs.append(need)
+    print("\nGiB: memory of the largest worker; what all of them move in an epoch")
+    for total in sorted({need.stages * need.workers for need in needs}):
+        least = min((n for n in needs if n.stages * n.workers == total), key=lambda need: need.moved)
+        print(f"{total} workers: {least.stages} stages of {least.workers} move least")
+
+
+def _blocks(args: argparse.Namespace) -> Any:
+    """Return a deep model as blocks: a linear layer, layers with a normalisation of rows, and a linear layer."""
+    import torch
+    from torch_geometric.nn import DeepGCNLayer, GENConv
+
+    from pyg_sar import nn
+
+    hidden = args.hidden * (args.heads if args.model == "gat" else 1)
+    options: dict[str, Any] = {"aggr": "softmax", "learn_t": True, "norm": "layer"}
+    kinds: dict[str, Any] = {
+        "sage": nn.SAGEConv, "gcn": nn.GCNConv,
+        "gat": lambda a, b: nn.GATConv(a, b // args.heads, args.heads),
+        "gcn2": lambda a, b: nn.GCN2Conv(b, 0.1), "resgcn": lambda a, b: GENConv(a, b, **options),
+    }  # fmt: skip
+
+    class Both(torch.nn.Module):
+        """A layer of GCNII, with the first rows beside."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = kinds["gcn2"](hidden, hidden)
+
+        def forward(self, x: Any, edge_index: torch.Tensor) -> Any:
+            h, first = x if isinstance(x, tuple) else (x, x)
+            return self.conv(h, first, edge_index).relu(), first
+
+    class Last(torch.nn.Linear):
+        def forward(self, x: Any) -> torch.Tensor:
+            return super().forward(x[0] if isinstance(x, tuple) else x)
+
+    def layer() -> torch.nn.Module:
+        if args.model == "gcn2":
+            return Both()
+        conv = kinds[args.model](hidden, hidden)
+        return DeepGCNLayer(conv, torch.nn.LayerNorm(hidden), torch.nn.ReLU(), dropout=0.5)
+
+    first = torch.nn.Linear(args.features, hidden)
+    blocks = torch.nn.ModuleList([first, *(layer() for _ in range(args.layers)), Last(hidden, args.classes)])
+    return nn.convert(blocks)
 
 
 def _graphs(folder: str) -> list[Any]:

@@ -4,7 +4,8 @@ What travels is counted by formulas that hold to the byte (``docs/results/pipeli
 rows that the blocks really make::
 
     between stages    2 N b for every boundary of rows of b bytes: forward, and their gradient back
-    within stages     2 H b for every site of rows of b bytes, where workers read H rows of each other
+    within stages     2 H b for every site of rows of b bytes, where workers read H rows of each other; the half where
+                      rows are features, which take no gradient
     parameters        2 (W - 1) P: sums of gradients on rings of the W workers of every stage
 
 Memory is that of a step of the first stage, which has the features and no fewer blocks than others, on small graphs of
@@ -85,32 +86,39 @@ def plan_pipeline(
     nodes, halo = sum(share.nodes for share in shares), sum(sum(share.rows_in) for share in shares)
     largest = max(shares, key=lambda share: share.nodes + sum(share.rows_in))
     with few_objects():
-        made, read = row_bytes(model, in_channels)
+        made, read, returned = row_bytes(model, in_channels)
         loaded, step = memory(lambda: list(blocks())[: cut[0]], largest, in_channels, chunks, optimizer)
-    if chunks > 1:  # fresh rows, history and gradients of halo rows
-        loaded += 3 * sum(largest.rows_in) * sum(read[: cut[0]])
+    if chunks > 1:  # halo rows: fresh ones and history, and gradients
+        loaded += 2 * sum(largest.rows_in) * sum(read[: cut[0]])
+        step += sum(largest.rows_in) * sum(returned[: cut[0]])
     between = sum(made[sum(cut[: k + 1]) - 1] for k in range(stages - 1))
     numbers = sum(p.nbytes for p in {p for block in model for p in block.parameters()})
+    within = halo * (sum(read) + sum(returned))
     return StageNeed(
-        stages, workers, loaded, step, 2 * nodes * between, 2 * halo * sum(read), 2 * (workers - 1) * numbers,
+        stages, workers, loaded, step, 2 * nodes * between, within, 2 * (workers - 1) * numbers,
         (stages - 1) / (chunks + stages - 1),
     )  # fmt: skip
 
 
-def row_bytes(blocks: Sequence[torch.nn.Module], in_channels: int) -> tuple[list[int], list[int]]:
-    """Return the bytes of a row that each block makes, and of those that its aggregations read."""
+def row_bytes(blocks: Sequence[torch.nn.Module], in_channels: int) -> tuple[list[int], list[int], list[int]]:
+    """Return for each block the bytes of a row that it makes, of rows that its sites read, and of their gradients."""
     x, edge_index = make_inputs(Share(64, 128, 128, (), ()), in_channels, 1, 1, None, 0)
     pipe = Pipeline(blocks, edge_index, chunks=2)
-    pipe.fill(x, ())
-    assert pipe.history is not None
-    values, made, read = packed(x), [], [0] * len(blocks)
+    history = pipe.history
+    assert history is not None
+    history.begin(None)
+    for out in reversed([pipe.run(packed(x[it.span]), edge_index, (), it) for it in history.chunks]):
+        torch.autograd.backward([t.sum() for t in out if t.requires_grad])
+    read, returned = ([0] * len(blocks) for _ in range(2))
+    for (block, _), site in history.sites.items():
+        read[block] += sum(bytes_of(rows.fresh) for rows in site.tiles)
+        returned[block] += sum(bytes_of(rows.grad) for rows in site.tiles if rows.grad is not None)
+    values, made = packed(x), []
     with torch.no_grad():
-        for block in blocks:
-            values = packed(call(block, values, edge_index, ()))
+        for each in blocks:
+            values = packed(call(each, values, edge_index, ()))
             made.append(sum(map(bytes_of, values)))
-    for (block_number, _), site in pipe.history.sites.items():
-        read[block_number] += sum(bytes_of(rows.fresh) for rows in site.tiles)
-    return made, read
+    return made, read, returned
 
 
 def bytes_of(t: Tensor) -> int:
@@ -144,6 +152,23 @@ def memory(
     return loaded, step
 
 
+class NextStage(torch.autograd.Function):
+    """Holds what comes of the next stage: the gradients of a chunk, and those of the one after it."""
+
+    @staticmethod
+    def forward(ctx: Any, coming: list[Tensor], ahead: bool, *rows: Tensor) -> Tensor:
+        """Return a loss of these rows."""
+        ctx.coming, ctx.ahead = coming, ahead
+        ctx.save_for_backward(*rows)
+        return rows[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return gradients as large as those that come; what they are does not matter."""
+        ctx.coming[:] = [torch.empty_like(t) for t in ctx.saved_tensors for _ in range(1 + ctx.ahead)]
+        return None, None, *ctx.coming[:: 1 + ctx.ahead]
+
+
 def run(
     blocks: Blocks, optimizer: Callable[..., torch.optim.Optimizer], chunks: int, x: Tensor, edge_index: Any
 ) -> Tensor:
@@ -152,11 +177,13 @@ def run(
         pipe = Pipeline(blocks(), edge_index, chunks=chunks)
     model = pipe.blocks
     state = optimizer(model.parameters())
+    coming: list[Tensor] = []
     peaks = []
     with Live(dry=True) as live:
         for _ in range(2):  # the first one fills history, and makes transposed blocks
             before, live.peak = live.now, live.now
-            pipe.step(x, lambda out, rows: torch.stack([t.sum() for t in packed(out)]).sum())
+            pipe.step(x, lambda out, rows: NextStage.apply(coming, chunks > 1, *packed(out)))
+            coming.clear()
             state.step()
             state.zero_grad()
             peaks.append(live.peak - before)

@@ -81,6 +81,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 THIRD_PARTY = {
     "torch_geometric": {
         "nn",
+        "cli.py",
         "watch/mode.py",
         "whole_graph.py",
         *(f"data/{f}.py" for f in ("assign", "attributes", "partition", "datasets", "load")),
