@@ -43,7 +43,7 @@ FORMAT = {"format": "pyg_sar checkpoint", "version": 1}
 def save_checkpoint(
     path: str | os.PathLike[str], *, model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None, epoch: int = 0, data: Any = None,
-    keep: int = 2, group: Group = None, **more: Any,
+    pipe: Any = None, keep: int = 2, group: Group = None, **more: Any,
 ) -> Path:  # fmt: skip
     r"""Write what a run needs to go on with the same bits; all workers call it together, between two steps.
 
@@ -58,6 +58,8 @@ def save_checkpoint(
         scheduler (optional): What has a ``state_dict``, such as one of learning rates. (default: :obj:`None`)
         epoch (int, optional): The last epoch that is complete. (default: :obj:`0`)
         data (Data or HeteroData, optional): What :func:`pyg_sar.load` returned. (default: :obj:`None`)
+        pipe (Pipeline, optional): A pipeline, in place of ``model``: the blocks of every stage, what the optimizer
+            knows of them, and histories. (default: :obj:`None`)
         keep (int, optional): How many checkpoints the folder keeps. (default: :obj:`2`)
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
         **more: Numbers, strings, tensors, and lists, tuples and dictionaries of these; those of rank 0 are kept.
@@ -67,11 +69,13 @@ def save_checkpoint(
 
     Raises:
         RuntimeError: On all workers, if one cannot write, or there is something that could only be pickled.
+        ValueError: If ``keep`` is less than 1, or there is a ``model`` beside ``pipe``.
     """
     folder, rank = Path(path), rank_of(group)
     if keep < 1:
         raise ValueError(f"Expected 'keep' to be 1 or more (got {keep})")
-    local = _LocalRows(model, optimizer)
+    stage, shared_optimizer = _stage(model, pipe, optimizer)
+    local = _LocalRows(model, shared_optimizer)
 
     def begin() -> str:
         if rank > 0:
@@ -88,11 +92,12 @@ def save_checkpoint(
 
     def write() -> dict[str, str]:
         mine = {"generators": _generators(), "seeds": _seed_states(data), "nodes": _nodes(data), **local.state()}
+        mine["stage"] = {name: state() for name, (state, _) in stage.items()}
         content = {f"rank-{rank:04d}.safetensors": mine}
         if rank == 0:
             content[SHARED] = {
                 "model": None if model is None else local.without(model.state_dict()),
-                "optimizer": None if optimizer is None else local.optimizer_without(),
+                "optimizer": None if shared_optimizer is None else local.optimizer_without(),
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
                 "more": more,
             }
@@ -124,13 +129,15 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | os.PathLike[str], *, model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None, data: Any = None, group: Group = None,
+    optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None, data: Any = None, pipe: Any = None,
+    group: Group = None,
 ) -> dict[str, Any] | None:  # fmt: skip
     r"""Go on from the newest checkpoint of a folder; all workers call it together, when everything else is made.
 
     With as many workers on the same partition, what follows has the same bits as if nothing had happened. Another
     number of workers, or another partition, goes on from the same parameters, with a note: random numbers are others,
-    except the seeds of dropout on edges. Rows of a :class:`~pyg_sar.nn.NodeEmbedding` find their nodes.
+    except the seeds of dropout on edges. Rows of a :class:`~pyg_sar.nn.NodeEmbedding` find their nodes. A pipeline
+    needs the stages, workers and chunks that it had.
 
     Args:
         path (str): The folder that was given to :func:`save_checkpoint`.
@@ -138,6 +145,7 @@ def load_checkpoint(
         optimizer (torch.optim.Optimizer, optional): Gets its state. (default: :obj:`None`)
         scheduler (optional): Gets its state. (default: :obj:`None`)
         data (Data or HeteroData, optional): What :func:`pyg_sar.load` returned. (default: :obj:`None`)
+        pipe (Pipeline, optional): Gets its blocks and histories, in place of ``model``. (default: :obj:`None`)
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
 
     Returns:
@@ -147,6 +155,7 @@ def load_checkpoint(
         RuntimeError: On all workers, if one cannot read it, or something in it is missing, damaged, or does not fit.
     """
     folder, rank = Path(path), rank_of(group)
+    stage, optimizer = _stage(model, pipe, optimizer)
     newest = gather_objects(_numbers(folder)[-1:] if rank == 0 else None, group)[0]
     if not newest:
         return None
@@ -164,6 +173,10 @@ def load_checkpoint(
         if not same and local.names:
             parts = [_read(it, f"rank-{r:04d}.safetensors", info) for r in range(info["workers"])]
         shared = _read(it, SHARED, info)
+        if stage.keys() - mine["stage"].keys():
+            raise ValueError(f"it holds {', '.join(mine['stage']) or 'none'} of a pipeline's {', '.join(stage)}")
+        for name, (_, load) in stage.items():
+            load(mine["stage"][name])
         for what, there in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
             if there is not None and shared[what] is None:
                 raise ValueError(f"it holds no {what}")
@@ -210,7 +223,7 @@ class Checkpoints:
         every (int, optional): Number of epochs between two checkpoints. (default: :obj:`1`)
         keep (int, optional): How many checkpoints the folder keeps. (default: :obj:`2`)
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
-        **state: ``model``, ``optimizer``, ``scheduler`` and ``data``, as for :func:`save_checkpoint`.
+        **state: ``model`` or ``pipe``, ``optimizer``, ``scheduler`` and ``data``, as for :func:`save_checkpoint`.
 
     Attributes:
         more (dict): What else the checkpoint that was restored holds.
@@ -247,6 +260,19 @@ class Checkpoints:
         if told or epoch % self.every == 0:
             save_checkpoint(self.path, epoch=epoch, keep=self.keep, group=self.group, **self.state, **more)
         return told
+
+
+def _stage(model: torch.nn.Module | None, pipe: Any, optimizer: Any) -> tuple[dict[str, Any], Any]:
+    """Return how to get and set what a worker of a pipeline has for itself, and the optimizer if all have it alike."""
+    if pipe is None:
+        return {}, optimizer
+    if model is not None:
+        raise ValueError("Expected a 'model' or a 'pipe', whose blocks are the model, and not both")
+    stage: dict[str, Any] = {"pipeline": (pipe.checkpoint, pipe.restore)}
+    for name, there in (("blocks", pipe.blocks), ("optimizer", optimizer)):
+        if there is not None:
+            stage[name] = there.state_dict, there.load_state_dict
+    return stage, None
 
 
 class _LocalRows:

@@ -184,6 +184,11 @@ class Pipeline:
         if self.seen is not None:
             self.seen.computed.append((way, -1 if it is None else it.number, time.perf_counter() - start))
 
+    def described(self) -> str:
+        """Return what histories depend on, and which stage this is."""
+        chunks = 1 if self.history is None else len(self.history.chunks)
+        return f"{self.cut} blocks, {size_of(self.group)} workers a stage, {chunks} chunks: stage {self.stages.rank}"
+
     def checkpoint(self) -> dict[str, Any]:
         """Return what this worker needs to go on besides parameters and optimizer: the epoch, and all histories."""
         sites = {} if self.history is None else self.history.sites
@@ -192,10 +197,17 @@ class Pipeline:
             for (block, call), site in sites.items()
             for tile, rows in enumerate(site.tiles)
         }
-        return {"epoch": self.epoch, "history": rows, "shapes": [[k, *map(list, s)] for k, s in self.shapes.items()]}
+        shapes = [[k, *map(list, s)] for k, s in self.shapes.items()]
+        return {"of": self.described(), "epoch": self.epoch, "history": rows, "shapes": shapes}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`checkpoint` returned, with the same bits."""
+        """Go on from what :meth:`checkpoint` returned, with the same bits.
+
+        Raises:
+            ValueError: If it is of other stages, workers or chunks.
+        """
+        if state["of"] != self.described():
+            raise ValueError(f"It is of a pipeline of {state['of']}, and this one of {self.described()}")
         self.epoch = state["epoch"]
         self.shapes = {k: [(shape, dtype) for shape, dtype in shapes] for k, *shapes in state["shapes"]}
         if self.history is not None:

@@ -328,11 +328,10 @@ def with_dropout(group, stages, folder, ends=(), chunks=5, **settings):
             optimizer.step()
             if epoch in ends:
                 torch.manual_seed(epoch)
-                state = pipe.checkpoint(), pipe.blocks.state_dict(), optimizer.state_dict()
+                where = {"path": f"{folder}-saves", "data": data, "group": mesh.get_group("stage")}
+                pyg_sar.save_checkpoint(pipe=pipe, optimizer=optimizer, epoch=epoch, **where)
                 pipe, optimizer = make()
-                pipe.restore(state[0])
-                pipe.blocks.load_state_dict(state[1])
-                optimizer.load_state_dict(state[2])
+                assert pyg_sar.load_checkpoint(pipe=pipe, optimizer=optimizer, **where)["epoch"] == epoch
     return losses, pipe.state_dict(), seen, pipe.stale
 
 
@@ -343,6 +342,23 @@ def test_the_same_bits_for_any_number_of_stages_and_after_a_resume(stages_pool, 
         for losses, state, *_ in stages_pool(with_dropout, stages, folders[1], ends):
             assert losses == expected[0], (stages, ends)
             assert all(torch.equal(state[name], t) for name, t in expected[1].items())
+
+
+def test_checkpoints_that_do_not_fit(tmp_path):
+    data = inputs()
+    pipe = alone(data.edge_index, 4)
+    with pytest.raises(ValueError, match="and not both"):
+        pyg_sar.save_checkpoint(tmp_path / "one", pipe=pipe, model=pipe.blocks)
+    pyg_sar.save_checkpoint(tmp_path / "one", pipe=pipe)
+    with pytest.raises(
+        RuntimeError, match=r"of \[4\] blocks, 1 workers a stage, 4 chunks: stage 0, and this one.* 5 chunks"
+    ):
+        pyg_sar.load_checkpoint(tmp_path / "one", pipe=alone(data.edge_index, 5))
+    with pytest.raises(RuntimeError, match="it holds no model"):
+        pyg_sar.load_checkpoint(tmp_path / "one", model=pipe.blocks)
+    with pytest.raises(RuntimeError, match="it holds pipeline, blocks of a pipeline's pipeline, blocks, optimizer"):
+        optimizer = torch.optim.Adam(pipe.parameters())
+        pyg_sar.load_checkpoint(tmp_path / "one", pipe=pipe, optimizer=optimizer)
 
 
 def test_bytes_between_stages(stages_pool, folders):
