@@ -25,6 +25,9 @@ parser.add_argument("--stages", type=int, default=2)
 parser.add_argument("--chunks", type=int, default=1)
 parser.add_argument("--history", type=int, default=10)
 parser.add_argument("--no-shuffle", action="store_true")
+parser.add_argument("--balance", action="store_true", help="stages by the measured seconds of blocks")
+parser.add_argument("--checkpoint", help="a folder that all workers see: save each epoch there, and at SIGTERM")
+parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--lr", type=float, default=0.005)
 
@@ -35,6 +38,8 @@ def main(args: argparse.Namespace, rank: int) -> None:
     torch.manual_seed(0)
     model = DeepGNN(pyg_sar.nn, args.model, data.x.size(1), args.hidden, data.num_classes, args.layers)
     options = {"history": args.history, "shuffle": not args.no_shuffle}
+    if args.balance:
+        options["cut"] = pyg_sar.balanced_cut(model.blocks, data.x, data.edge_index, args.stages, mesh=mesh)
     pipe = pyg_sar.Pipeline(model.blocks, data.edge_index, mesh, args.chunks, **options)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=args.lr)
     total = int(pyg_sar.all_reduce(data.train_mask.sum(), mesh.get_group("graph")))
@@ -43,7 +48,11 @@ def main(args: argparse.Namespace, rank: int) -> None:
         mask = data.train_mask[rows]
         return F.cross_entropy(out[mask], data.y[rows][mask], reduction="sum") / total
 
-    bar = tqdm(range(1, args.epochs + 1), disable=rank != 0)
+    saves = None
+    if args.checkpoint:
+        saves = pyg_sar.Checkpoints(args.checkpoint, pipe=pipe, optimizer=optimizer, data=data)
+    first = 1 + saves.restore() if saves and args.resume else 1
+    bar = tqdm(range(first, args.epochs + 1), disable=rank != 0)
     for epoch in bar:
         start = time.perf_counter()
         pipe.train()
@@ -58,6 +67,8 @@ def main(args: argparse.Namespace, rank: int) -> None:
         if rank == 0:
             told = f"epoch {epoch:3d}  loss {loss:.4f}  test {accuracy:.4f}  stale edges {pipe.stale:.1%}"
             bar.write(f"{told}  {seconds:.2f} s")
+        if saves and saves.step(epoch):
+            break
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from pyg_sar import nn
+from pyg_sar.blocks import balanced_cut
 from pyg_sar.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from pyg_sar.checks.check import check
 from pyg_sar.checks.record import CheckError
@@ -59,6 +60,7 @@ __all__ = [
     "accuracy",
     "all_reduce",
     "allow_local",
+    "balanced_cut",
     "broadcast_parameters",
     "check",
     "debug",

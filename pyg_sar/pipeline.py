@@ -13,7 +13,6 @@ backward, when everybody who read a row as a fresh one has been differentiated::
 
 from __future__ import annotations
 
-import inspect
 import random
 import time
 import zlib
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.blocks import Values, call, even_cut, packed, unpacked
 from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_reduce, sum_gradients
 from pyg_sar.distributed.group import rank_of, size_of
@@ -40,7 +40,6 @@ from pyg_sar.watch import allow_local
 OVER_ALL_ROWS = {
     "_BatchNorm", "HeteroBatchNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm", "MeanSubtractionNorm", "PairNorm",
 }  # fmt: skip
-Values = tuple[Tensor, ...]  # what a block takes and returns, tensors with a row for each node
 
 
 @dataclass
@@ -96,7 +95,8 @@ class Pipeline:
         history (int, optional): :math:`\alpha`, the number of epochs after which history is replaced.
             (default: :obj:`10`)
         shuffle (bool, optional): Whether chunks come in another order in each epoch. (default: :obj:`True`)
-        cut (list, optional): The number of blocks of each stage. (default: :obj:`None`, as equal as possible)
+        cut (list, optional): The number of blocks of each stage, such as :func:`pyg_sar.balanced_cut` returns.
+            (default: :obj:`None`, as equal as possible)
         seed (int, optional): Of the orders, and of all random numbers within blocks. (default: :obj:`0`)
         comm_dtype (torch.dtype, optional): As for :func:`pyg_sar.load`, between stages. (default: :obj:`None`)
 
@@ -394,24 +394,6 @@ class Pipeline:
         return values
 
 
-def call(block: torch.nn.Module, values: Values, edge_index: Any, edges: Sequence[Tensor]) -> Any:
-    """Call a block by what it takes."""
-    takes = [p.kind for p in inspect.signature(block.forward).parameters.values()]
-    names = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    more = inspect.Parameter.VAR_POSITIONAL in takes or sum(kind in names for kind in takes) > 1
-    return block(unpacked(values), edge_index, *edges) if more else block(unpacked(values))
-
-
-def packed(value: Any) -> Values:
-    """Return a tensor, or several, as a tuple."""
-    return (value,) if isinstance(value, Tensor) else tuple(value)
-
-
-def unpacked(values: Values | None) -> Any:
-    """Return a single tensor by itself."""
-    return values[0] if values is not None and len(values) == 1 else values
-
-
 def last_first(count: int) -> Iterator[int]:
     """Return the order of chunks in backward: in any other one some that read a row are not differentiated before."""
     return reversed(range(count))
@@ -452,13 +434,6 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.dim() > 0:
         found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"[rank {rank_of()}] Expected 'loss_fn' to return a single number as a tensor (got {found})")
-
-
-def even_cut(blocks: int, stages: int) -> list[int]:
-    """Return numbers of blocks as equal as possible, the larger ones first."""
-    if blocks < stages:
-        raise ValueError(f"[rank {rank_of()}] Expected a block for each of the {stages} stages (got {blocks})")
-    return [blocks // stages + (k < blocks % stages) for k in range(stages)]
 
 
 def described(blocks: Sequence[torch.nn.Module]) -> list[str]:

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.blocks import call, even_cut, packed
 from pyg_sar.distributed.group import connected
 from pyg_sar.distributed.process_group import silent_group
 from pyg_sar.live import Live, few_objects
-from pyg_sar.pipeline import Pipeline, call, even_cut, packed
+from pyg_sar.pipeline import Pipeline
 from pyg_sar.planner import Share, make_inputs
 
 Blocks = Callable[[], Sequence[torch.nn.Module]]

@@ -56,7 +56,7 @@ LEVELS = """
     planner
     offload.data
 
-    distributed.stages distributed.history
+    blocks distributed.stages distributed.history
     pipeline
     pipeline_planner
 

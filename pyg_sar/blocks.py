@@ -1,0 +1,101 @@
+r"""The blocks of a model: what they take, and how many of them each stage of a pipeline gets."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.distributed.collectives import global_max
+from pyg_sar.distributed.group import rank_of
+
+Values = tuple[Tensor, ...]  # what a block takes and returns, tensors with a row for each node
+
+
+def call(block: torch.nn.Module, values: Values, edge_index: Any, edges: Sequence[Tensor]) -> Any:
+    """Call a block by what it takes."""
+    takes = [p.kind for p in inspect.signature(block.forward).parameters.values()]
+    names = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    more = inspect.Parameter.VAR_POSITIONAL in takes or sum(kind in names for kind in takes) > 1
+    return block(unpacked(values), edge_index, *edges) if more else block(unpacked(values))
+
+
+def packed(value: Any) -> Values:
+    """Return a tensor, or several, as a tuple."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def unpacked(values: Values | None) -> Any:
+    """Return a single tensor by itself."""
+    return values[0] if values is not None and len(values) == 1 else values
+
+
+def even_cut(blocks: int, stages: int) -> list[int]:
+    """Return numbers of blocks as equal as possible, the larger ones first."""
+    if blocks < stages:
+        raise ValueError(f"[rank {rank_of()}] Expected a block for each of the {stages} stages (got {blocks})")
+    return [blocks // stages + (k < blocks % stages) for k in range(stages)]
+
+
+def balanced_cut(
+    blocks: Sequence[torch.nn.Module],
+    x: Tensor | Values,
+    edge_index: Any,
+    stages: int,
+    *edges: Tensor,
+    mesh: Any = None,
+) -> list[int]:
+    r"""Return the ``cut`` of a pipeline whose slowest stage takes least, by the measured seconds of each block.
+
+    The forward pass of all blocks runs twice on every worker, in evaluation, and the second one counts; the slowest
+    worker decides.
+
+    Args:
+        blocks (list): As for :class:`pyg_sar.Pipeline`.
+        x (torch.Tensor or tuple): The features of this worker's nodes.
+        edge_index (ShardedEdgeIndex): As for :class:`pyg_sar.Pipeline`.
+        stages (int): The number of stages.
+        *edges (torch.Tensor): Tensors with a row for each edge, for blocks that take some.
+        mesh (DeviceMesh, optional): As for :class:`pyg_sar.Pipeline`. (default: :obj:`None`, a process of its own)
+
+    Returns:
+        list: The number of blocks of each stage.
+
+    Raises:
+        ValueError: If there are fewer blocks than stages.
+    """
+    even_cut(len(blocks), stages)
+    modes = [block.training for block in blocks]
+    for _ in range(2):
+        values, seconds = packed(x), []
+        with torch.no_grad():
+            for block in blocks:
+                start = time.perf_counter()
+                values = packed(call(block.eval(), values, edge_index, edges))
+                seconds.append(time.perf_counter() - start)
+    for block, mode in zip(blocks, modes, strict=True):
+        block.train(mode)
+    worst = torch.tensor(seconds)
+    for name in ("graph", "stage") if mesh is not None else ():
+        worst = global_max(worst, mesh.get_group(name))
+    return least_maximum(worst.tolist(), stages)
+
+
+def least_maximum(seconds: Sequence[float], stages: int) -> list[int]:
+    """Return how many consecutive blocks each stage gets, so that the slowest one takes least."""
+    total = [0.0, *accumulate(seconds)]
+    # Of the first blocks on the first stages: the slowest stage, and the cut.
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
+    for s in range(1, stages + 1):
+        for k in range(s, len(seconds) + 1):
+            ways = [
+                (max(best[j, s - 1][0], total[k] - total[j]), [*best[j, s - 1][1], k - j])
+                for j in range(s - 1, k) if (j, s - 1) in best
+            ]  # fmt: skip
+            best[k, s] = min(ways)
+    return best[len(seconds), stages][1]
