@@ -277,6 +277,18 @@ def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
         assert sum(one[5] for one in found[:parts]) > 0
 
 
+@pytest.mark.grid
+def test_four_stages_of_two(folders):
+    """Exact with one chunk, and as the reference with five."""
+    pool = Pool(8)
+    for kind in [*KINDS, "gat"]:
+        compare(pool.run(8, trained, 4, 2, folders[2], kind, 1, 5, timeout=120), exact(kind, 5))
+        settings = {"history": 2, "shuffle": True}
+        found = pool.run(8, with_settings, 4, 2, folders[2], kind, 5, 6, settings, timeout=120)
+        as_the_reference(found, kind, 5, 2, True, 6)
+    pool.close()
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_worker_without_nodes(stages_pool, tmp_path, stages):
     pyg_sar.partition(inputs(), 2, tmp_path / "parts", method=torch.zeros(NODES, dtype=torch.long))
