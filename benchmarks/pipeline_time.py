@@ -1,0 +1,227 @@
+"""Seconds of a pipeline of layers: what chunks cost, how long stages wait, and what is gained over slow links.
+
+    python benchmarks/pipeline_time.py --root data --of chunks waits hosts --out docs/results
+
+*Chunks*: one process, two threads. *Waits*: two stages on two cores; and for more of them, which would need as many
+cores, the schedule with the measured seconds of each chunk. *Hosts*: two simulated hosts of one thread, see
+``hosts.py``, which takes root. Run it on an idle machine. Writes ``pipeline-chunks.md``, ``pipeline-waits.md`` and
+``pipeline-hosts.md``.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness.deep import MASKS, graph
+from harness.launch import DeepGNN, answer, environment, launch, results
+from harness.process_memory import RETURN_FREED_MEMORY, resident
+from harness.report import processor, write
+from hosts import Hosts
+from tqdm import tqdm
+
+import pyg_sar
+from pyg_sar.planner import received
+
+LAYERS, HIDDEN = 32, 100
+LARGE = "Community/50000/2500000"
+RATES = ("100mbit", "1gbit", None)
+# Ways to train on two hosts: title, stages (0: workers share the graph), chunks, what `load` gets
+WAYS: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("sharing", 0, 1, {}),
+    ("sharing, rows kept", 0, 1, {"remat": False}),
+    ("sharing, rows kept, bfloat16 travels", 0, 1, {"remat": False, "comm_dtype": torch.bfloat16}),
+    ("2 stages, 1 chunk", 2, 1, {}),
+    ("2 stages, 8 chunks", 2, 8, {}),
+    ("2 stages, 32 chunks", 2, 32, {}),
+]
+
+
+def step(args: argparse.Namespace, options: dict[str, Any]) -> Any:
+    """Return a function that trains for an epoch, and the pipeline if there is one."""
+    mesh = pyg_sar.stage_mesh(args.stages) if args.stages else None
+    parts = args.workers // (args.stages or 1)
+    group = None if mesh is None else mesh.get_group("graph")
+    data = pyg_sar.load(f"{args.folder}/{parts}", group=group, **options)
+    torch.manual_seed(0)
+    model = DeepGNN(pyg_sar.nn, args.kind, data.x.size(1), HIDDEN, data.num_classes, LAYERS)
+    total = int(pyg_sar.all_reduce(data.train_mask.sum(), group))
+
+    def loss_of(out: torch.Tensor, rows: slice) -> torch.Tensor:
+        mask = data.train_mask[rows]
+        return F.cross_entropy(out[mask], data.y[rows][mask], reduction="sum") / total
+
+    if mesh is not None:
+        pipe = pyg_sar.Pipeline(model.blocks, data.edge_index, mesh, args.chunks)
+        optimizer = torch.optim.Adam(pipe.parameters())
+
+        def piped() -> None:
+            optimizer.zero_grad()
+            pipe.step(data.x, loss_of)
+            optimizer.step()
+
+        return piped, pipe
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def shared() -> None:
+        optimizer.zero_grad()
+        with pyg_sar.allow_local():
+            loss = loss_of(model(data.x, data.edge_index), slice(None))
+        loss.backward()
+        pyg_sar.sum_gradients(model)
+        optimizer.step()
+
+    return shared, None
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Train, and answer the seconds of each epoch but the first, and what the pipeline did in the last one."""
+    with pyg_sar.process_group() as rank:
+        train, pipe = step(args, WAYS[args.way][3] if args.way >= 0 else {})
+        train()  # fills the history
+        seconds: list[float] = []
+        for _ in range(args.epochs - 1):
+            start = time.perf_counter()
+            train()
+            seconds.append(time.perf_counter() - start)
+        found: dict[str, Any] = {}
+        if pipe is not None:
+            with pipe.record() as seen:
+                start = time.perf_counter()
+                train()
+                seconds.append(time.perf_counter() - start)
+            found = {"computed": seen.computed, "waited": seen.between.forward_wait + seen.between.backward_wait}
+            found |= {"received": received([seen.between])}
+        answer({"rank": rank, "seconds": seconds, "peak": resident("VmHWM"), **found})
+
+
+def partitions(name: str, root: str, folder: str) -> None:
+    """Write a graph in one and in two parts, with its first split."""
+    data = graph(name, root)
+    for mask in MASKS:
+        data[mask] = data[mask][:, 0].clone()
+    for parts in (1, 2):
+        pyg_sar.partition(data, parts, f"{folder}/{parts}")
+
+
+def words(folder: str, kind: str, stages: int, chunks: int, workers: int, epochs: int, way: int = -1) -> list[str]:
+    """Return the arguments of a worker."""
+    named = {"folder": folder, "kind": kind, "stages": stages, "chunks": chunks, "workers": workers, "epochs": epochs}
+    return [word for name, value in (named | {"way": way}).items() for word in (f"--{name}", str(value))]
+
+
+def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
+    """Return the seconds of an epoch in one process, by the number of chunks."""
+    lines = ["| graph | model | chunks | s an epoch | times one chunk | ms of a chunk and layer | MiB |", "|---|" * 7]
+    for name, folder in folders.items():
+        for kind in args.models:
+            one = 0.0
+            for chunks in (1, 8, 32, 128):
+                options = words(folder, kind, 1, chunks, 1, args.epochs)
+                (found,) = launch(__file__, 1, options, threads=2, **RETURN_FREED_MEMORY)
+                seconds = statistics.median(found["seconds"])
+                one = one or seconds
+                each = 1000 * seconds / chunks / LAYERS
+                cells = [name, kind, chunks, f"{seconds:.2f}", f"{seconds / one:.2f}", f"{each:.1f}"]
+                lines.append(f"| {' | '.join(map(str, cells))} | {found['peak']:.0f} |")
+    return lines
+
+
+def schedule(forward: Sequence[float], backward: Sequence[float], stages: int) -> float:
+    """Return the share of time that stages wait, if each of them takes an equal share of these seconds of chunks."""
+    ends = [0.0] * stages
+    for way, order in ((forward, range(stages)), (backward, reversed(range(stages)))):
+        stages_in_order = list(order)
+        for seconds in way:
+            before = 0.0
+            for s in stages_in_order:
+                before = ends[s] = max(ends[s], before) + seconds / stages
+    return 1 - (sum(forward) + sum(backward)) / stages / max(ends)
+
+
+def waits(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
+    """Return how long two stages wait for each other, and how long more of them would."""
+    lines = ["| graph | model | chunks | s an epoch | waited | (S - 1) / (K + S - 1) | S = 2 | 4 | 8, computed |"]
+    lines.append("|---" * 9 + "|")
+    for name, folder in folders.items():
+        for kind in args.models:
+            for chunks in (4, 8, 16, 32, 64):
+                found = launch(__file__, 2, words(folder, kind, 2, chunks, 2, args.epochs))
+                seconds = statistics.median(found[0]["seconds"])
+                waited = statistics.mean(one["waited"] / one["seconds"][-1] for one in found)
+                ways: dict[str, list[float]] = {"forward": [], "backward": []}
+                for one, other in zip(*(one["computed"] for one in found), strict=True):
+                    ways[one[0]].append(one[2] + other[2])
+                computed = " | ".join(f"{schedule(ways['forward'], ways['backward'], s):.1%}" for s in (2, 4, 8))
+                cells = [name, kind, chunks, f"{seconds:.2f}", f"{waited:.1%}", f"{1 / (chunks + 1):.1%}"]
+                lines.append(f"| {' | '.join(map(str, cells))} | {computed} |")
+    return lines
+
+
+def host_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
+    """Return the seconds of an epoch on two hosts, for each rate of their links."""
+    lines = [f"| graph | model | way | MiB | {' | '.join(rate or 'no limit' for rate in RATES)} |", "|---" * 7 + "|"]
+    for name, folder in folders.items():
+        for kind in args.models:
+            for k, (title, stages, chunks, _) in enumerate(WAYS):
+                cells, peak = [], 0.0
+                for rate in RATES:
+                    options = words(folder, kind, stages, chunks, 2, args.epochs, k)
+                    with Hosts(2, rate) as hosts:
+                        told = hosts.run([__file__, "--worker", *options], env=environment(1), echo=False)
+                    found = [one for text in told for one in results(text)]
+                    cells.append(
+                        f"{statistics.median(max(s) for s in zip(*(f['seconds'] for f in found), strict=True)):.2f}"
+                    )
+                    peak = max(f["peak"] for f in found)
+                lines.append(f"| {name} | {kind} | {title} | {peak:.0f} | {' | '.join(cells)} |")
+                print(lines[-1], flush=True)
+    return lines
+
+
+TABLES = {"chunks": chunk_lines, "waits": waits, "hosts": host_lines}
+ABOUT = {
+    "chunks": "Seconds of an epoch in one process of two threads by the number of chunks, {layers} layers of {hidden}.",
+    "waits": "Two stages on two cores: the share of an epoch in which a stage waits for the other, the mean of both, "
+    "beside the formula for chunks that all take equally long. *Computed*: the schedule of the same seconds, chunk by "
+    "chunk, given to S stages in equal shares: what is not of the formula is imbalance of chunks. {layers} layers of "
+    "{hidden}.",
+    "hosts": "Seconds of an epoch on two simulated hosts of one thread, by the rate of their links, and the largest "
+    "resident memory of a worker. {layers} layers of {hidden}; *sharing*: two parts of the graph.",
+}
+
+
+def main(args: argparse.Namespace) -> None:
+    """Partition, measure, and write each table."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {name: f"{scratch}/{k}" for k, name in enumerate(args.graphs)}
+        for name, folder in folders.items():
+            partitions(name, args.root, folder)
+        for of in tqdm(args.of):
+            about = ABOUT[of].format(layers=LAYERS, hidden=HIDDEN)
+            made = f"{about} Medians of {args.epochs} epochs. {processor()}. Made by `benchmarks/pipeline_time.py`."
+            print(write(args.out, f"pipeline-{of}.md", [made, "", *TABLES[of](folders, args)]))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    if sys.argv[1:2] == ["--worker"]:
+        parser.add_argument("--worker", action="store_true")
+        for option in ("folder", "kind"):
+            parser.add_argument(f"--{option}")
+        for option in ("stages", "chunks", "workers", "epochs", "way"):
+            parser.add_argument(f"--{option}", type=int)
+        worker(parser.parse_args())
+        sys.exit()
+    parser.add_argument("--of", nargs="+", default=list(TABLES), choices=list(TABLES))
+    parser.add_argument("--graphs", nargs="+", default=["squirrel", LARGE])
+    parser.add_argument("--models", nargs="+", default=["gcn", "gcn2"])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--root", default="data")
+    parser.add_argument("--out", default="docs/results")
+    main(parser.parse_args())
