@@ -30,7 +30,6 @@ from pyg_sar.planner import received
 
 LAYERS, HIDDEN = 32, 100
 LARGE = "Community/50000/2500000"
-RATES = ("100mbit", "1gbit", None)
 # Ways to train on two hosts: title, stages (0: workers share the graph), chunks, what `load` gets
 WAYS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("sharing", 0, 1, {}),
@@ -117,7 +116,10 @@ def words(folder: str, kind: str, stages: int, chunks: int, workers: int, epochs
 
 def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
     """Return the seconds of an epoch in one process, by the number of chunks."""
-    lines = ["| graph | model | chunks | s an epoch | times one chunk | ms of a chunk and layer | MiB |", "|---|" * 7]
+    lines = [
+        "| graph | model | chunks | s an epoch | times one chunk | ms of a chunk and layer | MiB |",
+        "|---" * 7 + "|",
+    ]
     for name, folder in folders.items():
         for kind in args.models:
             one = 0.0
@@ -165,14 +167,15 @@ def waits(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
 
 def host_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
     """Return the seconds of an epoch on two hosts, for each rate of their links."""
-    lines = [f"| graph | model | way | MiB | {' | '.join(rate or 'no limit' for rate in RATES)} |", "|---" * 7 + "|"]
+    lines = [f"| graph | model | way | MiB | {' | '.join(args.rates)} |"]
+    lines.append("|---" * (4 + len(args.rates)) + "|")
     for name, folder in folders.items():
         for kind in args.models:
             for k, (title, stages, chunks, _) in enumerate(WAYS):
                 cells, peak = [], 0.0
-                for rate in RATES:
+                for rate in args.rates:
                     options = words(folder, kind, stages, chunks, 2, args.epochs, k)
-                    with Hosts(2, rate) as hosts:
+                    with Hosts(2, None if rate == "no limit" else rate) as hosts:
                         told = hosts.run([__file__, "--worker", *options], env=environment(1), echo=False)
                     found = [one for text in told for one in results(text)]
                     cells.append(
@@ -222,6 +225,7 @@ if __name__ == "__main__":
     parser.add_argument("--graphs", nargs="+", default=["squirrel", LARGE])
     parser.add_argument("--models", nargs="+", default=["gcn", "gcn2"])
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "no limit"], help="of links, for hosts")
     parser.add_argument("--root", default="data")
     parser.add_argument("--out", default="docs/results")
     main(parser.parse_args())
