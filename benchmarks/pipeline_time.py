@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from harness.deep import MASKS, graph
 from harness.launch import DeepGNN, answer, environment, launch, results
-from harness.process_memory import RETURN_FREED_MEMORY, resident
+from harness.process_memory import resident
 from harness.report import processor, write
 from hosts import Hosts
 from tqdm import tqdm
@@ -125,7 +125,7 @@ def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
             one = 0.0
             for chunks in (1, 8, 32, 128):
                 options = words(folder, kind, 1, chunks, 1, args.epochs)
-                (found,) = launch(__file__, 1, options, threads=2, **RETURN_FREED_MEMORY)
+                (found,) = launch(__file__, 1, options, threads=2)
                 seconds = statistics.median(found["seconds"])
                 one = one or seconds
                 each = 1000 * seconds / chunks / LAYERS

@@ -1,6 +1,6 @@
 r"""How much a pipeline of layers will move, and what its largest worker needs, by a dry run of its first stage.
 
-What travels is counted by formulas that hold to the byte (``docs/results/pipeline-traffic.md``), with the widths of
+Traffic is counted by formulas that hold to the byte (``docs/results/pipeline-traffic.md``), with the widths of
 rows that the blocks really make::
 
     between stages    2 N b for every boundary of rows of b bytes: forward, and their gradient back

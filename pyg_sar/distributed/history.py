@@ -103,6 +103,7 @@ class History:
         self.chunk_of = fetch_halo(own, graph).view(-1)
         self.sites: dict[tuple[int, int], Site] = {}
         self.place = torch.zeros(len(ranges), dtype=torch.int64)  # of each chunk in the order of this epoch
+        self.stale: dict[int, Tensor] = {}  # of each chunk in this epoch
         self.block = self.call = 0
         self.chunks = [self.make(k, *span) for k, span in enumerate(ranges)]
         self.whole = self.make(None, 0, graph.num_src)
@@ -144,6 +145,7 @@ class History:
     def begin(self, order: Sequence[int] | None) -> None:
         """Begin an epoch, with chunks in this order; None for one in which all is fresh."""
         self.place.zero_()
+        self.stale.clear()
         if order is not None:
             self.place[torch.tensor(order)] = torch.arange(len(order))
 
@@ -244,8 +246,10 @@ class History:
         return out.index_copy_(0, fresh, rows_at(rows.fresh, it.reads[fresh]))
 
     def is_stale(self, it: Chunk) -> Tensor:
-        """Which of the rows that a chunk reads have not passed in this epoch."""
-        return self.place[self.chunk_of[it.reads]] > self.place[it.number]
+        """Which of the rows that a chunk reads have not passed in this epoch, in all of its sites."""
+        if it.number not in self.stale:
+            self.stale[it.number] = self.place[self.chunk_of[it.reads]] > self.place[it.number]
+        return self.stale[it.number]
 
 
 def spanned(rows: Tensor, start: int, end: int) -> slice:

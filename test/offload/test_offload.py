@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import os
 import sys
 import weakref
@@ -80,11 +81,20 @@ def test_equals_pyg(kind, count):
     equal(on_chunks(network(kind, norm), count), in_memory(network(kind, norm)))
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize(("count", "slots"), [(1, 20), (4, 7), (5, 1), (4, None)])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_source_pieces(kind, count, slots, keeps, tmp_path):
+def every_second(*lists):
+    """Return all combinations, of which half run by default: each pair of values of two lists is there."""
+    numbers = itertools.product(*(range(len(values)) for values in lists))
+    cases = zip(itertools.product(*lists), numbers, strict=True)
+    return [case if sum(n) % 2 == 0 else pytest.param(*case, marks=pytest.mark.grid) for case, n in cases]
+
+
+PIECES = [(1, 20), (4, 7), (5, 1), (4, None)]
+
+
+@pytest.mark.parametrize(("kind", "pieces", "keeps"), every_second(LAYERS, PIECES, [False, True]))
+def test_source_pieces(kind, pieces, keeps, tmp_path):
     """Of so many rows that a chunk is read in several pieces; in slots and not; homes in memory and in files."""
+    count, slots = pieces
     norm = ("batch", "layer", "none")[(list(LAYERS).index(kind) + count) % 3]
     home = str(tmp_path) if slots == 7 else None
     equal(on_chunks(network(kind, norm), count, home, slots=slots, keeps=keeps), in_memory(network(kind, norm)))
