@@ -108,6 +108,7 @@ def main(args: argparse.Namespace) -> None:
     columns += [f"{s} x {WORKERS // s}: {what}" for s in STAGES for what in ("rows", "parameters")]
     lines, stale = [f"| {' | '.join([*columns, 'rows fall by', 'crossing'])} |", "|---" * (len(columns) + 2) + "|"], []
     cases = [case for case in CASES if not args.graphs or case[0] in args.graphs]
+    cases += [(name, 100) for name in args.graphs or () if name not in dict(CASES)]
     with tempfile.TemporaryDirectory() as scratch:
         for name, width in tqdm(cases):
             if not there(name, args.root):

@@ -41,7 +41,7 @@ TASKS = {
     "Computers": {"gcn2": (0.01, 0.2, 0.0, 30)},
 }
 MODELS = {"gcn2": "GCNII", "resgcn": "ResGCN+"}
-LAYERS, HIDDEN, EPOCHS = 16, 64, 150
+LAYERS, HIDDEN = 16, 64
 COLUMNS: dict[str, dict[str, Any]] = {
     "PyG": {},
     "1 chunk": {"chunks": 1},
@@ -109,11 +109,12 @@ def rows_of_others_old() -> Iterator[None]:
 
 
 def fit(
-    model: Any, step: Callable[[int], None], predict: Callable[[], Tensor], y: Tensor, masks: Any, patience: int
+    model: Any, step: Callable[[int], None], predict: Callable[[], Tensor], y: Tensor, masks: Any, ends: tuple[int, int]
 ) -> list[float]:
     """Train; return the test accuracy at the best epoch, and the first epoch within 1% of its validation accuracy."""
     curve: list[tuple[float, float]] = []
-    for epoch in range(1, EPOCHS + 1):
+    epochs, patience = ends
+    for epoch in range(1, epochs + 1):
         model.train()
         step(epoch)
         model.eval()
@@ -126,7 +127,7 @@ def fit(
     return [100 * curve[best][1], next(k for k, (val, _) in enumerate(curve, 1) if val >= 0.99 * curve[best][0])]
 
 
-def run(data: Any, loaded: Any, task: str, kind: str, settings: dict[str, Any], seed: int) -> list[float]:
+def run(data: Any, loaded: Any, task: str, kind: str, settings: dict[str, Any], seed: int, epochs: int) -> list[float]:
     """Train one model from one seed, on the split of that number where there are several."""
     torch.manual_seed(seed)
     rate, dropout, decay, patience = TASKS[task][kind]
@@ -147,13 +148,13 @@ def run(data: Any, loaded: Any, task: str, kind: str, settings: dict[str, Any], 
             F.cross_entropy(model(it.x, edges)[train], y[train]).backward()
             optimizer.step()
 
-        return fit(model, plain, lambda: model(it.x, edges), y, masks, patience)
+        return fit(model, plain, lambda: model(it.x, edges), y, masks, (epochs, patience))
 
     names = ("chunks", "history", "shuffle")
     options = {name: settings[name] for name in names if name in settings}
     exact, period = settings.get("exact", False), options.get("history", 10)
     if exact:
-        options["history"] = EPOCHS + 1
+        options["history"] = epochs + 1
     pipe = pyg_sar.Pipeline(model.blocks, it.edge_index, seed=seed, **options)
 
     def loss_of(out: Tensor, rows: slice) -> Tensor:
@@ -172,7 +173,7 @@ def run(data: Any, loaded: Any, task: str, kind: str, settings: dict[str, Any], 
             stack.enter_context(late_gradients())
         if settings.get("rival"):
             stack.enter_context(rows_of_others_old())
-        return fit(model, piped, lambda: pipe(it.x), y, masks, patience)
+        return fit(model, piped, lambda: pipe(it.x), y, masks, (epochs, patience))
 
 
 def cases(graphs: list[str], models: list[str], seeds: int) -> list[tuple[str, str, str, int]]:
@@ -192,9 +193,9 @@ def told(runs: dict[str, list[float]], *case: str) -> str:
     return f"{statistics.mean(tests):.1f} ± {spread:.1f} ({statistics.median(e for _, e in found):.0f}), {len(found)}"
 
 
-def tables(runs: dict[str, list[float]]) -> list[str]:
+def tables(runs: dict[str, list[float]], epochs: int) -> list[str]:
     """Return the lines of all that was trained."""
-    lines = [ABOUT.format(layers=LAYERS, hidden=HIDDEN, epochs=EPOCHS), ""]
+    lines = [ABOUT.format(layers=LAYERS, hidden=HIDDEN, epochs=epochs), ""]
     lines += [f"| graph | model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for task in TASKS:
         for kind in TASKS[task]:
@@ -224,10 +225,10 @@ def main(args: argparse.Namespace) -> None:
                 pyg_sar.partition(data, 1, f"{scratch}/{task}")
                 pairs[task] = data, pyg_sar.load(f"{scratch}/{task}")
             settings = COLUMNS[name] if name in COLUMNS else {"chunks": 32} | RULES[name]
-            runs[key] = run(*pairs[task], task, kind, settings, seed)
+            runs[key] = run(*pairs[task], task, kind, settings, seed, args.epochs)
             with file.open("a") as lines:
                 lines.write(json.dumps([key, runs[key]]) + "\n")
-    print(write(args.out, "staleness.md", tables(runs)))
+    print(write(args.out, "staleness.md", tables(runs, args.epochs)))
 
 
 if __name__ == "__main__":
@@ -236,6 +237,7 @@ if __name__ == "__main__":
     parser.add_argument("--graphs", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=150)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--runs", default="staleness.jsonl", help="a file of finished runs")
     parser.add_argument("--out", default="docs/results")

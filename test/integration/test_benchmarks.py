@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.sample_graphs import REAL, real
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,3 +170,33 @@ def test_guards(tmp_path):
     sizes = ["--graph", "Community/300/2000", "--hidden", 8, "--epochs", 3, "--rounds", 1, "--models", "sage"]
     run("epoch", "--of", "guards", *sizes, "--modes", 1, "--layers", 4, "--out", tmp_path)
     assert "| sage | 1 | 0." in (tmp_path / "guards-cpu.md").read_text()
+
+
+@pytest.mark.grid
+def test_pipeline(tmp_path):
+    """It fails unless all bytes are those of the formulas."""
+    run("pipeline", "--graphs", "Community/300/2000", "--layers", 8, "--chunks", 2, "--out", tmp_path)
+    table = (tmp_path / "pipeline-traffic.md").read_text()
+    assert table.count("| Community/300/2000 | 100 |") == 4 and "| Community/300/2000 | 8 | " in table
+
+
+@pytest.mark.grid
+def test_pipeline_time(tmp_path):
+    small = ["--graphs", "Community/300/2000", "--models", "gcn", "--epochs", 2, "--rates", "no limit"]
+    run("pipeline_time", *small, "--of", "chunks", "waits", "--out", tmp_path)
+    assert "| Community/300/2000 | gcn | 128 |" in (tmp_path / "pipeline-chunks.md").read_text()
+    assert "| Community/300/2000 | gcn | 64 |" in (tmp_path / "pipeline-waits.md").read_text()
+    run("pipeline_time", *small, "--of", "hosts", "--out", tmp_path)
+    assert "2 stages, 32 chunks" in (tmp_path / "pipeline-hosts.md").read_text()
+
+
+@real
+@pytest.mark.grid
+def test_staleness(tmp_path):
+    """What was trained is not trained again."""
+    options = ["--root", REAL, "--graphs", "Cora", "--seeds", 1, "--epochs", 2, "--runs", tmp_path / "runs"]
+    for _ in range(2):
+        run("staleness", *options, "--out", tmp_path)
+        table = (tmp_path / "staleness.md").read_text()
+        assert table.count("| Cora | ") == 2 and "| history of the exact pass | " in table
+        assert len((tmp_path / "runs").read_text().splitlines()) == 2 * 4 + 8
