@@ -137,7 +137,7 @@ def load_checkpoint(
     With as many workers on the same partition, what follows has the same bits as if nothing had happened. Another
     number of workers, or another partition, goes on from the same parameters, with a note: random numbers are others,
     except the seeds of dropout on edges. Rows of a :class:`~pyg_sar.nn.NodeEmbedding` find their nodes. A pipeline
-    needs the stages, workers and chunks that it had.
+    needs the stages, workers, chunks and nodes that it had.
 
     Args:
         path (str): The folder that was given to :func:`save_checkpoint`.

@@ -78,7 +78,7 @@ def plan_pipeline(
 
     Raises:
         RuntimeError: In a process that is in a process group.
-        ValueError: If there are fewer blocks than stages.
+        ValueError: If there are fewer blocks than stages, or one that no chunk could run, such as a BatchNorm.
     """
     if connected():
         raise RuntimeError("'plan_pipeline' makes a process group of its own: call it before, or in another process")

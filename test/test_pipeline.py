@@ -363,9 +363,14 @@ def test_checkpoints_that_do_not_fit(tmp_path):
         pyg_sar.save_checkpoint(tmp_path / "one", pipe=pipe, model=pipe.blocks)
     pyg_sar.save_checkpoint(tmp_path / "one", pipe=pipe)
     with pytest.raises(
-        RuntimeError, match=r"of \[4\] blocks, 1 workers a stage, 4 chunks: stage 0, and this one.* 5 chunks"
+        RuntimeError,
+        match=r"of \[4\] blocks, 1 workers a stage, 4 chunks: stage 0 with 40 nodes .*, and this one.* 5 chunks",
     ):
         pyg_sar.load_checkpoint(tmp_path / "one", pipe=alone(data.edge_index, 5))
+    with pytest.raises(ValueError, match=r"with 40 nodes \(checksum .* with 39 nodes"):
+        other = data.edge_index[:, (data.edge_index < NODES - 1).all(0)]
+        blocks = blocks_of(pyg_sar.nn, "sage")
+        pyg_sar.Pipeline(blocks, pyg_sar.shard(other, NODES - 1), None, 4).restore(pipe.checkpoint())
     with pytest.raises(RuntimeError, match="it holds no model"):
         pyg_sar.load_checkpoint(tmp_path / "one", model=pipe.blocks)
     with pytest.raises(RuntimeError, match="it holds pipeline, blocks of a pipeline's pipeline, blocks, optimizer"):
