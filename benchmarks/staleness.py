@@ -197,14 +197,13 @@ def tables(runs: dict[str, list[float]], epochs: int) -> list[str]:
     """Return the lines of all that was trained."""
     lines = [ABOUT.format(layers=LAYERS, hidden=HIDDEN, epochs=epochs), ""]
     lines += [f"| graph | model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
-    for task in TASKS:
-        for kind in TASKS[task]:
-            lines.append(
-                f"| {task} | {MODELS[kind]} | {' | '.join(told(runs, task, kind, name) for name in COLUMNS)} |"
-            )
-    lines += ["", RULES_ABOUT, "", f"| GCNII | {' | '.join(ABLATION)} |", "|---" * (len(ABLATION) + 1) + "|"]
-    for name in ("32 chunks", *RULES):
-        lines.append(f"| {name} | {' | '.join(told(runs, task, 'gcn2', name) for task in ABLATION)} |")
+    for task, kind in ((task, kind) for task in TASKS for kind in TASKS[task]):
+        if any(cells := [told(runs, task, kind, name) for name in COLUMNS]):
+            lines.append(f"| {task} | {MODELS[kind]} | {' | '.join(cells)} |")
+    rules = {name: [told(runs, task, "gcn2", name) for task in ABLATION] for name in ("32 chunks", *RULES)}
+    if any(any(rules[name]) for name in RULES):
+        lines += ["", RULES_ABOUT, "", f"| GCNII | {' | '.join(ABLATION)} |", "|---" * (len(ABLATION) + 1) + "|"]
+        lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rules.items()]
     return lines
 
 
