@@ -197,7 +197,7 @@ def tables(runs: dict[str, list[float]], epochs: int) -> list[str]:
     """Return the lines of all that was trained."""
     lines = [ABOUT.format(layers=LAYERS, hidden=HIDDEN, epochs=epochs), ""]
     lines += [f"| graph | model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
-    for task, kind in ((task, kind) for task in TASKS for kind in TASKS[task]):
+    for task, kind in ((graph_name, kind) for graph_name, kinds in TASKS.items() for kind in kinds):
         if any(cells := [told(runs, task, kind, name) for name in COLUMNS]):
             lines.append(f"| {task} | {MODELS[kind]} | {' | '.join(cells)} |")
     rules = {name: [told(runs, task, "gcn2", name) for task in ABLATION] for name in ("32 chunks", *RULES)}
