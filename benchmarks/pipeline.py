@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness.deep import MASKS, NAMES, graph
+from harness.deep import NAMES, graph, partitions
 from harness.launch import DeepGNN, answer, launch
 from harness.report import write
 from tqdm import tqdm
@@ -79,15 +79,6 @@ def worker(args: argparse.Namespace) -> None:
                 found[f"{kind} {stages}"] = [received(seen.within), received([seen.between]), seen.parameters]
                 del pipe, model
         answer([rank, found])
-
-
-def partitions(data: Any, folder: str, counts: Any) -> None:
-    """Write a graph in several numbers of parts."""
-    data = data.clone()
-    for mask in MASKS:
-        data[mask] = data[mask][:, 0].clone()
-    for parts in counts:
-        pyg_sar.partition(data, parts, f"{folder}/{parts}")
 
 
 def stale_share(folder: str, chunks: int) -> float:

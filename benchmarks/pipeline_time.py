@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness.deep import MASKS, graph
+from harness.deep import graph, partitions
 from harness.launch import DeepGNN, answer, environment, launch, results
 from harness.process_memory import resident
 from harness.report import processor, write
@@ -97,15 +97,6 @@ def worker(args: argparse.Namespace) -> None:
             found = {"computed": seen.computed, "waited": seen.between.forward_wait + seen.between.backward_wait}
             found |= {"received": received([seen.between])}
         answer({"rank": rank, "seconds": seconds, "peak": resident("VmHWM"), **found})
-
-
-def partitions(name: str, root: str, folder: str) -> None:
-    """Write a graph in one and in two parts, with its first split."""
-    data = graph(name, root)
-    for mask in MASKS:
-        data[mask] = data[mask][:, 0].clone()
-    for parts in (1, 2):
-        pyg_sar.partition(data, parts, f"{folder}/{parts}")
 
 
 def words(folder: str, kind: str, stages: int, chunks: int, workers: int, epochs: int, way: int = -1) -> list[str]:
@@ -204,7 +195,7 @@ def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: f"{scratch}/{k}" for k, name in enumerate(args.graphs)}
         for name, folder in folders.items():
-            partitions(name, args.root, folder)
+            partitions(graph(name, args.root), folder, (1, 2))
         for of in tqdm(args.of):
             about = ABOUT[of].format(layers=LAYERS, hidden=HIDDEN)
             made = f"{about} Medians of {args.epochs} epochs. {processor()}. Made by `benchmarks/pipeline_time.py`."

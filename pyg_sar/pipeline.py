@@ -184,7 +184,7 @@ class Pipeline:
         if self.seen is not None:
             self.seen.computed.append((way, -1 if it is None else it.number, time.perf_counter() - start))
 
-    def described(self) -> str:
+    def identity(self) -> str:
         """Return what histories depend on, and which stage this is."""
         chunks, graph = 1 if self.history is None else len(self.history.chunks), self.edge_index.graph
         nodes = zlib.crc32(b"" if graph.n_id is None else graph.n_id.cpu().numpy().tobytes())
@@ -200,7 +200,7 @@ class Pipeline:
             for tile, rows in enumerate(site.tiles)
         }
         shapes = [[k, *map(list, s)] for k, s in self.shapes.items()]
-        return {"of": self.described(), "epoch": self.epoch, "history": rows, "shapes": shapes}
+        return {"of": self.identity(), "epoch": self.epoch, "history": rows, "shapes": shapes}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`checkpoint` returned, with the same bits.
@@ -208,8 +208,8 @@ class Pipeline:
         Raises:
             ValueError: If it is of other stages, workers, chunks or nodes.
         """
-        if state["of"] != self.described():
-            raise ValueError(f"It is of a pipeline of {state['of']}, and this one of {self.described()}")
+        if state["of"] != self.identity():
+            raise ValueError(f"It is of a pipeline of {state['of']}, and this one of {self.identity()}")
         self.epoch = state["epoch"]
         self.shapes = {k: [(shape, dtype) for shape, dtype in shapes] for k, *shapes in state["shapes"]}
         if self.history is not None:
@@ -413,8 +413,8 @@ def mixed(*numbers: int) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators in use. :func:`torch.manual_seed` writes down a stack for each kind of device there is not:
-    a quarter of the time of a small chunk.
+    """Seed the generators in use. :func:`torch.manual_seed` writes down a stack for each kind of device there is not,
+    which small chunks would notice.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

@@ -220,7 +220,7 @@ def test_plan_of_stages(capsys, tmp_path, model):
         (["--nodes", "9", "--edges", "9"], "--features and --classes"),
         (["nowhere"], "no folder"),
         (
-            [*["--nodes", "9", "--edges", "9", "--features", "9", "--classes", "9", "--model", "gcn2"]],
+            ["--nodes", "9", "--edges", "9", "--features", "9", "--classes", "9", "--model", "gcn2"],
             "--stages with --model gcn2",
         ),
     ],

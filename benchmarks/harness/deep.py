@@ -1,5 +1,6 @@
 """Graphs of the benchmarks of pipelines, without directions."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
+import pyg_sar
 from pyg_sar.data.datasets import dataset
 
 NAMES = {
@@ -28,6 +30,15 @@ def graph(name: str, root: str) -> Data:
     for mask in MASKS:
         data[mask] = data[mask].view(data.num_nodes, -1)
     return Data(**{k: data[k] for k in ("x", "y", "edge_index", *MASKS, "num_classes")})
+
+
+def partitions(data: Data, folder: str, counts: Iterable[int]) -> None:
+    """Write a graph with its first split, in several numbers of parts."""
+    data = data.clone()
+    for mask in MASKS:
+        data[mask] = data[mask][:, 0].clone()
+    for parts in counts:
+        pyg_sar.partition(data, parts, f"{folder}/{parts}")
 
 
 def read(path: Path) -> Data:
