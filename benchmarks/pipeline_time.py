@@ -28,7 +28,7 @@ from tqdm import tqdm
 import pyg_sar
 from pyg_sar.planner import received
 
-LAYERS, HIDDEN = 32, 100
+HIDDEN = 100
 LARGE = "Community/50000/2500000"
 # Ways to train on two hosts: title, stages (0: workers share the graph), chunks, what `load` gets
 WAYS: list[tuple[str, int, int, dict[str, Any]]] = [
@@ -48,7 +48,7 @@ def step(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     group = None if mesh is None else mesh.get_group("graph")
     data = pyg_sar.load(f"{args.folder}/{parts}", group=group, **options)
     torch.manual_seed(0)
-    model = DeepGNN(pyg_sar.nn, args.kind, data.x.size(1), HIDDEN, data.num_classes, LAYERS)
+    model = DeepGNN(pyg_sar.nn, args.kind, data.x.size(1), HIDDEN, data.num_classes, args.layers)
     total = int(pyg_sar.all_reduce(data.train_mask.sum(), group))
 
     def loss_of(out: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -99,10 +99,13 @@ def worker(args: argparse.Namespace) -> None:
         answer({"rank": rank, "seconds": seconds, "peak": resident("VmHWM"), **found})
 
 
-def words(folder: str, kind: str, stages: int, chunks: int, workers: int, epochs: int, way: int = -1) -> list[str]:
+def words(
+    args: argparse.Namespace, folder: str, kind: str, stages: int, chunks: int, workers: int, way: int = -1
+) -> Any:
     """Return the arguments of a worker."""
-    named = {"folder": folder, "kind": kind, "stages": stages, "chunks": chunks, "workers": workers, "epochs": epochs}
-    return [word for name, value in (named | {"way": way}).items() for word in (f"--{name}", str(value))]
+    named = {"folder": folder, "kind": kind, "stages": stages, "chunks": chunks, "workers": workers, "way": way}
+    named |= {"epochs": args.epochs, "layers": args.layers}
+    return [word for name, value in named.items() for word in (f"--{name}", str(value))]
 
 
 def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
@@ -115,11 +118,11 @@ def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
         for kind in args.models:
             one = 0.0
             for chunks in (1, 8, 32, 128):
-                options = words(folder, kind, 1, chunks, 1, args.epochs)
+                options = words(args, folder, kind, 1, chunks, 1)
                 (found,) = launch(__file__, 1, options, threads=2)
                 seconds = statistics.median(found["seconds"])
                 one = one or seconds
-                each = 1000 * seconds / chunks / LAYERS
+                each = 1000 * seconds / chunks / args.layers
                 cells = [name, kind, chunks, f"{seconds:.2f}", f"{seconds / one:.2f}", f"{each:.1f}"]
                 lines.append(f"| {' | '.join(map(str, cells))} | {found['peak']:.0f} |")
     return lines
@@ -144,7 +147,7 @@ def waits(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
     for name, folder in folders.items():
         for kind in args.models:
             for chunks in (4, 8, 16, 32, 64):
-                found = launch(__file__, 2, words(folder, kind, 2, chunks, 2, args.epochs))
+                found = launch(__file__, 2, words(args, folder, kind, 2, chunks, 2))
                 seconds = statistics.median(found[0]["seconds"])
                 waited = statistics.mean(one["waited"] / one["seconds"][-1] for one in found)
                 ways: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -165,7 +168,7 @@ def host_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
             for k, (title, stages, chunks, _) in enumerate(WAYS):
                 cells, peak = [], 0.0
                 for rate in args.rates:
-                    options = words(folder, kind, stages, chunks, 2, args.epochs, k)
+                    options = words(args, folder, kind, stages, chunks, 2, k)
                     with Hosts(2, None if rate == "no limit" else rate) as hosts:
                         told = hosts.run([__file__, "--worker", *options], env=environment(1), echo=False)
                     found = [one for text in told for one in results(text)]
@@ -197,7 +200,7 @@ def main(args: argparse.Namespace) -> None:
         for name, folder in folders.items():
             partitions(graph(name, args.root), folder, (1, 2))
         for of in tqdm(args.of):
-            about = ABOUT[of].format(layers=LAYERS, hidden=HIDDEN)
+            about = ABOUT[of].format(layers=args.layers, hidden=HIDDEN)
             made = f"{about} Medians of {args.epochs} epochs. {processor()}. Made by `benchmarks/pipeline_time.py`."
             print(write(args.out, f"pipeline-{of}.md", [made, "", *TABLES[of](folders, args)]))
 
@@ -208,13 +211,14 @@ if __name__ == "__main__":
         parser.add_argument("--worker", action="store_true")
         for option in ("folder", "kind"):
             parser.add_argument(f"--{option}")
-        for option in ("stages", "chunks", "workers", "epochs", "way"):
+        for option in ("stages", "chunks", "workers", "epochs", "layers", "way"):
             parser.add_argument(f"--{option}", type=int)
         worker(parser.parse_args())
         sys.exit()
     parser.add_argument("--of", nargs="+", default=list(TABLES), choices=list(TABLES))
     parser.add_argument("--graphs", nargs="+", default=["squirrel", LARGE])
     parser.add_argument("--models", nargs="+", default=["gcn", "gcn2"])
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "no limit"], help="of links, for hosts")
     parser.add_argument("--root", default="data")

@@ -182,7 +182,8 @@ def test_pipeline(tmp_path):
 
 @pytest.mark.grid
 def test_pipeline_time(tmp_path):
-    small = ["--graphs", "Community/300/2000", "--models", "gcn", "--epochs", 2, "--rates", "no limit"]
+    small = ["--graphs", "Community/300/2000", "--models", "gcn", "--layers", 2]
+    small += ["--epochs", 2, "--rates", "no limit"]
     run("pipeline_time", *small, "--of", "chunks", "waits", "--out", tmp_path)
     assert "| Community/300/2000 | gcn | 128 |" in (tmp_path / "pipeline-chunks.md").read_text()
     assert "| Community/300/2000 | gcn | 64 |" in (tmp_path / "pipeline-waits.md").read_text()
@@ -198,5 +199,5 @@ def test_staleness(tmp_path):
     for _ in range(2):
         run("staleness", *options, "--out", tmp_path)
         table = (tmp_path / "staleness.md").read_text()
-        assert table.count("| Cora | ") == 2 and "| history of the exact pass | " in table
+        assert table.count("\n| Cora | ") == 2 and "| history of the exact pass | " in table
         assert len((tmp_path / "runs").read_text().splitlines()) == 2 * 4 + 8
