@@ -443,5 +443,6 @@ def without_bias(x: HostRows) -> tuple[HostRows, Any]:
         return x, 0
     rows, bias = x.op.args
     alike = isinstance(rows, HostRows) and (rows.shape, rows.dtype) == (x.shape, x.dtype)
-    is_bias = type(bias) in (Tensor, torch.nn.Parameter) and bias.shape == x.shape[1:] and len(bias) != len(x)
+    is_tensor = isinstance(bias, Tensor) and not isinstance(bias, HostRows)
+    is_bias = is_tensor and bias.shape == x.shape[1:] and len(bias) != len(x)
     return (rows, bias) if alike and is_bias else (x, 0)

@@ -31,6 +31,8 @@ from pyg_sar.offload.rows import HostRows
 # Of a chunk in the dry run: they outweigh parameters, or the peak would be in another place; and for a first guess.
 ROWS, ROUGH = 2048, 512
 CHUNKS = 8  # in the dry run, at most, but where a chunk reads more
+FRESH = 4  # times as many rows as a chunk reads, so that most of those that the next one reads are others
+WORK = 2**21  # edges of the dry run, but where this would leave few rows
 FEWEST = 64  # rows of a chunk, on average
 INDEX = 24  # bytes a node: its id, its degree, and its number while a chunk is made
 MARGIN = 1.15  # for what allocators and libraries keep; on an accelerator, products keep a range more
@@ -106,13 +108,14 @@ def plan_offload(
             or a chunk needs of them is copied there.
         edges: Tensors of edges like those that the model takes; integers are types of edges.
     """
-    rows, ratio = min(rows, counts.rows), counts.sources / max(counts.rows, 1)
-    chunks = min(counts.chunks, max(CHUNKS, math.ceil(ratio)))
+    ratio, degree = (n / max(counts.rows, 1) for n in (counts.sources, counts.edges))
+    chunks = min(counts.chunks, max(CHUNKS, FRESH * math.ceil(ratio)))
+    rows = min(rows, counts.rows, max(round(WORK / max(chunks * degree, 1)), ROUGH))
     runs = []
     with few_objects(), torch.random.fork_rng(devices=[]):
         for own, many in ((rows, chunks), (max(rows // 2, 1), chunks), (rows, 2 * chunks)):
             factor = own / max(counts.rows, 1)
-            edge_index = small(counts, own, many)
+            edge_index = small(counts, own, many, chunks)
             few = None if slots is None else max(round(slots * factor), 1)
             place = place_of(edge_index.graph, Home(home, torch.device("cpu"), None), many, few)
             place = place._replace(copies=not beside)
@@ -135,16 +138,19 @@ def plan_offload(
     return OffloadNeed(counts.chunks, slots, **need)
 
 
-def small(counts: Counts, rows: int, chunks: int) -> ShardedEdgeIndex:
-    """Return a graph of chunks with so many rows, which each read a window of sources and have edges in proportion."""
-    factor, nodes = rows / max(counts.rows, 1), rows * chunks
-    sources = min(max(round(counts.sources * factor), 1), nodes)
+def small(counts: Counts, rows: int, chunks: int, near: int) -> ShardedEdgeIndex:
+    """Return a graph of chunks with so many rows, which have sources and edges in proportion: each reads its own rows
+    and some of ``near`` chunks around it, whatever the number of chunks, so that two in turn share few sources.
+    """
+    factor, nodes, within = rows / max(counts.rows, 1), rows * chunks, rows * near
+    sources = min(max(round(counts.sources * factor), 1), within)
     edges = max(round(counts.edges * factor), sources)
     generator, parts = torch.Generator().manual_seed(0), []
     for c in range(chunks):
-        window = min(max(c * rows + rows // 2 - sources // 2, 0), nodes - sources)
-        more = torch.randint(sources, (edges - sources,), generator=generator)
-        col = window + torch.cat([torch.arange(sources), more])
+        first = min(max(c * rows + rows // 2 - within // 2, 0), nodes - within)
+        others = first + torch.randperm(within - rows, generator=generator)
+        some = torch.cat([torch.arange(c * rows, (c + 1) * rows), others + rows * (others >= c * rows)])[:sources]
+        col = torch.cat([some, some[torch.randint(sources, (edges - sources,), generator=generator)]])
         parts.append(torch.stack([col, (c * rows + torch.arange(edges) % rows).sort().values]))
     return shard(torch.cat(parts, 1), nodes)
 

@@ -40,6 +40,7 @@ def test_fault(folder, phase, fault):
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(1200)  # 26 runs
 def test_restarts(folder):
     """A run that meets one fault after the other ends with the bits of a run without."""
     assert faults.recover(folder, faults.recoverable(some=10))

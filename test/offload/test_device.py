@@ -105,12 +105,11 @@ def graph():
 WIDTHS, TYPES = [32, 64, 64, 4], 3
 
 
-# Of chunks of 125 rows GAT's plan is 13% too low, less than a budget leaves.
 @pytest.mark.parametrize(
     ("kind", "chunks"),
     [
         ("sage", (2, 8, 32)),
-        ("gat", (2, 8)),
+        ("gat", (2, 8, 32)),
         pytest.param("rgcn", (2, 8, 32), marks=pytest.mark.grid),
     ],
 )
@@ -122,7 +121,7 @@ def test_plan_tells_what_the_device_holds(machines, kind, chunks):
     for count, peak in zip(chunks, found, strict=True):
         counts = counts_of(data.edge_index.graph, count, int(data.train_mask.sum()))
         told = plan_offload(lambda: Net(kind, WIDTHS), counts, 32, beside=False, edges=edges).step
-        assert 0.95 * peak <= told <= 1.25 * peak, (count, peak, told)
+        assert 0.95 * peak <= told <= 1.15 * peak, (count, peak, told)
 
 
 def planned(group):
