@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
@@ -30,7 +29,11 @@ def few_objects() -> Iterator[None]:
 
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
     """Yield the memory of tensors; what only stands for rows has none."""
-    return (t.untyped_storage() for t in tree_leaves(value) if type(t) in (Tensor, torch.nn.Parameter))
+    if type(value) in (Tensor, torch.nn.Parameter):
+        yield value.untyped_storage()
+    elif isinstance(value, (tuple, list)):  # all that operators take and return besides
+        for item in value:
+            yield from storages(item)
 
 
 class Live(TorchDispatchMode):
@@ -49,7 +52,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look for memory that is not that of an argument."""
-        given = {memory._cdata for memory in storages((args, kwargs))}
+        given = {memory._cdata for memory in storages((*args, *(kwargs or {}).values()))}
         out = None if self.dry and func.namespace == "pyg_sar" else func(*args, **(kwargs or {}))
         for memory in storages(out):
             if memory._cdata not in given:

@@ -30,7 +30,7 @@ from pyg_sar.offload.rows import HostRows
 
 # Of a chunk in the dry run: they outweigh parameters, or the peak would be in another place; and for a first guess.
 ROWS, ROUGH = 2048, 512
-CHUNKS = 8  # in the dry run, at most, but where a chunk reads more
+CHUNKS = 4  # in the dry run, at most, but where a chunk reads more
 FRESH = 4  # times as many rows as a chunk reads, so that most of those that the next one reads are others
 WORK = 2**21  # edges of the dry run, but where this would leave few rows
 FEWEST = 64  # rows of a chunk, on average
@@ -109,7 +109,7 @@ def plan_offload(
         edges: Tensors of edges like those that the model takes; integers are types of edges.
     """
     ratio, degree = (n / max(counts.rows, 1) for n in (counts.sources, counts.edges))
-    chunks = min(counts.chunks, max(CHUNKS, FRESH * math.ceil(ratio)))
+    chunks = min(counts.chunks, max(CHUNKS, math.ceil(FRESH * ratio)))
     rows = min(rows, counts.rows, max(round(WORK / max(chunks * degree, 1)), ROUGH))
     runs = []
     with few_objects(), torch.random.fork_rng(devices=[]):
@@ -164,13 +164,17 @@ def run(
     given = [alike(t, edge_index.graph.num_edges) for t in edges]
     state = optimizer(net.parameters())
     before = sum(graph.memory().values())
-    for _ in range(2):  # the first step makes chunks, transposed blocks, self-loops and the optimizer's state
-        with Live() as live, record_traffic(edge_index) as layers:
-            out = net(x, edge_index, *given)[labels]
-            F.cross_entropy(out, labels % out.size(1)).backward()
-            del out
-            state.step()
-            state.zero_grad()
+
+    def step() -> None:
+        out = net(x, edge_index, *given)[labels]
+        F.cross_entropy(out, labels % out.size(1)).backward()
+        del out
+        state.step()
+        state.zero_grad()
+
+    step()  # makes chunks, transposed blocks, self-loops and the optimizer's state
+    with Live() as live, record_traffic(edge_index) as layers:
+        step()
     derived = sum(graph.memory().values()) - before
     moved = sum(t.forward_loaded + t.forward_stored + t.backward_loaded + t.backward_stored for t in layers)
     return {
@@ -222,13 +226,14 @@ def choose(
         for slots in (None, -(-here.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
                 need = plan_offload(model, here, in_channels, slots, home, optimizer, rows, dtype, beside, edges)
-                (excess,) = most([round(MARGIN * need.total) - int(4 * budget if rows == ROUGH else budget)])
+                (excess,) = most([round(MARGIN * need.total) - int(2 * budget if rows == ROUGH else budget)])
                 if excess > 0:
                     break
             else:
                 return need
-        last, far = count >= (most_chunks := -(-here.nodes // FEWEST)), need.total > 8 * budget
-        last, far = (bool(n) for n in most([last, far]))
+        # A chunk that is a k-th as long needs no less than a k-th, so fewer chunks would not fit either.
+        times = MARGIN * need.step / max(budget - MARGIN * need.loaded, 1)
+        last, bits = most([count >= (most_chunks := -(-here.nodes // FEWEST)), int(math.log2(max(times, 2)))])
         if last:
             raise ValueError(
                 f"A step needs at least {round(MARGIN * need.total):,} bytes beside the rows at home: {need.loaded:,} "
@@ -236,4 +241,4 @@ def choose(
                 f"{here.rows} rows, and what allocators keep (got a budget of {int(budget):,}). Raise the budget, or "
                 f"make the model narrower."
             )
-        count = min(count * (4 if far else 2), most_chunks)
+        count = min(count << bits, most_chunks)

@@ -108,9 +108,9 @@ WIDTHS, TYPES = [32, 64, 64, 4], 3
 @pytest.mark.parametrize(
     ("kind", "chunks"),
     [
-        ("sage", (2, 8, 32)),
-        ("gat", (2, 8, 32)),
-        pytest.param("rgcn", (2, 8, 32), marks=pytest.mark.grid),
+        ("sage", (32,)),
+        ("gat", (8, 32)),
+        *(pytest.param(kind, (2, 8, 32), marks=pytest.mark.grid) for kind in ("sage", "gat", "rgcn")),
     ],
 )
 def test_plan_tells_what_the_device_holds(machines, kind, chunks):

@@ -479,6 +479,7 @@ def test_homes_die(no_garbage_collection):
 
 def test_files_are_closed(tmp_path):
     """Chunks take one file each, whatever number of index tensors they have, and steps leave none."""
+    gc.collect()  # files of other tests
     data = small(3, home=str(tmp_path))
     model, count, open_files = convert(network("gat", "batch")), 0, []
     for _ in range(4):
