@@ -95,7 +95,7 @@ def fetch(rows: SourceRows, index: Tensor, place: Place, meter: Meter) -> Tensor
     """Return rows from home."""
     found = rows.select(index)
     meter(loaded=found.nbytes)
-    return found.to(place.device, non_blocking=True)  # of a dry run: these, which are new, stand for those on the device
+    return found.to(place.device, non_blocking=True)  # no copy in a dry run: these are new
 
 
 def add(total: SourceRows, index: Tensor, grad: Tensor, meter: Meter) -> None:
