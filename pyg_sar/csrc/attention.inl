@@ -17,37 +17,10 @@
 
 constexpr int GROUP = 16;  // heads at a time, at most
 
-// A random word for each edge and head, the same as in pyg_sar/dropout.py.
-inline uint32_t mix(uint32_t h) {
-  h = (h ^ (h >> 16)) * 0x7FEB352Du;
-  h = (h ^ (h >> 15)) * 0x846CA68Bu;
-  return h ^ (h >> 16);
-}
-
 template <class A>
-class Dropout {
- public:
-  Dropout(const Attention& op) : e_id_(op.e_id) {
-    if (e_id_ == nullptr) return;
-    const auto key = [&](int64_t k) { return mix(mix(mix(uint32_t(k)) ^ uint32_t(op.seed)) ^ uint32_t(uint64_t(op.seed) >> 32)); };
-    keys_.push_back(key(1));
-    for (int64_t h = op.head; h < op.head + op.heads; ++h) keys_.push_back(key(h + 2));
-    threshold_ = uint64_t(std::nearbyint(op.dropout * 0x1p32));
-    scale_ = op.dropout < 1 ? A(1) / A(1 - op.dropout) : A(0);
-  }
-  explicit operator bool() const { return e_id_ != nullptr; }
-  A operator()(int64_t position, int64_t head) const {
-    const uint64_t id = uint64_t(e_id_[position]);
-    const uint32_t h = mix(mix(uint32_t(id)) ^ uint32_t(id >> 32) ^ keys_[0]);
-    return uint64_t(mix(h ^ keys_[head + 1])) >= threshold_ ? scale_ : A(0);
-  }
-
- private:
-  const int64_t* e_id_;
-  std::vector<uint32_t> keys_;
-  uint64_t threshold_ = 0;
-  A scale_ = 1;
-};
+Dropout<A> dropout_of(const Attention& op) {
+  return {op.e_id, op.seed, op.dropout, op.head, op.heads};
+}
 
 // What both passes read of a block, for the heads [from, to).
 template <Score S, class T, class I>
@@ -235,7 +208,7 @@ int64_t group(const Attention& op) {
 
 template <Score S, class T, class I>
 void attend(const Attention& op, Parallel parallel) {
-  const Dropout<Acc<T>> dropout(op);
+  const Dropout<Acc<T>> dropout = dropout_of<Acc<T>>(op);
   const int64_t step = group<T>(op);
   Tile<T> keys, values;
   for (int64_t from = 0; from < op.heads; from += step) {
@@ -496,7 +469,7 @@ void collect(Acc<T>* facts, const AttentionGrad& op, const Edges<S, T, I>& edges
 template <Score S, class T, class I>
 void attend_grad(const AttentionGrad& op, Parallel parallel) {
   using A = Acc<T>;
-  const Dropout<A> dropout(op.forward);
+  const Dropout<A> dropout = dropout_of<A>(op.forward);
   const Attention& forward = op.forward;
   const int64_t step = group<T>(forward), C = forward.channels, dsts = forward.csr.all;
   const std::unique_ptr<A[]> d_score(new A[forward.csr.edges * step]);

@@ -174,7 +174,7 @@ struct ValueGradBody {
 template <class T, class I>
 void gatv2_grad(const AttentionGrad& op, Parallel parallel) {
   using A = Acc<T>;
-  const Dropout<A> dropout(op.forward);
+  const Dropout<A> dropout = dropout_of<A>(op.forward);
   const Attention& forward = op.forward;
   const int64_t tile = group<T>(forward), C = forward.channels, dsts = forward.csr.all;
   const int64_t step = (tile + 1) / 2;  // half of the others' heads at a time, as an edge leaves two numbers

@@ -114,6 +114,16 @@ struct ColumnAffine {
   int64_t rows, width;
 };
 
+// out = x, of which some numbers are dropped and the others scaled.
+struct DropoutRows {
+  Rows<const void> x;
+  const int64_t* id;  // of each row
+  int64_t seed;
+  double p;
+  Rows<void> out;  // of the type of x
+  int64_t rows, width;
+};
+
 // Runs `task(unit, context)` for all units on torch's threads, in any order.
 using Parallel = void (*)(int64_t units, void (*task)(int64_t, void*), void* context);
 
@@ -128,6 +138,7 @@ struct Kernels {
   void (*moments)(const Moments&, Parallel);
   void (*column_products)(const ColumnProducts&, Parallel);
   void (*column_affine)(const ColumnAffine&, Parallel);
+  void (*dropout_rows)(const DropoutRows&, Parallel);
 };
 
 enum class Type { f32, f64, bf16, f16 };

@@ -7,19 +7,6 @@ constexpr int64_t BLOCK = 32;  // rows
 
 inline int64_t unit_of_rows(int64_t rows) { return std::max<int64_t>(1024, (rows + 255) / 256); }
 
-// Calls f(unit, begin, end) for all units of `size` rows.
-template <class F>
-void for_row_units(int64_t rows, int64_t size, Parallel parallel, F f) {
-  struct Job {
-    F& f;
-    int64_t rows, size;
-  } job{f, rows, size};
-  parallel((rows + job.size - 1) / job.size, [](int64_t u, void* context) {
-    const Job& job = *static_cast<Job*>(context);
-    job.f(u, u * job.size, std::min(job.rows, (u + 1) * job.size));
-  }, &job);
-}
-
 // Merge the moments of n more rows into those of `count` rows (Chan, Golub & LeVeque 1979), column by column.
 inline void merge_moments(double* __restrict mean, double* __restrict m2, double count, const double* __restrict more_mean,
                           const double* __restrict more_m2, double n, int64_t width) {

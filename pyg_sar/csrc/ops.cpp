@@ -362,6 +362,18 @@ void column_affine_(Tensor out, Tensor x, Tensor center, Tensor scale, Tensor sh
   kernels(x).column_affine(op, parallel);
 }
 
+void dropout_rows_(Tensor out, Tensor x, Tensor id, int64_t seed, double p) {
+  Arguments args;
+  DropoutRows op{};
+  op.rows = x.size(0), op.width = width_of("x", x), op.seed = seed, op.p = p;
+  STD_TORCH_CHECK(0 <= p && p <= 1, "Expected 'p' from 0 to 1 (got ", p, ")");
+  op.x = args.rows("x", x, -1, op.width, x.scalar_type());
+  op.id = static_cast<const int64_t*>(args.index("id", id, op.rows, ScalarType::Long));
+  op.out = args.out("out", out, op.rows, op.width, x.scalar_type());
+  ask_for_huge_pages(out);
+  if (op.rows > 0) kernels(x).dropout_rows(op, parallel);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
@@ -377,6 +389,7 @@ STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
   m.impl("moments_", TORCH_BOX(&moments_));
   m.impl("column_products_", TORCH_BOX(&column_products_));
   m.impl("column_affine_", TORCH_BOX(&column_affine_));
+  m.impl("dropout_rows_", TORCH_BOX(&dropout_rows_));
 }
 
 }  // namespace pyg_sar

@@ -307,3 +307,16 @@ class Tile {
   std::unique_ptr<T[]> memory_;
   int64_t size_ = 0;
 };
+
+// Calls f(unit, begin, end) for all units of `size` rows.
+template <class F>
+void for_row_units(int64_t rows, int64_t size, Parallel parallel, F f) {
+  struct Job {
+    F& f;
+    int64_t rows, size;
+  } job{f, rows, size};
+  parallel((rows + job.size - 1) / job.size, [](int64_t u, void* context) {
+    const Job& job = *static_cast<Job*>(context);
+    job.f(u, u * job.size, std::min(job.rows, (u + 1) * job.size));
+  }, &job);
+}

@@ -18,6 +18,7 @@ from pyg_sar.affine import affine, merge_moments, scaled
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.distributed.collectives import all_reduce, global_merge
 from pyg_sar.linear import linear
+from pyg_sar.offload.dropout import dropout_rows
 from pyg_sar.offload.rows import (
     HostRows,
     Op,
@@ -28,11 +29,8 @@ from pyg_sar.offload.rows import (
     pending,
     record,
     refuse,
-    requires_grad,
-    snapshot,
 )  # fmt: skip
 from pyg_sar.ops import moments_
-from pyg_sar.ops.dropout import dropout_factors
 
 ADDS = ("add", "add_", "__add__", "__iadd__")
 FASTER: dict[Callable, Callable] = {F.linear: linear}  # on real rows
@@ -368,27 +366,6 @@ def total(func: Callable, args: Any, kwargs: Any) -> Any:
     out = Total.apply(force(rows))
     out = out.sum() if dims is None else out
     return out if name_of(func) == "sum" else out / (rows.numel() if dims is None else len(rows))
-
-
-@answers("dropout")
-def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Drop by a mask that is a function of a seed of the graph, the row's global id and the column."""
-    names = dict(zip(("input", "p", "training", "inplace"), args, strict=False), **kwargs)
-    rows, p = names["input"], names.get("p", 0.5)
-    if not names.get("training", True) or p == 0:
-        return rows
-    if names.get("inplace"):
-        refuse(func, args, kwargs, "it changes its argument; leave out 'inplace'")
-    seed = rows.place.seeds.draw()
-    op = Op(dropout_rows, (snapshot(rows), p, seed), {})
-    learns = torch.is_grad_enabled() and requires_grad(rows)
-    return HostRows(rows.place, op=op, probe=rows.probe.clone(), requires_grad=learns)
-
-
-def dropout_rows(x: Tensor, p: float, seed: int, n_id: Tensor) -> Tensor:
-    """Return rows with some entries dropped, and the others scaled."""
-    factors = dropout_factors(n_id, x[:1].numel(), p, seed, x.dtype)
-    return x * factors.view(x.shape)
 
 
 @answers("batch_norm")

@@ -59,6 +59,8 @@ SCHEMAS = (
     # out = (x - center) * scale + shift, and + grad * factor if there is one
     "column_affine_(Tensor(a!) out, Tensor x, Tensor center, Tensor scale, Tensor shift, Tensor? grad, "
     "Tensor? factor) -> ()",
+    # out = x * f(seed, id[i], column), which is 0 with probability p, else 1 / (1 - p)
+    "dropout_rows_(Tensor(a!) out, Tensor x, Tensor id, int seed, float p) -> ()",
 )
 LIBRARY = torch.library.Library("pyg_sar", "DEF")
 
@@ -147,3 +149,4 @@ additive_grad_ = torch.ops.pyg_sar.additive_grad_
 moments_ = torch.ops.pyg_sar.moments_
 column_products_ = torch.ops.pyg_sar.column_products_
 column_affine_ = torch.ops.pyg_sar.column_affine_
+dropout_rows_ = torch.ops.pyg_sar.dropout_rows_

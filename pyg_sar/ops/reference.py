@@ -265,6 +265,12 @@ def column_affine_(
         into.copy_(value if factor is None else value.addcmul_(g, factor))
 
 
+def dropout_rows_(out: Tensor, x: Tensor, id: Tensor, seed: int, p: float) -> None:
+    """Drop numbers of rows, piece by piece: the random words take eight bytes each."""
+    for rows, ids, into in zip(pieces(x), id.split(len(pieces(x)[0])), pieces(out), strict=True):
+        torch.mul(rows, dropout_factors(ids, x.size(1), p, seed, x.dtype), out=into)
+
+
 def pieces(x: Tensor) -> tuple[Tensor, ...]:
     """Return rows in pieces that stay in a cache while several operations pass over them; a GPU has more of it."""
     return x.split(max((2**17 if x.is_cpu else 2**24) // max(x.size(1), 1), 1))

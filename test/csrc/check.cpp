@@ -385,6 +385,24 @@ void columns(const Kernels& kernels, bool brain, Parallel parallel, int64_t rows
   }
 }
 
+// Dropout of rows: what is dropped is for the tests against plain PyTorch; here, that each number is dropped or scaled.
+template <class T>
+void dropout(const Kernels& kernels, bool brain, Parallel parallel, int64_t rows, int64_t width) {
+  const Matrix<T> x(rows, width, true, brain);
+  std::vector<int64_t> id(rows);
+  for (int64_t& i : id) i = int64_t(random_bits());
+  for (const double p : {0.0, 0.5, 1.0}) {
+    Matrix<T> out(rows, width, false, brain);
+    kernels.dropout_rows({x, id.data(), int64_t(random_bits()), p, out, rows, width}, parallel);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < width; ++j) {
+        const bool zero = number(out.data[i * out.stride + j], brain) == 0;
+        out(i, j) = p == 1 || (p > 0 && zero) ? 0 : x(i, j) / (1 - p);
+      }
+    out.check("dropout of rows", 0);
+  }
+}
+
 // Every number that has 16 bits, through a sum of one edge, which is rounded to itself.
 void every_half(const Kernels& kernels, bool brain) {
   constexpr int64_t n = 1 << 16;
@@ -438,6 +456,9 @@ void run(const char* isa, const Kernels& (*choose)(Type, bool)) {
       columns<double, double>(choose(Type::f64, wide), false, parallel, rows, width);
       columns<uint16_t, float>(choose(Type::bf16, wide), true, parallel, rows, width);
       columns<uint16_t, float>(choose(Type::f16, wide), false, parallel, rows, width);
+      dropout<float>(choose(Type::f32, wide), false, parallel, rows, width);
+      dropout<double>(choose(Type::f64, wide), false, parallel, rows, width);
+      dropout<uint16_t>(choose(Type::bf16, wide), true, parallel, rows, width);
     }
   }
   title = isa;

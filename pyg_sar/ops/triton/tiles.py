@@ -74,12 +74,23 @@ def mix(h):
 
 
 @triton.jit
+def key_of(seed_low, seed_high, numbers):
+    """Return the keys of dropout for 1, which is of ids, and for the numbers of heads (or columns), from 2 on."""
+    return mix(mix(mix(numbers.to(tl.uint32)) ^ seed_low.to(tl.uint32)) ^ seed_high.to(tl.uint32))
+
+
+@triton.jit
 def keys_of(seed_low, seed_high, first_head, h):
     """Return the keys of dropout for edges and for a head."""
     one = tl.full([1], 1, tl.uint32)
-    low, high = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
-    numbers = tl.join(one, one * (first_head + 2 + h).to(tl.uint32))
-    return mix(mix(mix(numbers) ^ low) ^ high).split()
+    return key_of(seed_low, seed_high, tl.join(one, one * (first_head + 2 + h).to(tl.uint32))).split()
+
+
+@triton.jit
+def word_of(e_id, e, on, of_edges):
+    """Return what all heads of an edge share."""
+    ids = tl.load(e_id + e, on, 0)
+    return mix(mix(ids.to(tl.uint32)) ^ (ids >> 32).to(tl.uint32) ^ of_edges)
 
 
 @triton.jit
@@ -87,8 +98,7 @@ def factor_of(e_id, e, on, of_edges, of_head, threshold: tl.constexpr, scale: tl
     """Return the factors of dropout, see :func:`pyg_sar.ops.dropout.dropout_factors`; 1 where there is none."""
     factor = tl.full(e.shape, 1, type)
     if e_id is not None:
-        ids = tl.load(e_id + e, on, 0)
-        bits = mix(mix(mix(ids.to(tl.uint32)) ^ (ids >> 32).to(tl.uint32) ^ of_edges) ^ of_head)
+        bits = mix(word_of(e_id, e, on, of_edges) ^ of_head)
         factor = tl.where(bits.to(tl.int64) >= threshold, factor * scale, 0)
     return factor
 
