@@ -27,8 +27,11 @@ class Dropout {
     const uint64_t id = uint64_t(id_[position]);
     return mix(mix(uint32_t(id)) ^ uint32_t(id >> 32) ^ of_ids_);
   }
-  bool keeps(uint32_t word, int64_t column) const { return mix(word ^ of_columns_[column]) >= threshold_; }
-  A operator()(int64_t position, int64_t column) const { return keeps(word(position), column) ? scale_ : A(0); }
+  const uint32_t* of_columns() const { return of_columns_.data(); }
+  uint32_t threshold() const { return threshold_; }
+  A operator()(int64_t position, int64_t column) const {
+    return mix(word(position) ^ of_columns_[column]) >= threshold_ ? scale_ : A(0);
+  }
 
  private:
   const int64_t* id_;
@@ -43,15 +46,18 @@ void dropout_rows(const DropoutRows& op, Parallel parallel) {
   const Rows<const T> x = typed<T>(op.x);
   const Rows<T> out = typed<T>(op.out);
   const Dropout<A> dropout(op.id, op.seed, op.p, 0, op.width);
-  const A scale = A(T(dropout.scale()));  // rounded like the factors of torch's dropout
   const int64_t size = std::max<int64_t>(1, (1 << 16) / (op.width + 1));
   for_row_units(op.rows, size, parallel, [&](int64_t, int64_t begin, int64_t end) {
+    // All of it local, or the innermost loop is not vectorised.
+    const A scale = A(T(dropout.scale()));  // rounded like the factors of torch's dropout
+    const int64_t width = op.width;
     for (int64_t i = begin; i < end; ++i) {
-      const uint32_t word = dropout.word(i);
+      const uint32_t word = dropout.word(i), threshold = dropout.threshold();
+      const uint32_t* __restrict key = dropout.of_columns();
       const T* __restrict row = x[i];
       T* __restrict into = out[i];
 #pragma omp simd
-      for (int64_t c = 0; c < op.width; ++c) into[c] = T(A(row[c]) * (dropout.keeps(word, c) ? scale : A(0)));
+      for (int64_t c = 0; c < width; ++c) into[c] = T(A(row[c]) * (mix(word ^ key[c]) >= threshold ? scale : A(0)));
     }
   });
 }
