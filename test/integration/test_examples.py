@@ -50,6 +50,7 @@ def test_deep_gcn(tmp_path, workers, chunks, model):
     assert "epoch   2  loss" in told and ("stale edges 0.0%" in told) == (chunks == 1)
 
 
+@pytest.mark.grid
 def test_deep_gcn_goes_on(tmp_path):
     """With the same losses; stages are cut by what was measured, so that they may differ between runs."""
     run("-m", "pyg_sar", "partition", "Community/300/2000", "--num-parts", 1, "--out", tmp_path / "parts")

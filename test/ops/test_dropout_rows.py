@@ -9,7 +9,7 @@ from pyg_sar.ops import reference
 from pyg_sar.ops.dropout import dropout_factors
 
 TYPES = [torch.float64, *HALF]
-SIZES = [(0, 3), (1, 1), (2, 257), (33, 5), (1500, 70)]
+SIZES = [(0, 3), (1, 1), (2, 257), (33, 5), (1500, 70), (33, 6)]
 IDS = torch.randint(-(2**63), 2**63 - 1, (1500,), generator=torch.Generator().manual_seed(1))
 
 
@@ -28,13 +28,12 @@ def dropped(module, x, ids, seed, p):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_bits_of_factors(kernels, dtype):
     """Every shape, layout, seed and share in turn, among them nothing and everything."""
-    shares, seeds = (0.5, 0.0, 1.0, 0.1, 1 - 2**-40), (0, 7, 2**62 + 12345, 2**63 - 1, 3)
-    for k, (n, width) in enumerate(SIZES):
+    shares, seeds = (0.5, 0.0, 1 - 2**-40, 0.1, 0.5, 1.0), (0, 7, 2**62 + 12345, 3, 2**63 - 1, 3)
+    for k, ((n, width), p, seed) in enumerate(zip(SIZES, shares, seeds, strict=True)):
         x, ids = rows_of(n, width, dtype, list(LAYOUTS)[k % len(LAYOUTS)]), IDS[:n]
-        for p, seed in zip(shares, seeds, strict=True):
-            expected = x * dropout_factors(ids, width, p, seed, dtype)
-            for module in (kernels, reference):
-                assert torch.equal(dropped(module, x, ids, seed, p), expected)
+        expected = x * dropout_factors(ids, width, p, seed, dtype)
+        for module in (kernels, reference):
+            assert torch.equal(dropped(module, x, ids, seed, p), expected)
 
 
 def test_what_is_not_a_number_stays(kernels):

@@ -25,8 +25,8 @@ def check(problems):
 
 @pytest.mark.parametrize(
     ("size", "method"),
-    [(3, "random"), *(pytest.param(n, m, marks=pytest.mark.grid)
-                      for n, m in [(1, "all"), (2, "edgeless"), (3, "empty"), (2, "contiguous")])],
+    [(2, "random"), *(pytest.param(n, m, marks=pytest.mark.grid)
+                      for n, m in [(1, "all"), (2, "edgeless"), (3, "random"), (3, "empty"), (2, "contiguous")])],
 )  # fmt: skip
 def test_exact_or_refused(pool, size, method, device):
     names = [n for n in CASES if n not in conv_zoo.NOT_CONVERTED]
