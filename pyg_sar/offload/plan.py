@@ -30,8 +30,7 @@ from pyg_sar.offload.rows import HostRows
 
 # Of a chunk in the dry run: they outweigh parameters, or the peak would be in another place; and for a first guess.
 ROWS, ROUGH = 2048, 512
-CHUNKS = 4  # in the dry run, at most, but where a chunk reads more
-FRESH = 4  # times as many rows as a chunk reads, so that most of those that the next one reads are others
+FRESH = 4  # times as many rows as a chunk has or reads, so that most of those that the next one reads are others
 WORK = 2**21  # edges of the dry run, but where this would leave few rows
 FEWEST = 64  # rows of a chunk, on average
 INDEX = 24  # bytes a node: its id, its degree, and its number while a chunk is made
@@ -109,7 +108,7 @@ def plan_offload(
         edges: Tensors of edges like those that the model takes; integers are types of edges.
     """
     ratio, degree = (n / max(counts.rows, 1) for n in (counts.sources, counts.edges))
-    chunks = min(counts.chunks, max(CHUNKS, math.ceil(FRESH * ratio)))
+    chunks = min(counts.chunks, math.ceil(FRESH * max(ratio, 1)))
     rows = min(rows, counts.rows, max(round(WORK / max(chunks * degree, 1)), ROUGH))
     runs = []
     with few_objects(), torch.random.fork_rng(devices=[]):
