@@ -178,6 +178,12 @@ def test_pipeline(tmp_path):
     run("pipeline", "--graphs", "Community/300/2000", "--layers", 8, "--chunks", 2, "--out", tmp_path)
     table = (tmp_path / "pipeline-traffic.md").read_text()
     assert table.count("| Community/300/2000 | 100 |") == 4 and "| Community/300/2000 | 8 | " in table
+    run("pipeline_depth", "--graphs", "Community/300/2000", "--depths", 8, "--out", tmp_path)
+    computed = (tmp_path / "pipeline-depth.md").read_text().splitlines()[-1].split(" | ")
+    counted = next(line for line in table.splitlines() if "| 100 | GCN |" in line).split(" | ")
+    assert computed[3] == counted[3]  # rows of other workers
+    sharing, pipeline = computed[6].split(" / ")[0], computed[4]
+    assert [float(sharing), float(pipeline)] == [round(float(counted[k])) for k in (4, 6)]
 
 
 @pytest.mark.grid
