@@ -138,7 +138,7 @@ def plan_offload(
 
 
 def small(counts: Counts, rows: int, chunks: int, near: int) -> ShardedEdgeIndex:
-    """Return a graph of chunks with so many rows, which have sources and edges in proportion: each reads its own rows
+    """Return a graph of chunks with so many rows, which have sources and edges in proportion: each reads the rows it has
     and some of ``near`` chunks around it, whatever the number of chunks, so that two in turn share few sources.
     """
     factor, nodes, within = rows / max(counts.rows, 1), rows * chunks, rows * near
