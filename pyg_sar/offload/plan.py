@@ -138,8 +138,8 @@ def plan_offload(
 
 
 def small(counts: Counts, rows: int, chunks: int, near: int) -> ShardedEdgeIndex:
-    """Return a graph of chunks with so many rows, which have sources and edges in proportion: each reads the rows it has
-    and some of ``near`` chunks around it, whatever the number of chunks, so that two in turn share few sources.
+    """Return a graph of chunks with so many rows, which have sources and edges in proportion: each reads the rows it
+    has and some of ``near`` chunks around it, whatever the number of chunks, so that two in turn share few sources.
     """
     factor, nodes, within = rows / max(counts.rows, 1), rows * chunks, rows * near
     sources = min(max(round(counts.sources * factor), 1), within)
