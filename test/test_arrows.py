@@ -37,7 +37,7 @@ LEVELS = """
     distributed.transfer
     distributed.peers
     offload.rows offload.schedule offload.halo
-    offload.slots
+    offload.slots offload.dropout
     offload.passes
     offload.chunks
     distributed.gather distributed.loss
