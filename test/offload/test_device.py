@@ -116,7 +116,7 @@ WIDTHS, TYPES = [32, 64, 64, 4], 3
 def test_plan_tells_what_the_device_holds(machines, kind, chunks):
     data = graph()
     edges = [data.edge_type] if kind == "rgcn" else []
-    ((memory, *found),) = machines.run(1, peaks, kind, chunks, timeout=300)
+    ((memory, *found),) = machines.run(1, peaks, kind, chunks, timeout=120)
     assert memory > (5 if kind == "sage" else 2) * found[-1], (memory, found)
     for count, peak in zip(chunks, found, strict=True):
         counts = counts_of(data.edge_index.graph, count, int(data.train_mask.sum()))
