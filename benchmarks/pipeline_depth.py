@@ -10,12 +10,14 @@ Writes ``pipeline-depth.md`` and ``pipeline-depth.png``.
 """
 
 import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from chunks import read
-from harness.deep import graph
+from harness.deep import NAMES, graph
 from harness.report import write
 from pipeline import there
 from torch_geometric.data import Data
@@ -26,7 +28,7 @@ from pyg_sar.data.assign import assign
 CASES = [("Physics", 100), ("squirrel", 100), ("squirrel", 1000), ("Computers", 100), ("tolokers", 100)]
 CASES += [("Community/50000/2500000", 100), ("cnr-2000", 100)]
 WORKERS, DEPTHS = 8, (8, 16, 32, 64, 128)
-WEB = "npz/cnr-2000.npz"  # a directed graph without features
+WEB = ("cnr-2000",)  # directed, without features
 TEXT = """\
 MiB of rows that all of eight workers together receive in an epoch, float32, forward and backward, computed: 2 rho N L H
 b by sharing the graph (eight parts, rows kept), 2 (S - 1) c N H b and 2 rho N L H b with the rho of W parts by S stages
@@ -38,6 +40,32 @@ parts of METIS, counted. Cells have *sharing / 4 x 2 / 2 x 4* of GCN. *Crossing*
 """
 
 
+class Counted(NamedTuple):
+    """A graph's number of nodes, and how many rows the workers of 8, 4, 2 parts read of each other, all together."""
+
+    nodes: int
+    remote: dict[int, int]
+
+    def volume(self, stages: int, layers: int, width: int, carried: int = 1) -> float:
+        """Return the MiB of rows, and of their gradients, of an epoch on so many stages; 1 is sharing."""
+        rows = (stages - 1) * carried * self.nodes + self.remote[WORKERS // stages] * layers
+        return 2 * rows * width * 4 / 2**20
+
+
+@functools.cache
+def counted(name: str, root: str) -> Counted | None:
+    """Return the counts of a graph, if its file is there."""
+    if not there(name, root):
+        return None
+    if name in WEB:
+        edge_index, num_nodes = read(Path(root) / NAMES[name])
+        data = Data(edge_index=edge_index, num_nodes=num_nodes)
+    else:
+        data = graph(name, root)
+        data.train_mask = data.train_mask[:, 0]
+    return Counted(data.num_nodes, {1: 0} | {parts: remote_rows(data, parts) for parts in (8, 4, 2)})
+
+
 def remote_rows(data: Data, parts: int) -> int:
     """Return how many rows the workers of so many parts read of each other, all together."""
     part = assign(data, parts).long()
@@ -46,18 +74,7 @@ def remote_rows(data: Data, parts: int) -> int:
     return len(torch.unique(src[apart] * parts + part[dst[apart]]))
 
 
-def mebibytes(rows: float, width: int) -> float:
-    """Return the size of rows that come once forward, and whose gradients come once backward."""
-    return 2 * rows * width * 4 / 2**20
-
-
-def volume(stages: int, layers: int, nodes: int, width: int, remote: dict[int, int], carried: int = 1) -> float:
-    """Return the MiB of an epoch on so many stages; 1 is sharing."""
-    between = (stages - 1) * carried * nodes
-    return mebibytes(between + remote[WORKERS // stages] * layers, width)
-
-
-def drawn(found: dict[str, tuple[int, int, dict[int, int]]], depths: Sequence[int], file: Path) -> None:
+def drawn(found: Sequence[tuple[str, int, Counted]], depths: Sequence[int], file: Path) -> None:
     """Draw volumes against the number of layers."""
     import matplotlib
 
@@ -65,15 +82,15 @@ def drawn(found: dict[str, tuple[int, int, dict[int, int]]], depths: Sequence[in
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(found), figsize=(3.1 * len(found), 3.4), squeeze=False)
-    for ax, (title, (nodes, width, remote)) in zip(axes[0], found.items(), strict=True):
+    for ax, (name, width, it) in zip(axes[0], found, strict=True):
         for label, stages, carried, style in (
             ("sharing", 1, 1, "0.4"), ("2 x 4", 2, 1, "tab:purple"), ("4 x 2", 4, 1, "tab:orange"),
             ("8 x 1", 8, 1, "tab:blue"), ("8 x 1, GCNII", 8, 2, "tab:green"),
         ):  # fmt: skip
-            values = [volume(stages, n, nodes, width, remote, carried) for n in depths]
+            values = [it.volume(stages, n, width, carried) for n in depths]
             ax.plot(depths, values, "o-", markersize=3, color=style, label=label)
         ax.set(xscale="log", yscale="log", xlabel="layers", xticks=depths, xticklabels=depths)
-        ax.set_title(title, fontsize=9)
+        ax.set_title(f"{name}, {width} wide", fontsize=9)
         ax.minorticks_off()
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("MiB of rows an epoch, eight workers")
@@ -86,28 +103,15 @@ def main(args: argparse.Namespace) -> None:
     """Count each graph's rows, and write the table and the drawing."""
     columns = ["graph", "nodes", "width", "rho 8, 4, 2", "8 x 1: GCN", "GCNII", *args.depths, "crossing"]
     lines = [TEXT, f"| {' | '.join(map(str, columns))} |", "|---" * len(columns) + "|"]
-    found: dict[str, tuple[int, int, dict[int, int]]] = {}
     cases = [case for case in CASES if not args.graphs or case[0] in args.graphs]
     cases += [(name, 100) for name in args.graphs or () if name not in dict(CASES)]
-    for name, width in tqdm(cases):
-        known = next((it for title, it in found.items() if title.startswith(name)), None)
-        if known is None:
-            if name == "cnr-2000" and (Path(args.root) / WEB).exists():
-                edge_index, num_nodes = read(Path(args.root) / WEB)
-                data = Data(edge_index=edge_index, num_nodes=num_nodes)
-            elif name != "cnr-2000" and there(name, args.root):
-                data = graph(name, args.root)
-                data.train_mask = data.train_mask[:, 0]
-            else:
-                continue
-            known = data.num_nodes, 0, {p: remote_rows(data, p) if p > 1 else 0 for p in (8, 4, 2, 1)}
-        nodes, _, remote = known
-        found[f"{name}, {width} wide"] = nodes, width, remote
-        cells = [name, f"{nodes:,}", width, ", ".join(f"{remote[p] / nodes:.2f}" for p in (8, 4, 2))]
-        cells += [f"{volume(8, 1, nodes, width, remote, carried):,.0f}" for carried in (1, 2)]
+    found = [(name, width, it) for name, width in tqdm(cases) if (it := counted(name, args.root))]
+    for name, width, it in found:
+        cells = [name, f"{it.nodes:,}", width, ", ".join(f"{it.remote[p] / it.nodes:.2f}" for p in (8, 4, 2))]
+        cells += [f"{it.volume(8, 1, width, carried):,.0f}" for carried in (1, 2)]
         for layers in args.depths:
-            cells.append(" / ".join(f"{volume(s, layers, nodes, width, remote):,.0f}" for s in (1, 4, 2)))
-        crossing = (WORKERS - 1) * nodes / max(remote[WORKERS], 1)
+            cells.append(" / ".join(f"{it.volume(stages, layers, width):,.0f}" for stages in (1, 4, 2)))
+        crossing = (WORKERS - 1) * it.nodes / max(it.remote[WORKERS], 1)
         cells.append(f"{crossing:.1f}, {2 * crossing:.1f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     write(args.out, "pipeline-depth.md", lines)

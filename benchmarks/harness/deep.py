@@ -17,6 +17,7 @@ NAMES = {
     "Computers": "Amazon/Computers",
     "tolokers": "HeterophilousGraphDataset/tolokers",
     "squirrel": "npz/squirrel.npz",
+    "cnr-2000": "npz/cnr-2000.npz",
 }
 
 MASKS = ("train_mask", "val_mask", "test_mask")
