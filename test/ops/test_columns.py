@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.kernel_check import HALF, LAYOUTS
+from support.kernel_check import HALF, LAYOUTS, rows_of
 
 from pyg_sar import ops
 from pyg_sar.ops import reference
@@ -10,12 +10,6 @@ from pyg_sar.ops import reference
 TYPES = [torch.float64, *HALF]
 # A block has 32 rows and 256 columns, a unit 1024 rows.
 SIZES = [(0, 3), (1, 1), (2, 257), (33, 5), (1025, 300), (3000, 17)]
-
-
-def rows_of(n, width, dtype, mean=0.0, layout="plain", seed=0):
-    x = mean + torch.randn(n, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    move = LAYOUTS[layout][0] or (lambda t: t)
-    return move(x.to(dtype))
 
 
 def moments(module, x):

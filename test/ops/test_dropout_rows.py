@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.kernel_check import HALF, LAYOUTS
+from support.kernel_check import HALF, LAYOUTS, rows_of
 
 from pyg_sar import ops
 from pyg_sar.ops import reference
@@ -11,12 +11,6 @@ from pyg_sar.ops.dropout import dropout_factors
 TYPES = [torch.float64, *HALF]
 SIZES = [(0, 3), (1, 1), (2, 257), (33, 5), (1500, 70), (33, 6)]
 IDS = torch.randint(-(2**63), 2**63 - 1, (1500,), generator=torch.Generator().manual_seed(1))
-
-
-def rows_of(n, width, dtype, layout="plain"):
-    x = torch.randn(n, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    move = LAYOUTS[layout][0] or (lambda t: t)
-    return move(x.to(dtype))
 
 
 def dropped(module, x, ids, seed, p):
@@ -30,7 +24,7 @@ def test_the_bits_of_factors(kernels, dtype):
     """Every shape, layout, seed and share in turn, among them nothing and everything."""
     shares, seeds = (0.5, 0.0, 1 - 2**-40, 0.1, 0.5, 1.0), (0, 7, 2**62 + 12345, 3, 2**63 - 1, 3)
     for k, ((n, width), p, seed) in enumerate(zip(SIZES, shares, seeds, strict=True)):
-        x, ids = rows_of(n, width, dtype, list(LAYOUTS)[k % len(LAYOUTS)]), IDS[:n]
+        x, ids = rows_of(n, width, dtype, layout=list(LAYOUTS)[k % len(LAYOUTS)]), IDS[:n]
         expected = x * dropout_factors(ids, width, p, seed, dtype)
         for module in (kernels, reference):
             assert torch.equal(dropped(module, x, ids, seed, p), expected)

@@ -217,6 +217,13 @@ LAYOUTS = {
 }
 
 
+def rows_of(n, width, dtype, mean=0.0, layout="plain", seed=0):
+    """Random rows around a mean, which lie in memory in one of the ways."""
+    x = mean + torch.randn(n, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    move = LAYOUTS[layout][0] or (lambda t: t)
+    return move(x.to(dtype))
+
+
 def execute(
     module: Any, call: Call, dtype: torch.dtype, index: torch.dtype = torch.int64, layout: str = "plain"
 ) -> dict[str, Tensor]:
