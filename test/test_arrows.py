@@ -65,7 +65,8 @@ LEVELS = """
     nn.replay.*
     nn.pool.*
     nn.conv.*
-    nn.models.autoencoder nn.models.deep_graph_infomax nn.models.node_embedding
+    nn.models.autoencoder nn.models.deep_graph_infomax nn.models.node_embedding nn.models.label_propagation
+    nn.models.correct_and_smooth
     nn.convert
     nn.models.*
     nn.__init__

@@ -15,7 +15,9 @@ from pyg_sar.nn.conv.transformer_conv import TransformerConv
 from pyg_sar.nn.convert import convert, describe
 from pyg_sar.nn.models.autoencoder import ARGA, ARGVA, GAE, VGAE
 from pyg_sar.nn.models.blocks import blocks
+from pyg_sar.nn.models.correct_and_smooth import CorrectAndSmooth
 from pyg_sar.nn.models.deep_graph_infomax import DeepGraphInfomax
+from pyg_sar.nn.models.label_propagation import LabelPropagation
 from pyg_sar.nn.models.lightgcn import LightGCN
 from pyg_sar.nn.models.linkx import LINKX, SparseLinear
 from pyg_sar.nn.models.node_embedding import NodeEmbedding, whole_state_dict
@@ -57,8 +59,10 @@ __all__ = classes = [
     "PairNorm",
     "ARGA",
     "ARGVA",
+    "CorrectAndSmooth",
     "DeepGraphInfomax",
     "GAE",
+    "LabelPropagation",
     "VGAE",
     "SparseLinear",
     "blocks",

@@ -22,7 +22,9 @@ from pyg_sar.nn.conv.rgcn_conv import FastRGCNConv, RGCNConv
 from pyg_sar.nn.conv.sage_conv import SAGEConv
 from pyg_sar.nn.conv.transformer_conv import TransformerConv
 from pyg_sar.nn.models.autoencoder import ARGA, ARGVA, GAE, VGAE
+from pyg_sar.nn.models.correct_and_smooth import CorrectAndSmooth
 from pyg_sar.nn.models.deep_graph_infomax import DeepGraphInfomax
+from pyg_sar.nn.models.label_propagation import LabelPropagation
 from pyg_sar.nn.norm.batch_norm import BatchNorm, BatchNorm1d
 from pyg_sar.nn.norm.graph_norm import GraphNorm
 from pyg_sar.nn.norm.graph_size_norm import GraphSizeNorm
@@ -36,9 +38,9 @@ from pyg_sar.nn.replay.choose import STRATEGIES
 from pyg_sar.whole_graph import reason
 
 OURS = (
-    ARGA, ARGVA, BatchNorm, BatchNorm1d, ChebConv, DeepGraphInfomax, FastRGCNConv, GAE, GATConv, GATv2Conv, GCN2Conv,
-    GCNConv, GINConv, GraphNorm, GraphSizeNorm, HANConv, HGTConv, HeteroBatchNorm, InstanceNorm, LayerNorm,
-    MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv, TransformerConv, VGAE,
+    ARGA, ARGVA, BatchNorm, BatchNorm1d, ChebConv, CorrectAndSmooth, DeepGraphInfomax, FastRGCNConv, GAE, GATConv,
+    GATv2Conv, GCN2Conv, GCNConv, GINConv, GraphNorm, GraphSizeNorm, HANConv, HGTConv, HeteroBatchNorm, InstanceNorm,
+    LabelPropagation, LayerNorm, MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv, TransformerConv, VGAE,
 )  # fmt: skip
 # By the class of PyG or torch that each of them takes the place of.
 FORMS: dict[type, type] = {

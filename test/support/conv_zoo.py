@@ -638,6 +638,7 @@ REFUSED_CONVERTED = {
     **dict.fromkeys(["SAGEConv max to sources", "GATConv to sources", "DirGNNConv GAT"], ""),
     "EquilibriumAggregation": "on some destinations alone its output would differ",
     **{name: "" for name, case in (AGGREGATIONS | OPTIONS).items() if case.says == ORDER},
+    "CorrectAndSmooth": "",
     "DeepGraphInfomax": "",
 }
 # LINKX has weights for each node of the whole graph: refused on several workers, see test_linkx.py. The types of rows
