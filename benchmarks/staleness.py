@@ -3,15 +3,16 @@
     python benchmarks/staleness.py --root data --runs /tmp/runs.jsonl --out docs/results
     python benchmarks/staleness.py --root data --runs /tmp/cora.jsonl --out /tmp --graphs Cora --seeds 1
 
-All runs are of one process: the number of stages changes no bit (``test/test_pipeline.py``). Each trains until the
-validation accuracy has not risen for a while, which is measured by an exact pass after each epoch, and tells the test
-accuracy at its best epoch. ``runs`` keeps what was trained, so that several processes, one for each graph, can share
-the work and a last one writes the tables. Writes ``staleness.md``.
+Runs are of one process, but for a row of four stages: their number changes no bit (``test/test_pipeline.py``). Each
+trains until the validation accuracy has not risen for a while, which is measured by an exact pass after each epoch, and
+tells the test accuracy at its best epoch. ``runs`` keeps what was trained, so that several processes, one for each
+graph, can share the work and a last one writes the tables. Writes ``staleness.md``.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from harness.deep import MASKS, graph
-from harness.launch import DeepGNN
+from harness.launch import DeepGNN, answer, launch
 from harness.report import write
 from torch import Tensor
 from torch_geometric.transforms import NormalizeFeatures
@@ -58,6 +59,7 @@ RULES: dict[str, dict[str, Any]] = {
     "gradients to history, an epoch late": {"late": True},
     "all three given up": {"history": 1, "shuffle": False, "late": True},
     "8 parts, all remote rows old": {"chunks": 8, "rival": True},
+    "four stages on four workers": {"stages": 4},
 }
 ABLATION = ("Cora", "squirrel")
 ABOUT = """Test accuracy in per cent at the best validation accuracy, mean ± deviation over seeds (each with another
@@ -109,9 +111,12 @@ def rows_of_others_old() -> Iterator[None]:
 
 
 def fit(
-    model: Any, step: Callable[[int], None], predict: Callable[[], Tensor], y: Tensor, masks: Any, ends: tuple[int, int]
-) -> list[float]:
-    """Train; return the test accuracy at the best epoch, and the first epoch within 1% of its validation accuracy."""
+    model: Any, step: Callable[[int], None], predict: Callable[[], Tensor | None], tell: Callable[[Any], Any],
+    y: Tensor, masks: Any, ends: tuple[int, int],
+) -> list[float]:  # fmt: skip
+    """Train; return the test accuracy at the best epoch, and the first epoch within 1% of its validation accuracy. The
+    worker that has a prediction tells the others what it is worth.
+    """
     curve: list[tuple[float, float]] = []
     epochs, patience = ends
     for epoch in range(1, epochs + 1):
@@ -119,26 +124,31 @@ def fit(
         step(epoch)
         model.eval()
         with torch.no_grad():
-            right = (predict().argmax(-1) == y).double()
-        curve.append((float(right[masks["val_mask"]].mean()), float(right[masks["test_mask"]].mean())))
+            out = predict()
+        shares: Any = None
+        if out is not None:
+            with pyg_sar.allow_local():  # they are all rows
+                right = (out.argmax(-1) == y).double()
+                shares = [float(right[masks[mask]].mean()) for mask in MASKS[1:]]
+        curve.append(tuple(tell(shares)))
         best = max(range(epoch), key=lambda k: curve[k][0])
         if epoch - 1 - best >= patience:
             break
     return [100 * curve[best][1], next(k for k, (val, _) in enumerate(curve, 1) if val >= 0.99 * curve[best][0])]
 
 
-def run(data: Any, loaded: Any, task: str, kind: str, settings: dict[str, Any], seed: int, epochs: int) -> list[float]:
-    """Train one model from one seed, on the split of that number where there are several."""
+def run(
+    it: Any, task: str, kind: str, settings: dict[str, Any], seed: int, epochs: int, mesh: Any = None
+) -> list[float]:
+    """Train one model from one seed, on the split of that number where there are several: by PyG without settings."""
     torch.manual_seed(seed)
     rate, dropout, decay, patience = TASKS[task][kind]
-    it = loaded if settings else data
-    order = it.n_id if settings else torch.arange(data.num_nodes)
-    masks = {mask: data[mask][order, seed % data[mask].size(1)] for mask in MASKS}
+    masks = {mask: it[mask][:, seed % it[mask].size(1)] for mask in MASKS}
     train, y = masks["train_mask"], it.y
     nn = pyg_sar.nn if settings else torch_geometric.nn
-    model = DeepGNN(nn, kind, it.x.size(1), HIDDEN, data.num_classes, LAYERS, dropout)
-    optimizer = torch.optim.Adam(model.parameters(), rate, weight_decay=decay)
+    model = DeepGNN(nn, kind, it.x.size(1), HIDDEN, it.num_classes, LAYERS, dropout)
     if not settings:
+        optimizer = torch.optim.Adam(model.parameters(), rate, weight_decay=decay)
         edges = it.edge_index
         if kind == "gcn2":  # takes a sparse matrix, which is symmetric here, and is faster then
             edges = to_torch_csr_tensor(edges, size=(it.num_nodes, it.num_nodes))
@@ -148,14 +158,15 @@ def run(data: Any, loaded: Any, task: str, kind: str, settings: dict[str, Any], 
             F.cross_entropy(model(it.x, edges)[train], y[train]).backward()
             optimizer.step()
 
-        return fit(model, plain, lambda: model(it.x, edges), y, masks, (epochs, patience))
+        return fit(model, plain, lambda: model(it.x, edges), list, y, masks, (epochs, patience))
 
     names = ("chunks", "history", "shuffle")
     options = {name: settings[name] for name in names if name in settings}
     exact, period = settings.get("exact", False), options.get("history", 10)
     if exact:
         options["history"] = epochs + 1
-    pipe = pyg_sar.Pipeline(model.blocks, it.edge_index, seed=seed, **options)
+    pipe = pyg_sar.Pipeline(model.blocks, it.edge_index, mesh, seed=seed, **options)
+    optimizer = torch.optim.Adam(pipe.parameters(), rate, weight_decay=decay)
 
     def loss_of(out: Tensor, rows: slice) -> Tensor:
         return F.cross_entropy(out[train[rows]], y[rows][train[rows]], reduction="sum") / train.sum()
@@ -173,7 +184,7 @@ def run(data: Any, loaded: Any, task: str, kind: str, settings: dict[str, Any], 
             stack.enter_context(late_gradients())
         if settings.get("rival"):
             stack.enter_context(rows_of_others_old())
-        return fit(model, piped, lambda: pipe(it.x), y, masks, (epochs, patience))
+        return fit(model, piped, lambda: pipe(it.x), pipe.tell, y, masks, (epochs, patience))
 
 
 def cases(graphs: list[str], models: list[str], seeds: int) -> list[tuple[str, str, str, int]]:
@@ -181,6 +192,23 @@ def cases(graphs: list[str], models: list[str], seeds: int) -> list[tuple[str, s
     columns = [(task, kind, name) for task in graphs for kind in TASKS[task] if kind in models for name in COLUMNS]
     rules = [(task, "gcn2", name) for task in graphs if task in ABLATION for name in RULES]
     return [(*case, seed) for of_table in (columns, rules) for seed in range(seeds) for case in of_table]
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Train as one stage of several."""
+    with pyg_sar.process_group() as rank:
+        mesh = pyg_sar.stage_mesh(args.stages)
+        loaded = pyg_sar.load(args.folder, group=mesh.get_group("graph"))
+        settings = {"chunks": 32}
+        answer([rank, run(loaded, args.task, args.kind, settings, args.seed, args.epochs, mesh)])
+
+
+def staged(folder: str, task: str, kind: str, stages: int, seed: int, epochs: int) -> list[float]:
+    """Train on a worker for each stage."""
+    options = {"folder": folder, "task": task, "kind": kind, "stages": stages, "seed": seed, "epochs": epochs}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    (found,) = {tuple(accuracy) for _, accuracy in launch(__file__, stages, words)}
+    return list(found)
 
 
 def told(runs: dict[str, list[float]], *case: str) -> str:
@@ -224,7 +252,11 @@ def main(args: argparse.Namespace) -> None:
                 pyg_sar.partition(data, 1, f"{scratch}/{task}")
                 pairs[task] = data, pyg_sar.load(f"{scratch}/{task}")
             settings = COLUMNS[name] if name in COLUMNS else {"chunks": 32} | RULES[name]
-            runs[key] = run(*pairs[task], task, kind, settings, seed, args.epochs)
+            data, loaded = pairs[task]
+            if "stages" in settings:
+                runs[key] = staged(f"{scratch}/{task}", task, kind, settings["stages"], seed, args.epochs)
+            else:
+                runs[key] = run(loaded if settings else data, task, kind, settings, seed, args.epochs)
             with file.open("a") as lines:
                 lines.write(json.dumps([key, runs[key]]) + "\n")
     print(write(args.out, "staleness.md", tables(runs, args.epochs)))
@@ -232,6 +264,14 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    if sys.argv[1:2] == ["--worker"]:
+        parser.add_argument("--worker", action="store_true")
+        for option in ("folder", "task", "kind"):
+            parser.add_argument(f"--{option}")
+        for option in ("stages", "seed", "epochs"):
+            parser.add_argument(f"--{option}", type=int)
+        worker(parser.parse_args())
+        sys.exit()
     parser.add_argument("--root", default="data")
     parser.add_argument("--graphs", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))

@@ -1,5 +1,6 @@
 """Benchmarks on tiny graphs: they run, and write what they say."""
 
+import json
 import os
 import subprocess
 import sys
@@ -206,4 +207,10 @@ def test_staleness(tmp_path):
         run("staleness", *options, "--out", tmp_path)
         table = (tmp_path / "staleness.md").read_text()
         assert table.count("\n| Cora | ") == 2 and "| history of the exact pass | " in table
-        assert len((tmp_path / "runs").read_text().splitlines()) == 2 * 4 + 8
+        lines = (tmp_path / "runs").read_text().splitlines()
+        assert len(lines) == 2 * 4 + 9
+    runs = dict(map(json.loads, lines))
+    of_32, staged = (
+        runs[json.dumps(["Cora", "gcn2", name, 0])] for name in ("32 chunks", "four stages on four workers")
+    )
+    assert of_32 == staged

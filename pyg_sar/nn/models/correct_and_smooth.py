@@ -64,7 +64,8 @@ class CorrectAndSmooth(torch_geometric.nn.CorrectAndSmooth):
         error = torch.zeros_like(y_soft)
         error[mask] = y_true - y_soft[mask]
         smoothed = self.prop1(error, edge_index, edge_weight=edge_weight, post_step=lambda x: x.clamp_(-1.0, 1.0))
-        total = all_reduce(torch.stack([error[mask].abs().sum().double(), error.new_tensor(count).double()]), self.group)
-        scale = (total[0] / total[1]).to(error.dtype) / smoothed.abs().sum(dim=1, keepdim=True)
+        here = torch.stack([error[mask].abs().sum(dtype=torch.float64), mask.new_tensor(count, dtype=torch.float64)])
+        total, count_all = all_reduce(here, self.group)
+        scale = (total / count_all).to(error.dtype) / smoothed.abs().sum(dim=1, keepdim=True)
         scale[scale.isinf() | (scale > 1000)] = 1.0
         return y_soft + scale * smoothed
