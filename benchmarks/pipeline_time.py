@@ -1,11 +1,12 @@
-"""Seconds of a pipeline of layers: what chunks cost, how long stages wait, and what is gained over slow links.
+"""Seconds and memory of a pipeline of layers: what chunks cost, how long stages wait, what is gained over slow links.
 
-    python benchmarks/pipeline_time.py --root data --of chunks waits hosts --out docs/results
+    python benchmarks/pipeline_time.py --root data --of chunks waits hosts memory --out docs/results
 
 *Chunks*: one process, two threads. *Waits*: two stages on two cores; and for more of them, which would need as many
 cores, the schedule with the measured seconds of each chunk. *Hosts*: two simulated hosts of one thread, see
-``hosts.py``, which takes root. Run it on an idle machine. Writes ``pipeline-chunks.md``, ``pipeline-waits.md`` and
-``pipeline-hosts.md``.
+``hosts.py``, which takes root. *Memory*: eight workers, all tensors of the one that holds most, beside what is planned.
+Run it on an idle machine, but for memory. Writes ``pipeline-chunks.md``, ``pipeline-waits.md``, ``pipeline-hosts.md``
+and ``pipeline-memory.md``.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from hosts import Hosts
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.planner import received
+from pyg_sar.live import Live
+from pyg_sar.pipeline_planner import plan_pipeline
+from pyg_sar.planner import from_partition, plan, received
 
 HIDDEN = 100
 LARGE = "Community/50000/2500000"
@@ -39,14 +42,22 @@ WAYS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("2 stages, 8 chunks", 2, 8, {}),
     ("2 stages, 32 chunks", 2, 32, {}),
 ]
+# Stages (0: workers share the graph) and chunks of eight workers
+SHAPES = [(0, 1), (8, 1), (8, 32), (4, 32)]
+COUNTED = -2  # the way of workers whose tensors are counted
 
 
-def step(args: argparse.Namespace, options: dict[str, Any]) -> Any:
-    """Return a function that trains for an epoch, and the pipeline if there is one."""
+def loaded(args: argparse.Namespace, **options: Any) -> Any:
+    """Return the mesh of stages, if there are some, and this worker's share of the graph."""
     mesh = pyg_sar.stage_mesh(args.stages) if args.stages else None
     parts = args.workers // (args.stages or 1)
     group = None if mesh is None else mesh.get_group("graph")
-    data = pyg_sar.load(f"{args.folder}/{parts}", group=group, **options)
+    return mesh, pyg_sar.load(f"{args.folder}/{parts}", group=group, **options)
+
+
+def step(args: argparse.Namespace, mesh: Any, data: Any) -> Any:
+    """Return a function that trains for an epoch, and the pipeline if there is one."""
+    group = None if mesh is None else mesh.get_group("graph")
     torch.manual_seed(0)
     model = DeepGNN(pyg_sar.nn, args.kind, data.x.size(1), HIDDEN, data.num_classes, args.layers)
     total = int(pyg_sar.all_reduce(data.train_mask.sum(), group))
@@ -81,7 +92,10 @@ def step(args: argparse.Namespace, options: dict[str, Any]) -> Any:
 def worker(args: argparse.Namespace) -> None:
     """Train, and answer the seconds of each epoch but the first, and what the pipeline did in the last one."""
     with pyg_sar.process_group() as rank:
-        train, pipe = step(args, WAYS[args.way][3] if args.way >= 0 else {})
+        if args.way == COUNTED:
+            answer(count(args))
+            return
+        train, pipe = step(args, *loaded(args, **(WAYS[args.way][3] if args.way >= 0 else {})))
         train()  # fills the history
         seconds: list[float] = []
         for _ in range(args.epochs - 1):
@@ -97,6 +111,18 @@ def worker(args: argparse.Namespace) -> None:
             found = {"computed": seen.computed, "waited": seen.between.forward_wait + seen.between.backward_wait}
             found |= {"received": received([seen.between])}
         answer({"rank": rank, "seconds": seconds, "peak": resident("VmHWM"), **found})
+
+
+def count(args: argparse.Namespace) -> int:
+    """Return the bytes of all tensors at the peak of the second epoch."""
+    mesh, data = loaded(args, remat=False)
+    with Live() as live:  # blocks and graphs of chunks, too
+        train, _ = step(args, mesh, data)
+        for _ in range(2):  # the first one fills the history
+            live.peak = live.now
+            train()
+    features = data.x.nbytes if mesh is None or mesh.get_local_rank("stage") == 0 else 0
+    return live.peak + sum(data.edge_index.graph.memory().values()) + features
 
 
 def words(
@@ -181,7 +207,37 @@ def host_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
     return lines
 
 
-TABLES = {"chunks": chunk_lines, "waits": waits, "hosts": host_lines}
+def memory_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
+    """Return what the worker that holds most holds of eight, counted and planned."""
+    lines = ["| graph | model | stages x workers | chunks | MiB, counted | planned | ratio |", "|---" * 7 + "|"]
+    for name, folder in folders.items():
+        for kind in args.models:
+            for stages, chunks in SHAPES:
+                workers = 8 // (stages or 1)
+                counted = max(launch(__file__, 8, words(args, folder, kind, stages, chunks, 8, COUNTED)))
+                planned = planned_bytes(folder, workers, kind, args.layers, stages, chunks)
+                title = f"{stages} x {workers}" if stages else "sharing"
+                cells = [name, kind, title, chunks, f"{counted / 2**20:.0f}", f"{planned / 2**20:.0f}"]
+                lines.append(f"| {' | '.join(map(str, cells))} | {planned / counted:.2f} |")
+                print(lines[-1], flush=True)
+    return lines
+
+
+def planned_bytes(folder: str, workers: int, kind: str, layers: int, stages: int, chunks: int) -> int:
+    """Return what the planner tells of the worker that holds most."""
+    whole = pyg_sar.load(f"{folder}/1")
+    columns, classes, shares = whole.x.size(1), whole.num_classes, from_partition(f"{folder}/{workers}")
+
+    def model() -> Any:
+        return DeepGNN(pyg_sar.nn, kind, columns, HIDDEN, classes, layers)
+
+    if stages:
+        return plan_pipeline(lambda: model().blocks, shares, columns, stages, chunks=chunks).total
+    largest = max(shares, key=lambda share: share.nodes + sum(share.rows_in))
+    return int(plan(model, largest, columns, modes=[2])[0].total)
+
+
+TABLES = {"chunks": chunk_lines, "waits": waits, "hosts": host_lines, "memory": memory_lines}
 ABOUT = {
     "chunks": "Seconds of an epoch in one process of two threads by the number of chunks, {layers} layers of {hidden}.",
     "waits": "Two stages on two cores: the share of an epoch in which a stage waits for the other, the mean of both, "
@@ -190,6 +246,8 @@ ABOUT = {
     "{hidden}.",
     "hosts": "Seconds of an epoch on two simulated hosts of one thread, by the rate of their links, and the largest "
     "resident memory of a worker. {layers} layers of {hidden}; *sharing*: two parts of the graph.",
+    "memory": "All tensors that the worker that holds most of eight holds at the peak of an epoch, counted, beside "
+    "what `pyg-sar plan` tells. {layers} layers of {hidden}, rows kept; *sharing*: eight parts of the graph.",
 }
 
 
@@ -198,10 +256,11 @@ def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: f"{scratch}/{k}" for k, name in enumerate(args.graphs)}
         for name, folder in folders.items():
-            partitions(graph(name, args.root), folder, (1, 2))
+            partitions(graph(name, args.root), folder, (1, 2, 8) if "memory" in args.of else (1, 2))
         for of in tqdm(args.of):
             about = ABOUT[of].format(layers=args.layers, hidden=HIDDEN)
-            made = f"{about} Medians of {args.epochs} epochs. {processor()}. Made by `benchmarks/pipeline_time.py`."
+            how = "" if of == "memory" else f" Medians of {args.epochs} epochs. {processor()}."
+            made = f"{about}{how} Made by `benchmarks/pipeline_time.py`."
             print(write(args.out, f"pipeline-{of}.md", [made, "", *TABLES[of](folders, args)]))
 
 

@@ -184,7 +184,7 @@ def _stages(args: argparse.Namespace) -> None:
             each = [[from_counts(int(args.nodes), int(args.edges), n, args.boundary)] * n for n in counts]
         for shares in each:
             need = plan_pipeline(lambda: _blocks(args), shares, args.features, stages, chunks=args.chunks)
-            sizes = (need.loaded, need.step, need.total, need.between, need.within, need.parameters)
+            sizes = (*max(need.each, key=sum), need.total, need.between, need.within, need.parameters)
             told = f"{stages:>11}{need.workers:>11}" + "".join(f"{size / 2**30:>11.3f}" for size in sizes)
             print(f"{told}{need.waiting:>11.1%}")
             needs.append(need)

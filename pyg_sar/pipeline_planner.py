@@ -1,4 +1,4 @@
-r"""How much a pipeline of layers will move, and what its largest worker needs, by a dry run of its first stage.
+r"""How much a pipeline of layers will move, and what its largest worker needs, by dry runs of its stages.
 
 Traffic is counted by formulas that hold to the byte (``docs/results/pipeline-traffic.md``), with the widths of
 rows that the blocks really make::
@@ -8,9 +8,9 @@ rows that the blocks really make::
                       rows are features, which take no gradient
     parameters        2 (W - 1) P: sums of gradients on rings of the W workers of every stage
 
-Memory is that of a step of the first stage, which has the features and no fewer blocks than others, on small graphs of
-the same shape as in :mod:`pyg_sar.planner`. Halo rows of sites are added: a dry run of chunks has none, since it would
-not know in which chunk of its owner a row is.
+Memory is that of a step of the stage that needs most, on small graphs of the same shape as in
+:mod:`pyg_sar.planner`; the first one has the features. Halo rows of sites are added: a dry run of chunks has none,
+since it would not know in which chunk of its owner a row is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.blocks import call, even_cut, packed
+from pyg_sar.blocks import call, even_cut, packed, unpacked
 from pyg_sar.distributed.group import connected
 from pyg_sar.distributed.process_group import silent_group
 from pyg_sar.live import Live, few_objects
@@ -38,8 +38,7 @@ class StageNeed:
 
     stages: int
     workers: int  # of each stage
-    loaded: int  # by the largest worker, between steps
-    step: int  # the peak of a step above that
+    each: tuple[tuple[int, int], ...]  # of each stage, its largest worker: between steps; the peak of a step above that
     between: int
     within: int
     parameters: int
@@ -47,8 +46,8 @@ class StageNeed:
 
     @property
     def total(self) -> int:
-        """The memory of the largest worker."""
-        return self.loaded + self.step
+        """The memory of the largest worker of all stages."""
+        return max(map(sum, self.each))
 
     @property
     def moved(self) -> int:
@@ -88,15 +87,22 @@ def plan_pipeline(
     largest = max(shares, key=lambda share: share.nodes + sum(share.rows_in))
     with few_objects():
         made, read, returned = row_bytes(model, in_channels)
-        loaded, step = memory(lambda: list(blocks())[: cut[0]], largest, in_channels, chunks, optimizer)
-    if chunks > 1:  # halo rows: fresh ones and history, and gradients
-        loaded += 2 * sum(largest.rows_in) * sum(read[: cut[0]])
-        step += sum(largest.rows_in) * sum(returned[: cut[0]])
+        known: dict[str, tuple[int, int]] = {}
+        each = []
+        for k in range(stages):
+            stage = slice(sum(cut[:k]), sum(cut[: k + 1]))
+            if (alike := f"{k == 0} {k == stages - 1} {model[stage]}") not in known:
+                loaded, step = memory(blocks, stage, largest, in_channels, chunks, optimizer)
+                if chunks > 1:  # halo rows: fresh ones and history, and gradients
+                    loaded += 2 * sum(largest.rows_in) * sum(read[stage])
+                    step += sum(largest.rows_in) * sum(returned[stage])
+                known[alike] = loaded, step
+            each.append(known[alike])
     between = sum(made[sum(cut[: k + 1]) - 1] for k in range(stages - 1))
     numbers = sum(p.nbytes for p in {p for block in model for p in block.parameters()})
     within = halo * (sum(read) + sum(returned))
     return StageNeed(
-        stages, workers, loaded, step, 2 * nodes * between, within, 2 * (workers - 1) * numbers,
+        stages, workers, tuple(each), 2 * nodes * between, within, 2 * (workers - 1) * numbers,
         (stages - 1) / (chunks + stages - 1),
     )  # fmt: skip
 
@@ -128,9 +134,10 @@ def bytes_of(t: Tensor) -> int:
 
 
 def memory(
-    blocks: Blocks, share: Share, in_channels: int, chunks: int, optimizer: Callable[..., torch.optim.Optimizer]
-) -> tuple[int, int]:
-    """Return what a worker holds between steps, and the peak of a step above that.
+    blocks: Blocks, stage: slice, share: Share, in_channels: int, chunks: int,
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> tuple[int, int]:  # fmt: skip
+    """Return what a worker of a stage holds between steps, and the peak of a step above that.
 
     Both are (a + b / K) n + c for n nodes in K chunks: what lives through all chunks, what one of them takes besides,
     and what is as large as parameters. Many chunks would take long to run, so c and b are found with few.
@@ -142,7 +149,7 @@ def memory(
         if chunks > 1:
             small = Share(small.nodes, small.edges, small.edges, (), ())
         with silent_group(len(small.rows_in) + 1):
-            return run(blocks, optimizer, k, *make_inputs(small, in_channels, 2, 1, None, 0))
+            return run(list(blocks()), stage, optimizer, k, *make_inputs(small, in_channels, 2, 1, None, 0))
 
     one, half = measure(whole, few), measure(whole / 2, few)
     found = half + (one - half) * (1 - whole / 2) / (whole / 2)
@@ -151,6 +158,14 @@ def memory(
         found += each * (1 / chunks - 1 / few) / whole
     loaded, step = found.round().long().tolist()
     return loaded, step
+
+
+class StageBefore(torch.nn.Module):
+    """Makes rows such as come of the stage before: in memory of their own, chunk by chunk, with gradients."""
+
+    def forward(self, x: Any) -> Any:
+        """Return what arrives."""
+        return unpacked(tuple(t.detach().clone().requires_grad_(t.is_floating_point()) for t in packed(x)))
 
 
 class NextStage(torch.autograd.Function):
@@ -171,23 +186,36 @@ class NextStage(torch.autograd.Function):
 
 
 def run(
-    blocks: Blocks, optimizer: Callable[..., torch.optim.Optimizer], chunks: int, x: Tensor, edge_index: Any
-) -> Tensor:
-    """Train for a step, then count what another one needs."""
+    blocks: list[torch.nn.Module], stage: slice, optimizer: Callable[..., torch.optim.Optimizer], chunks: int,
+    x: Tensor, edge_index: Any,
+) -> Tensor:  # fmt: skip
+    """Train a stage for a step, then count what another one needs."""
+    values, mine = packed(x), blocks[stage]
+    if stage.start > 0:
+        mine = [StageBefore(), *mine]
+        with torch.no_grad():
+            for block in blocks[: stage.start]:
+                values = packed(call(block, values, edge_index, ()))
     with Live() as made:  # the graphs of chunks
-        pipe = Pipeline(blocks(), edge_index, chunks=chunks)
+        pipe = Pipeline(mine, edge_index, chunks=chunks)
     model = pipe.blocks
     state = optimizer(model.parameters())
     coming: list[Tensor] = []
+
+    def loss(*rows: Tensor) -> Tensor:
+        if stage.stop == len(blocks):
+            return torch.stack([t.sum() for t in rows]).sum()
+        return NextStage.apply(coming, chunks > 1, *rows)
+
     peaks = []
     with Live(dry=True) as live:
         for _ in range(2):  # the first one fills history, and makes transposed blocks
             before, live.peak = live.now, live.now
-            pipe.step(x, lambda out, rows: NextStage.apply(coming, chunks > 1, *packed(out)))
+            pipe.step(unpacked(values), lambda out, rows: loss(*packed(out)))
             coming.clear()
             state.step()
             state.zero_grad()
             peaks.append(live.peak - before)
-    held = [x, *model.parameters(), *model.buffers()]
+    held = [*([x] if stage.start == 0 else []), *model.parameters(), *model.buffers()]
     loaded = sum(edge_index.graph.memory().values()) + sum(t.nbytes for t in held) + made.now + live.now
     return torch.tensor([loaded, peaks[1]], dtype=torch.float64)

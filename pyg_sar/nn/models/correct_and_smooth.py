@@ -42,6 +42,8 @@ class CorrectAndSmooth(torch_geometric.nn.CorrectAndSmooth):
     """
 
     group: Any = None
+    prop1: LabelPropagation
+    prop2: LabelPropagation
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
