@@ -247,7 +247,8 @@ ABOUT = {
     "hosts": "Seconds of an epoch on two simulated hosts of one thread, by the rate of their links, and the largest "
     "resident memory of a worker. {layers} layers of {hidden}; *sharing*: two parts of the graph.",
     "memory": "All tensors that the worker that holds most of eight holds at the peak of an epoch, counted, beside "
-    "what `pyg-sar plan` tells. {layers} layers of {hidden}, rows kept; *sharing*: eight parts of the graph.",
+    "what `pyg-sar plan` tells. {layers} layers of {hidden}, rows kept; *sharing*: eight parts of the graph, where "
+    "the plan is of the worker that has and reads most rows.",
 }
 
 

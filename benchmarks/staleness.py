@@ -58,7 +58,7 @@ RULES: dict[str, dict[str, Any]] = {
     "chunks in one order": {"shuffle": False},
     "gradients to history, an epoch late": {"late": True},
     "all three given up": {"history": 1, "shuffle": False, "late": True},
-    "8 parts, all remote rows old": {"chunks": 8, "rival": True},
+    "8 parts, all rows of other parts old": {"chunks": 8, "rival": True},
     "four stages on four workers": {"stages": 4},
 }
 ABLATION = ("Cora", "squirrel")
