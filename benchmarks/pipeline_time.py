@@ -29,7 +29,7 @@ from tqdm import tqdm
 import pyg_sar
 from pyg_sar.live import Live
 from pyg_sar.pipeline_planner import plan_pipeline
-from pyg_sar.planner import from_partition, plan, received
+from pyg_sar.planner import from_partition, largest, plan, received
 
 HIDDEN = 100
 LARGE = "Community/50000/2500000"
@@ -233,8 +233,7 @@ def planned_bytes(folder: str, workers: int, kind: str, layers: int, stages: int
 
     if stages:
         return plan_pipeline(lambda: model().blocks, shares, columns, stages, chunks=chunks).total
-    largest = max(shares, key=lambda share: share.nodes + sum(share.rows_in))
-    return int(plan(model, largest, columns, modes=[2])[0].total)
+    return int(plan(model, largest(shares), columns, modes=[2])[0].total)
 
 
 TABLES = {"chunks": chunk_lines, "waits": waits, "hosts": host_lines, "memory": memory_lines}
@@ -247,8 +246,7 @@ ABOUT = {
     "hosts": "Seconds of an epoch on two simulated hosts of one thread, by the rate of their links, and the largest "
     "resident memory of a worker. {layers} layers of {hidden}; *sharing*: two parts of the graph.",
     "memory": "All tensors that the worker that holds most of eight holds at the peak of an epoch, counted, beside "
-    "what `pyg-sar plan` tells. {layers} layers of {hidden}, rows kept; *sharing*: eight parts of the graph, where "
-    "the plan is of the worker that has and reads most rows.",
+    "what `pyg-sar plan` tells. {layers} layers of {hidden}, rows kept; *sharing*: eight parts of the graph.",
 }
 
 

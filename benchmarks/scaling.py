@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace, model: str, workers: int, mode: int, folde
         rows = launch(__file__, workers, [*options, "--steps", str(args.steps)])
         found.step, found.waited, found.alone = (max(column) for column in list(zip(*rows, strict=True))[2:])
     if folder:
-        share = max(planner.from_partition(folder), key=lambda share: share.nodes + sum(share.rows_in))
+        share = planner.largest(planner.from_partition(folder))
         relations = RELATIONS if model == "rgcn" else 0
         options = {"modes": [mode], "prefetch": args.prefetch, "num_relations": relations}
         (need,) = pyg_sar.plan(lambda: network(pyg_sar.nn, model), share, FEATURES, **options)

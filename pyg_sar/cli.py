@@ -249,7 +249,7 @@ def _graphs(folder: str) -> list[Any]:
 def _shares(args: argparse.Namespace) -> list[Any]:
     """Return the share of the largest worker, for each number of workers."""
     from pyg_sar.data.store import read_meta
-    from pyg_sar.planner import from_counts, from_partition
+    from pyg_sar.planner import from_counts, from_partition, largest
 
     if not args.folder:
         if not (args.nodes and args.edges):
@@ -260,7 +260,7 @@ def _shares(args: argparse.Namespace) -> list[Any]:
     args.features = args.features or (nodes["x"][1][-1] if "x" in nodes else None)
     args.classes = args.classes or graph.get("num_classes")
     args.nodes, args.edges = meta["num_nodes"], meta["num_edges"]
-    return [max(from_partition(args.folder), key=lambda share: share.nodes + sum(share.rows_in))]
+    return [largest(from_partition(args.folder))]
 
 
 def _fit(args: argparse.Namespace, shares: list[Any]) -> None:

@@ -27,7 +27,7 @@ from pyg_sar.distributed.group import connected
 from pyg_sar.distributed.process_group import silent_group
 from pyg_sar.live import Live, few_objects
 from pyg_sar.pipeline import Pipeline
-from pyg_sar.planner import Share, make_inputs
+from pyg_sar.planner import Share, largest, make_inputs
 
 Blocks = Callable[[], Sequence[torch.nn.Module]]
 
@@ -84,7 +84,7 @@ def plan_pipeline(
     model = list(blocks())
     cut, workers = even_cut(len(model), stages), len(shares)
     nodes, halo = sum(share.nodes for share in shares), sum(sum(share.rows_in) for share in shares)
-    largest = max(shares, key=lambda share: share.nodes + sum(share.rows_in))
+    worst = largest(shares)
     with few_objects():
         made, read, returned = row_bytes(model, in_channels)
         known: dict[str, tuple[int, int]] = {}
@@ -92,10 +92,10 @@ def plan_pipeline(
         for k in range(stages):
             stage = slice(sum(cut[:k]), sum(cut[: k + 1]))
             if (alike := f"{k == 0} {k == stages - 1} {model[stage]}") not in known:
-                loaded, step = memory(blocks, stage, largest, in_channels, chunks, optimizer)
+                loaded, step = memory(blocks, stage, worst, in_channels, chunks, optimizer)
                 if chunks > 1:  # halo rows: fresh ones and history, and gradients
-                    loaded += 2 * sum(largest.rows_in) * sum(read[stage])
-                    step += sum(largest.rows_in) * sum(returned[stage])
+                    loaded += 2 * sum(worst.rows_in) * sum(read[stage])
+                    step += sum(worst.rows_in) * sum(returned[stage])
                 known[alike] = loaded, step
             each.append(known[alike])
     between = sum(made[sum(cut[: k + 1]) - 1] for k in range(stages - 1))

@@ -79,6 +79,14 @@ def from_partition(path: str | os.PathLike[str]) -> list[Share]:
     return shares
 
 
+def largest(shares: Sequence[Share]) -> Share:
+    """Return a share as large as the largest of some in each respect: which of them needs most depends on the model."""
+    by_edges = max(shares, key=lambda share: share.edges)
+    rows_in = max((share.rows_in for share in shares), key=sum)
+    rows_out = max((share.rows_out for share in shares), key=sum)
+    return Share(max(share.nodes for share in shares), by_edges.edges, by_edges.inside, rows_in, rows_out)
+
+
 def from_counts(nodes: int, edges: int, workers: int, boundary: float | None = None) -> Share:
     """Return the share of one of equal workers.
 

@@ -16,7 +16,7 @@ from pyg_sar.data.assign import assign
 from pyg_sar.data.datasets import dataset
 from pyg_sar.live import Live, few_objects
 from pyg_sar.offload.plan import counts_of
-from pyg_sar.planner import choose, chunk_counts, from_counts, from_partition, plan, received
+from pyg_sar.planner import Share, choose, chunk_counts, from_counts, from_partition, largest, plan, received
 
 RELATIONS = 4
 
@@ -176,3 +176,10 @@ def test_plan_of_rows_at_home():
         plan(lambda: Net("sage"), from_counts(n, e, 1), 64, offload="much")
     with pytest.raises(ValueError, match=r"Expected no 'num_relations' .*got 4"):
         plan(lambda: Net("rgcn"), from_counts(n, e, 1), 64, offload=budget, num_relations=4)
+
+
+def test_largest_in_each_respect():
+    """Where parts are unlike, one may hold most because of its nodes, and another one because of what it reads."""
+    many, dense = Share(100, 500, 400, (10, 20), (5, 5)), Share(30, 900, 300, (200, 90), (8, 7))
+    assert largest([many, dense]) == Share(100, 900, 300, (200, 90), (8, 7))
+    assert largest([many]) == many
