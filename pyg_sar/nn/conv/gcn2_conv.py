@@ -8,13 +8,11 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.aggregate import SUMS, reduce_rows
-from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.conv.gcn_conv import normalised
-from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.aggregate import reduce_rows
+from pyg_sar.nn.conv.gcn_conv import WeightedSum, normalised
 
 
-class GCN2Conv(MessagePassing, torch_geometric.nn.GCN2Conv):
+class GCN2Conv(WeightedSum, torch_geometric.nn.GCN2Conv):
     r"""The graph convolutional operator with initial residual connections and identity mapping (GCNII) from the
     `"Simple and Deep Graph Convolutional Networks" <https://arxiv.org/abs/2007.02133>`_ paper.
 
@@ -34,8 +32,6 @@ class GCN2Conv(MessagePassing, torch_geometric.nn.GCN2Conv):
         - **output:** node features :math:`(|\mathcal{V}|, F)`
     """
 
-    streamable = SUMS
-
     def forward(self, x: Tensor, x_0: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
         graph = self.streamed(edge_index, x) if self.normalize else None
@@ -50,9 +46,3 @@ class GCN2Conv(MessagePassing, torch_geometric.nn.GCN2Conv):
             return torch.addmm(out, out, self.weight1, beta=keep, alpha=change)
         out = torch.addmm(out, out, self.weight1, beta=keep, alpha=change)
         return out + torch.addmm(x_0, x_0, self.weight2, beta=keep, alpha=change)
-
-    def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
-        """Aggregate ``x``, weighted by ``edge_weight``."""
-        weight = kwargs["edge_weight"]
-        weight = None if weight is None else weight.view(-1)
-        return reduce_rows(graph, kwargs["x"], self.aggr, weight, self.node_dim)

@@ -16,7 +16,19 @@ from pyg_sar.nn.replay.call import PAIR, check_destinations
 from pyg_sar.rewire import loops_apart, with_self_loops
 
 
-class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
+class WeightedSum(MessagePassing):
+    """A layer that sums up source rows, weighted by a number of each edge."""
+
+    streamable = SUMS  # a scaling of rows commutes with them
+
+    def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
+        """Aggregate ``x``, weighted by ``edge_weight``."""
+        weight = kwargs["edge_weight"]
+        weight = None if weight is None else weight.view(-1)
+        return reduce_rows(graph, kwargs["x"], self.aggr, weight, self.node_dim)
+
+
+class GCNConv(WeightedSum, torch_geometric.nn.GCNConv):
     r"""The graph convolutional operator from the `"Semi-supervised Classification with Graph Convolutional Networks"
     <https://arxiv.org/abs/1609.02907>`_ paper.
 
@@ -35,8 +47,6 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
           :math:`(2, |\mathcal{E}|)`; edge weights :math:`(|\mathcal{E}|)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
     """
-
-    streamable = SUMS  # the scaling of rows commutes with them
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
@@ -57,12 +67,6 @@ class GCNConv(MessagePassing, torch_geometric.nn.GCNConv):
             out = reduce_rows(graph, times(project(self.lin, x), scale), self.aggr, edge_weight, self.node_dim)
         out = times(out, graph.dst_rows(scale))
         return out if self.bias is None else add(out, self.bias)
-
-    def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
-        """Aggregate ``x``, weighted by ``edge_weight``."""
-        weight = kwargs["edge_weight"]
-        weight = None if weight is None else weight.view(-1)
-        return reduce_rows(graph, kwargs["x"], self.aggr, weight, self.node_dim)
 
 
 def normalised(

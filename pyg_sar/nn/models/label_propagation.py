@@ -10,13 +10,11 @@ import torch_geometric.nn
 from torch import Tensor
 from torch_geometric.utils import one_hot
 
-from pyg_sar.aggregate import SUMS, reduce_rows
 from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.gcn_conv import WeightedSum
 
 
-class LabelPropagation(MessagePassing, torch_geometric.nn.LabelPropagation):
+class LabelPropagation(WeightedSum, torch_geometric.nn.LabelPropagation):
     r"""The label propagation operator, firstly introduced in the `"Learning from Labeled and Unlabeled Data with Label
     Propagation" <http://mlg.eng.cam.ac.uk/zoubin/papers/CMU-CALD-02-107.pdf>`_ paper.
 
@@ -34,8 +32,6 @@ class LabelPropagation(MessagePassing, torch_geometric.nn.LabelPropagation):
         - **output:** labels :math:`(|\mathcal{V}|, C)`
     """
 
-    streamable = SUMS
-
     @torch.no_grad()
     def forward(
         self,
@@ -51,9 +47,3 @@ class LabelPropagation(MessagePassing, torch_geometric.nn.LabelPropagation):
             (classes,) = edge_index.graph.exchange.all_reduce_max([here])
             y = one_hot(y.view(-1), num_classes=classes)
         return super().forward(y, edge_index, mask, edge_weight, post_step)
-
-    def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
-        """Aggregate ``x``, weighted by ``edge_weight``."""
-        weight = kwargs["edge_weight"]
-        weight = None if weight is None else weight.view(-1)
-        return reduce_rows(graph, kwargs["x"], self.aggr, weight, self.node_dim)
