@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness.deep import graph, partitions
-from harness.launch import DeepGNN, answer, environment, launch, results
+from harness.launch import DeepGNN, answer, environment, launch, results, words
 from harness.process_memory import resident
 from harness.report import processor, write
 from hosts import Hosts
@@ -125,13 +125,12 @@ def count(args: argparse.Namespace) -> int:
     return live.peak + sum(data.edge_index.graph.memory().values()) + features
 
 
-def words(
+def options(
     args: argparse.Namespace, folder: str, kind: str, stages: int, chunks: int, workers: int, way: int = -1
-) -> Any:
+) -> list[str]:
     """Return the arguments of a worker."""
-    named = {"folder": folder, "kind": kind, "stages": stages, "chunks": chunks, "workers": workers, "way": way}
-    named |= {"epochs": args.epochs, "layers": args.layers}
-    return [word for name, value in named.items() for word in (f"--{name}", str(value))]
+    own = {"folder": folder, "kind": kind, "stages": stages, "chunks": chunks, "workers": workers, "way": way}
+    return words(**own, epochs=args.epochs, layers=args.layers)
 
 
 def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
@@ -144,8 +143,7 @@ def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
         for kind in args.models:
             one = 0.0
             for chunks in (1, 8, 32, 128):
-                options = words(args, folder, kind, 1, chunks, 1)
-                (found,) = launch(__file__, 1, options, threads=2)
+                (found,) = launch(__file__, 1, options(args, folder, kind, 1, chunks, 1), threads=2)
                 seconds = statistics.median(found["seconds"])
                 one = one or seconds
                 each = 1000 * seconds / chunks / args.layers
@@ -173,7 +171,7 @@ def waits(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
     for name, folder in folders.items():
         for kind in args.models:
             for chunks in (4, 8, 16, 32, 64):
-                found = launch(__file__, 2, words(args, folder, kind, 2, chunks, 2))
+                found = launch(__file__, 2, options(args, folder, kind, 2, chunks, 2))
                 seconds = statistics.median(found[0]["seconds"])
                 waited = statistics.mean(one["waited"] / one["seconds"][-1] for one in found)
                 ways: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -194,9 +192,9 @@ def host_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
             for k, (title, stages, chunks, _) in enumerate(WAYS):
                 cells, peak = [], 0.0
                 for rate in args.rates:
-                    options = words(args, folder, kind, stages, chunks, 2, k)
+                    own = options(args, folder, kind, stages, chunks, 2, k)
                     with Hosts(2, None if rate == "no limit" else rate) as hosts:
-                        told = hosts.run([__file__, "--worker", *options], env=environment(1), echo=False)
+                        told = hosts.run([__file__, "--worker", *own], env=environment(1), echo=False)
                     found = [one for text in told for one in results(text)]
                     cells.append(
                         f"{statistics.median(max(s) for s in zip(*(f['seconds'] for f in found), strict=True)):.2f}"
@@ -214,7 +212,7 @@ def memory_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]
         for kind in args.models:
             for stages, chunks in SHAPES:
                 workers = 8 // (stages or 1)
-                counted = max(launch(__file__, 8, words(args, folder, kind, stages, chunks, 8, COUNTED)))
+                counted = max(launch(__file__, 8, options(args, folder, kind, stages, chunks, 8, COUNTED)))
                 planned = planned_bytes(folder, workers, kind, args.layers, stages, chunks)
                 title = f"{stages} x {workers}" if stages else "sharing"
                 cells = [name, kind, title, chunks, f"{counted / 2**20:.0f}", f"{planned / 2**20:.0f}"]

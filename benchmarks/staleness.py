@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from harness.deep import MASKS, graph
-from harness.launch import DeepGNN, answer, launch
+from harness.launch import DeepGNN, answer, launch, words
 from harness.report import write
 from torch import Tensor
 from torch_geometric.transforms import NormalizeFeatures
@@ -199,15 +199,13 @@ def worker(args: argparse.Namespace) -> None:
     with pyg_sar.process_group() as rank:
         mesh = pyg_sar.stage_mesh(args.stages)
         loaded = pyg_sar.load(args.folder, group=mesh.get_group("graph"))
-        settings = {"chunks": 32}
-        answer([rank, run(loaded, args.task, args.kind, settings, args.seed, args.epochs, mesh)])
+        answer([rank, run(loaded, args.task, args.kind, COLUMNS["32 chunks"], args.seed, args.epochs, mesh)])
 
 
 def staged(folder: str, task: str, kind: str, stages: int, seed: int, epochs: int) -> list[float]:
     """Train on a worker for each stage."""
-    options = {"folder": folder, "task": task, "kind": kind, "stages": stages, "seed": seed, "epochs": epochs}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    (found,) = {tuple(accuracy) for _, accuracy in launch(__file__, stages, words)}
+    options = words(folder=folder, task=task, kind=kind, stages=stages, seed=seed, epochs=epochs)
+    (found,) = {tuple(accuracy) for _, accuracy in launch(__file__, stages, options)}
     return list(found)
 
 

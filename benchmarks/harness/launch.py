@@ -31,6 +31,11 @@ def launch(script: str, workers: int, args: list[str], threads: int = 1, **setti
     return answers
 
 
+def words(**options: Any) -> list[str]:
+    """Return options as arguments of a worker."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
 def environment(threads: int = 1, **settings: str) -> dict[str, str]:
     """Return the environment variables of a worker."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
