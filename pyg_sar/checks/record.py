@@ -55,7 +55,7 @@ class Recorder(NoDropout):
         self.ids = ids  # global ids of rows, by type of nodes or edges, and how many there are of all workers
         self.foreign = foreign  # parameters that the step must not read, by their identity
         self.records: list[Record] = []
-        self.dtypes: set[torch.dtype] = set()  # of what has a gradient
+        self.dtypes: set[torch.dtype] = set()  # of what has a gradient, or was rounded
         self.running: list[str] = []  # modules that are taken as a whole
         self.drawn = 0
         self.random = ""  # where other random numbers come from
@@ -105,7 +105,7 @@ class Recorder(NoDropout):
             return
         with torch._C.DisableTorchFunction():
             given = [t for t in tensors(out) if not isinstance(t, ShardedEdgeIndex)]
-            self.dtypes |= {t.dtype for t in given if t.requires_grad}
+            self.dtypes |= {t.dtype for t in given if t.requires_grad or rounded(t)}
             found = [t.detach().clone() for t in given]
         place = caller() if found else None
         if place is not None:
@@ -157,6 +157,11 @@ def is_opaque(module: torch.nn.Module) -> bool:
     own = packages(type(module))  # type: ignore[arg-type]
     library = type(module).__module__.partition(".")[0] in LIBRARIES
     return hasattr(module, "propagate") or "pyg_sar" in own or (library and not list(module.children()))
+
+
+def rounded(t: Tensor) -> bool:
+    """Whether a tensor may have lost digits to its type: a mask or a count as floating-point numbers has not."""
+    return t.is_floating_point() and bool((t != t.trunc()).any())
 
 
 def caller() -> Place | None:

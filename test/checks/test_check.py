@@ -104,6 +104,17 @@ def test_a_step_that_rounds_to_another_type(leave: Callable[[Tensor], Tensor]) -
     assert "'loss'" in refused(biased, model=model)
 
 
+def test_labels_that_spread_in_single_precision() -> None:
+    """Its numbers of classes and degrees are those of all workers; rounding to float32 is no difference."""
+
+    def step(model: torch.nn.Module, data: Any) -> Tensor:
+        soft = pyg_sar.nn.LabelPropagation(2, 0.5)(data.y, data.edge_index)
+        values, _ = losses(model, data)
+        return finish(pyg_sar.global_mean(values) + pyg_sar.global_mean(soft.sum(-1)), model)
+
+    pyg_sar.check(step, graph(), Net())
+
+
 def test_nothing_changes() -> None:
     model, data = Net(), graph()
     model(data.x, data.edge_index, data.edge_attr).sum().backward()
@@ -234,10 +245,9 @@ def width_of_a_sum(model: torch.nn.Module, data: Any) -> Tensor:
 
 
 def width_of_a_layer(model: torch.nn.Module, data: Any) -> Tensor:
-    spread = pyg_sar.nn.convert(torch_geometric.nn.LabelPropagation(2, 0.5))
-    soft = spread(data.y, data.edge_index)
+    around = pyg_sar.nn.convert(torch_geometric.nn.SimpleConv())(F.one_hot(data.y).to(data.x.dtype), data.edge_index)
     values, _ = losses(model, data)
-    return finish(pyg_sar.global_mean(values) + pyg_sar.global_mean(soft.sum(-1)), model)
+    return finish(pyg_sar.global_mean(values) + pyg_sar.global_mean(around.sum(-1)), model)
 
 
 def local_split(model: torch.nn.Module, data: Any) -> Tensor:
@@ -291,7 +301,7 @@ STEPS: dict[Any, tuple[str, ...]] = {
     clipped_before: ("Gradients are read by '", "clip_grad_norm_", "right after `loss.backward()`"),
     width_of_labels: ("on worker 1 of 2 it raises RuntimeError", "'one_hot' (test_check.py:", "`data.num_classes`"),
     width_of_a_sum: ("do not find together: 'all_reduce' of tensors that differ", "'max' (test_check", "num_classes"),
-    width_of_a_layer: ("runs layer 'LabelPropagation' on rows of 5 columns", "rows of 4 columns", "num_classes"),
+    width_of_a_layer: ("runs layer 'SimpleConv' on rows of 5 columns", "rows of 4 columns", "num_classes"),
     local_split: ("'loss' is ", "draws random numbers from 'randperm' (test_check.py:", "before `pyg_sar.partition`"),
     local_svd: ("'loss' is ", "at 'linalg_svd' (test_check.py:", "before `pyg_sar.partition`"),
     global_ids: ("on every worker it raises IndexError", "(test_check.py:", "`data.n_id`"),
