@@ -30,6 +30,7 @@ from pyg_sar.inference import inference
 from pyg_sar.offload.data import offload
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.pipeline import Pipeline
+from pyg_sar.run_log import RunLog
 from pyg_sar.watch import allow_local
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [
     "HostRows",
     "MessageFlowGraphs",
     "Pipeline",
+    "RunLog",
     "ShardedEdgeIndex",
     "accuracy",
     "all_reduce",

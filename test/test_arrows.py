@@ -49,7 +49,7 @@ LEVELS = """
     distributed.*
 
     data.*
-    live
+    live run_log
     checkpoint
     offload.move
     offload.plan

@@ -1,12 +1,12 @@
 import torch
 import torch.nn.functional as F
 from torch_geometric.nn import AGNNConv
-import pyg_sar  #+
+import pyg_sar  # +
 
-#- dataset = graphs.citations()
-#- data = dataset[0]
-pyg_sar.init()  #+
-data = dataset = pyg_sar.load(PARTS)  #+
+# - dataset = graphs.citations()
+# - data = dataset[0]
+pyg_sar.init()  # +
+data = dataset = pyg_sar.load(PARTS)  # +
 
 
 class Net(torch.nn.Module):
@@ -25,17 +25,17 @@ class Net(torch.nn.Module):
 
 
 model = Net()
-pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  #+
+pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  # +
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
 
 
 def train():
     model.train()
     optimizer.zero_grad()
-#-     loss = F.nll_loss(model()[data.train_mask], data.y[data.train_mask])
-    loss = pyg_sar.global_mean(F.nll_loss(model()[data.train_mask], data.y[data.train_mask], reduction="none"))  #+
+    # - loss = F.nll_loss(model()[data.train_mask], data.y[data.train_mask])
+    loss = pyg_sar.global_mean(F.nll_loss(model()[data.train_mask], data.y[data.train_mask], reduction="none"))  # +
     loss.backward()
-    pyg_sar.sum_gradients(model)  #+
+    pyg_sar.sum_gradients(model)  # +
     optimizer.step()
     return loss.item()
 

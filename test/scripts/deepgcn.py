@@ -2,11 +2,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn import LayerNorm, Linear, ReLU
 from torch_geometric.nn import DeepGCNLayer, GENConv
-import pyg_sar  #+
+import pyg_sar  # +
 
-#- data = graphs.proteins()[0]
-pyg_sar.init()  #+
-data = pyg_sar.load(PARTS)  #+
+# - data = graphs.proteins()[0]
+pyg_sar.init()  # +
+data = pyg_sar.load(PARTS)  # +
 
 
 class DeeperGCN(torch.nn.Module):
@@ -33,20 +33,20 @@ class DeeperGCN(torch.nn.Module):
 
 
 model = DeeperGCN(hidden_channels=8, num_layers=4)
-pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  #+
+pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  # +
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-#- criterion = torch.nn.BCEWithLogitsLoss()
-criterion = torch.nn.BCEWithLogitsLoss(reduction="none")  #+
+# - criterion = torch.nn.BCEWithLogitsLoss()
+criterion = torch.nn.BCEWithLogitsLoss(reduction="none")  # +
 
 
 def train():
     model.train()
     optimizer.zero_grad()
     out = model(data.x, data.edge_index, data.edge_attr)
-#-     loss = criterion(out[data.train_mask], data.y[data.train_mask])
-    loss = pyg_sar.global_mean(criterion(out[data.train_mask], data.y[data.train_mask]))  #+
+    # - loss = criterion(out[data.train_mask], data.y[data.train_mask])
+    loss = pyg_sar.global_mean(criterion(out[data.train_mask], data.y[data.train_mask]))  # +
     loss.backward()
-    pyg_sar.sum_gradients(model)  #+
+    pyg_sar.sum_gradients(model)  # +
     optimizer.step()
     return loss.item()
 

@@ -1,12 +1,12 @@
 import torch
 import torch.nn.functional as F
 from torch_geometric.nn import DirGNNConv, GCNConv
-import pyg_sar  #+
+import pyg_sar  # +
 
-#- dataset = graphs.wikipedia()
-#- data = dataset[0]
-pyg_sar.init()  #+
-data = dataset = pyg_sar.load(PARTS)  #+
+# - dataset = graphs.wikipedia()
+# - data = dataset[0]
+pyg_sar.init()  # +
+data = dataset = pyg_sar.load(PARTS)  # +
 data.train_mask = data.train_mask[:, 0]
 
 
@@ -22,7 +22,7 @@ class DirGNN(torch.nn.Module):
 
 
 model = DirGNN(dataset.num_features, 16, dataset.num_classes, alpha=0.7)
-pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  #+
+pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  # +
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
 
@@ -30,10 +30,10 @@ def train():
     model.train()
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
-#-     loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-    loss = pyg_sar.global_mean(F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none"))  #+
+    # - loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    loss = pyg_sar.global_mean(F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none"))  # +
     loss.backward()
-    pyg_sar.sum_gradients(model)  #+
+    pyg_sar.sum_gradients(model)  # +
     optimizer.step()
     return loss.item()
 

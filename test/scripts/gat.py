@@ -1,13 +1,13 @@
 import torch
 import torch.nn.functional as F
-#- from torch_geometric.nn import GATConv
-import pyg_sar  #+
-from pyg_sar.nn import GATConv  #+
+# - from torch_geometric.nn import GATConv
+import pyg_sar  # +
+from pyg_sar.nn import GATConv  # +
 
-#- dataset = graphs.citations()
-#- data = dataset[0]
-pyg_sar.init()  #+
-data = dataset = pyg_sar.load(PARTS)  #+
+# - dataset = graphs.citations()
+# - data = dataset[0]
+pyg_sar.init()  # +
+data = dataset = pyg_sar.load(PARTS)  # +
 
 
 class GAT(torch.nn.Module):
@@ -24,7 +24,7 @@ class GAT(torch.nn.Module):
 
 
 model = GAT(dataset.num_features, 8, dataset.num_classes, heads=8)
-pyg_sar.broadcast_parameters(model)  #+
+pyg_sar.broadcast_parameters(model)  # +
 optimizer = torch.optim.Adam(model.parameters(), lr=0.005, weight_decay=5e-4)
 
 
@@ -33,10 +33,10 @@ def train():
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
     mask = data.train_mask
-#-     loss = F.cross_entropy(out[mask], data.y[mask])
-    loss = pyg_sar.global_mean(F.cross_entropy(out[mask], data.y[mask], reduction="none"))  #+
+    # - loss = F.cross_entropy(out[mask], data.y[mask])
+    loss = pyg_sar.global_mean(F.cross_entropy(out[mask], data.y[mask], reduction="none"))  # +
     loss.backward()
-    pyg_sar.sum_gradients(model)  #+
+    pyg_sar.sum_gradients(model)  # +
     optimizer.step()
     return loss.item()
 
@@ -47,8 +47,8 @@ def test():
     pred = model(data.x, data.edge_index).argmax(dim=-1)
     accs = []
     for mask in [data.train_mask, data.val_mask, data.test_mask]:
-#-         accs.append(int((pred[mask] == data.y[mask]).sum()) / int(mask.sum()))
-        accs.append(pyg_sar.accuracy(pred, data.y, mask))  #+
+        # - accs.append(int((pred[mask] == data.y[mask]).sum()) / int(mask.sum()))
+        accs.append(pyg_sar.accuracy(pred, data.y, mask))  # +
     return accs
 
 

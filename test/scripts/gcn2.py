@@ -2,12 +2,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Linear
 from torch_geometric.nn import GCN2Conv
-import pyg_sar  #+
+import pyg_sar  # +
 
-#- dataset = graphs.citations()
-#- data = dataset[0]
-pyg_sar.init()  #+
-data = dataset = pyg_sar.load(PARTS)  #+
+# - dataset = graphs.citations()
+# - data = dataset[0]
+pyg_sar.init()  # +
+data = dataset = pyg_sar.load(PARTS)  # +
 
 
 class Net(torch.nn.Module):
@@ -28,7 +28,7 @@ class Net(torch.nn.Module):
 
 
 model = Net(hidden_channels=16, num_layers=64, alpha=0.1, theta=0.5)
-pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  #+
+pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  # +
 optimizer = torch.optim.Adam(
     [
         dict(params=model.convs.parameters(), weight_decay=0.01),
@@ -42,10 +42,10 @@ def train():
     model.train()
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
-#-     loss = F.nll_loss(out[data.train_mask], data.y[data.train_mask])
-    loss = pyg_sar.global_mean(F.nll_loss(out[data.train_mask], data.y[data.train_mask], reduction="none"))  #+
+    # - loss = F.nll_loss(out[data.train_mask], data.y[data.train_mask])
+    loss = pyg_sar.global_mean(F.nll_loss(out[data.train_mask], data.y[data.train_mask], reduction="none"))  # +
     loss.backward()
-    pyg_sar.sum_gradients(model)  #+
+    pyg_sar.sum_gradients(model)  # +
     optimizer.step()
     return loss.item()
 

@@ -1,12 +1,12 @@
 import torch
 import torch.nn.functional as F
-#- from torch_geometric.nn import HANConv
-import pyg_sar  #+
-from pyg_sar.nn import HANConv  #+
+# - from torch_geometric.nn import HANConv
+import pyg_sar  # +
+from pyg_sar.nn import HANConv  # +
 
-#- data = graphs.imdb()[0]
-pyg_sar.init()  #+
-data = pyg_sar.load(PARTS)  #+
+# - data = graphs.imdb()[0]
+pyg_sar.init()  # +
+data = pyg_sar.load(PARTS)  # +
 
 
 class HAN(torch.nn.Module):
@@ -23,7 +23,7 @@ class HAN(torch.nn.Module):
 model = HAN(in_channels=-1, out_channels=4)
 with torch.no_grad():  # Initialize lazy modules.
     out = model(data.x_dict, data.edge_index_dict)
-pyg_sar.broadcast_parameters(model)  #+
+pyg_sar.broadcast_parameters(model)  # +
 optimizer = torch.optim.Adam(model.parameters(), lr=0.005, weight_decay=0.001)
 
 
@@ -32,10 +32,10 @@ def train():
     optimizer.zero_grad()
     out = model(data.x_dict, data.edge_index_dict)
     mask = data["movie"].train_mask
-#-     loss = F.cross_entropy(out[mask], data["movie"].y[mask])
-    loss = pyg_sar.global_mean(F.cross_entropy(out[mask], data["movie"].y[mask], reduction="none"))  #+
+    # - loss = F.cross_entropy(out[mask], data["movie"].y[mask])
+    loss = pyg_sar.global_mean(F.cross_entropy(out[mask], data["movie"].y[mask], reduction="none"))  # +
     loss.backward()
-    pyg_sar.sum_gradients(model)  #+
+    pyg_sar.sum_gradients(model)  # +
     optimizer.step()
     return loss.item()
 

@@ -1,11 +1,11 @@
 import torch
 import torch.nn.functional as F
 from torch_geometric.nn import HGTConv, Linear
-import pyg_sar  #+
+import pyg_sar  # +
 
-#- data = graphs.dblp()[0]
-pyg_sar.init()  #+
-data = pyg_sar.load(PARTS)  #+
+# - data = graphs.dblp()[0]
+pyg_sar.init()  # +
+data = pyg_sar.load(PARTS)  # +
 
 
 class HGT(torch.nn.Module):
@@ -27,10 +27,10 @@ class HGT(torch.nn.Module):
 
 
 model = HGT(hidden_channels=16, out_channels=4, num_heads=2, num_layers=2)
-pyg_sar.nn.convert(model)  #+
+pyg_sar.nn.convert(model)  # +
 with torch.no_grad():  # Initialize lazy modules.
     out = model(data.x_dict, data.edge_index_dict)
-pyg_sar.broadcast_parameters(model)  #+
+pyg_sar.broadcast_parameters(model)  # +
 optimizer = torch.optim.Adam(model.parameters(), lr=0.005, weight_decay=0.001)
 
 
@@ -39,10 +39,10 @@ def train():
     optimizer.zero_grad()
     out = model(data.x_dict, data.edge_index_dict)
     mask = data["author"].train_mask
-#-     loss = F.cross_entropy(out[mask], data["author"].y[mask])
-    loss = pyg_sar.global_mean(F.cross_entropy(out[mask], data["author"].y[mask], reduction="none"))  #+
+    # - loss = F.cross_entropy(out[mask], data["author"].y[mask])
+    loss = pyg_sar.global_mean(F.cross_entropy(out[mask], data["author"].y[mask], reduction="none"))  # +
     loss.backward()
-    pyg_sar.sum_gradients(model)  #+
+    pyg_sar.sum_gradients(model)  # +
     optimizer.step()
     return loss.item()
 

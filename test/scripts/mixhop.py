@@ -1,12 +1,12 @@
 import torch
 import torch.nn.functional as F
 from torch_geometric.nn import BatchNorm, Linear, MixHopConv
-import pyg_sar  #+
+import pyg_sar  # +
 
-#- dataset = graphs.citations()
-#- data = dataset[0]
-pyg_sar.init()  #+
-data = dataset = pyg_sar.load(PARTS)  #+
+# - dataset = graphs.citations()
+# - data = dataset[0]
+pyg_sar.init()  # +
+data = dataset = pyg_sar.load(PARTS)  # +
 
 
 class MixHop(torch.nn.Module):
@@ -25,7 +25,7 @@ class MixHop(torch.nn.Module):
 
 
 model = MixHop()
-pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  #+
+pyg_sar.broadcast_parameters(pyg_sar.nn.convert(model))  # +
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.005)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.01)
 
@@ -34,10 +34,10 @@ def train():
     model.train()
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
-#-     loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-    loss = pyg_sar.global_mean(F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none"))  #+
+    # - loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    loss = pyg_sar.global_mean(F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none"))  # +
     loss.backward()
-    pyg_sar.sum_gradients(model)  #+
+    pyg_sar.sum_gradients(model)  # +
     optimizer.step()
     scheduler.step()
     return loss.item()

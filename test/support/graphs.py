@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
+from torch_geometric.utils import to_undirected
 
 NODES, EDGES, FEATURES, CLASSES = 120, 600, 9, 4
 
@@ -67,12 +68,30 @@ def papers() -> Data:
     return data
 
 
+class Products(Dataset):
+    """One of OGB's, which keeps the split apart."""
+
+    def get_idx_split(self) -> dict[str, Tensor]:
+        """Return ids by OGB's names."""
+        masks = self[0].train_mask, self[0].val_mask, self[0].test_mask
+        return {name: mask.nonzero().view(-1) for name, mask in zip(("train", "valid", "test"), masks, strict=True)}
+
+
+def products() -> Products:
+    """Those of ogbn-products: as Cora's, undirected."""
+    data = papers()
+    data.edge_index = to_undirected(data.edge_index)
+    return Products(data)
+
+
 @seeded(6)
 def links() -> Dataset:
     """The same with edges held back, and pairs that are none."""
-    data = papers()
-    data.pos_edge_label_index, data.neg_edge_label_index = data.edge_index[:, :200], edges(count=150)
-    data.edge_index = data.edge_index[:, 200:]
+    data, pairs = papers(), edges(count=500)
+    del data.hint_mask, data.shuffled
+    data.edge_index, *held = data.edge_index.split([300, 100, 100, 100], 1)
+    for name, pos, neg in zip(("train", "val", "test"), held, pairs.split([300, 100, 100], 1), strict=True):
+        data[f"{name}_pos_edge_label_index"], data[f"{name}_neg_edge_label_index"] = pos, neg
     return Dataset(data)
 
 
@@ -111,7 +130,8 @@ def dblp() -> Dataset:
         data[one, "to", other].edge_index = edges(sizes[one], sizes[other], 300)
         data[other, "to", one].edge_index = data[one, "to", other].edge_index.flip(0)
     authors = data["author"]
-    authors.y, authors.train_mask = torch.randint(CLASSES, (60,)), torch.rand(60, dtype=torch.float64) < 0.5
+    authors.y, draws = torch.randint(CLASSES, (60,)), torch.rand(60, dtype=torch.float64)
+    authors.train_mask, authors.val_mask, authors.test_mask = draws < 0.5, draws > 0.7, (draws - 0.6).abs() < 0.1
     return Dataset(data)
 
 
