@@ -172,6 +172,7 @@ def test_plan(capsys, tmp_path):
     assert told[-2].endswith("nothing fits 0.2 GiB")
 
 
+@pytest.mark.grid
 def test_plan_of_rows_at_home(capsys, tmp_path):
     folder, small = tmp_path / "parts", ["--hidden", "64", "--layers", "2", "--offload", "--budget"]
     assert main(["partition", "Community/4000/20000", "--num-parts", "1", "--out", str(folder)]) == 0

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn
+from support.cases import some
 from support.pool import Pool
 from torch_geometric.data import Data
 from torch_geometric.nn import DeepGCNLayer, GENConv
@@ -155,12 +156,6 @@ MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 SETTINGS = [(2, 1, True), (5, 3, True), (8, 3, False)]  # chunks, alpha, and whether they are shuffled
 
 
-def some(*lists, every):
-    """Return all combinations, of which one in ``every`` runs by default."""
-    cases = enumerate(itertools.product(*lists))
-    return [case if k % every == 0 else pytest.param(*case, marks=pytest.mark.grid) for k, case in cases]
-
-
 @pytest.mark.parametrize(("kind", "mesh"), some([*KINDS, "gat"], MESHES, every=3))
 def test_one_chunk_is_exact(stages_pool, folders, kind, mesh):
     stages, parts = mesh
@@ -266,7 +261,7 @@ def as_the_reference(found, kind, chunks, alpha, shuffle, epochs):
             close(one[1][name], t)
 
 
-@pytest.mark.parametrize(("kind", "settings", "mesh"), some([*KINDS, "gat"], SETTINGS, MESHES, every=4))
+@pytest.mark.parametrize(("kind", "settings", "mesh"), some([*KINDS, "gat"], SETTINGS, MESHES, every=8))
 def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
     (chunks, alpha, shuffle), (stages, parts) = settings, mesh
     settings = {"history": alpha, "shuffle": shuffle}
@@ -405,7 +400,7 @@ def counted(group, stages, parts, folder, chunks):
     return seen, data.edge_index.graph.exchange.routes.num_halo, parameters, pipe.stages.first
 
 
-@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.grid), 5])
 def test_bytes_within_stages_and_of_parameters(stages_pool, folders, chunks):
     """A boundary row once forward and its gradient once back, in every site but the first: features have none."""
     for stages in (1, 2):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.cases import some
 from support.pool import Pool
 
 import pyg_sar
@@ -70,9 +71,11 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.skipif(not ops.KERNELS, reason="PYG_SAR_KERNELS=0: plain PyTorch holds messages, too")
-@pytest.mark.parametrize("kind", ["gcn2", "sage"])
-@pytest.mark.parametrize(("stages", "parts", "chunks"), [(2, 2, 1), (2, 2, 6), (1, 2, 6), (4, 1, 6), (2, 1, 1)])
-def test_prediction(stages_pool, folders, kind, stages, parts, chunks):
+@pytest.mark.parametrize(
+    ("kind", "shape"), some(["gcn2", "sage"], [(2, 2, 1), (2, 2, 6), (1, 2, 6), (4, 1, 6), (2, 1, 1)], every=2)
+)
+def test_prediction(stages_pool, folders, kind, shape):
+    stages, parts, chunks = shape
     """Traffic to the byte; memory of every stage within 15%."""
     found = stages_pool(folders[parts], kind, stages, parts, chunks)
     shares = from_partition(folders[parts])

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import some
 from support.layers import TRAFFIC, Case
 from support.nasty_graph import assignment, close, edges, share
 from support.setup import setup, whole
@@ -61,8 +62,7 @@ def some_gradients(group, mode, columns):
             assert it.grads() == {}
 
 
-@every_mode
-@pytest.mark.parametrize("columns", [2, 128])
+@pytest.mark.parametrize(("mode", "columns"), some(MODES, [2, 128], every=2))
 def test_gradients_of_inputs_only_and_of_parameters_only(pool, mode, columns):
     pool.run(3, some_gradients, mode, columns)
 

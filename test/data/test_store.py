@@ -611,7 +611,7 @@ def killed(out, call, exchange):
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False)
 
 
-@pytest.mark.parametrize("call", [0, 1, 2])
+@pytest.mark.parametrize("call", [0, 1, pytest.param(2, marks=pytest.mark.grid)])
 def test_a_writer_that_is_killed_leaves_a_partition(tmp_path, call):
     """The old one or the new one; the next writer removes what it left."""
     killed(out := tmp_path / "graph", call, "exchange")

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import some
 from support.layers import TRAFFIC
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 from support.setup import setup, whole
@@ -246,8 +247,7 @@ def wrapped(group, mode):
             close(grads["ddp"][key], value, f"{name} {key}, averaged")
 
 
-@pytest.mark.parametrize("mode", [1, 2, 3])
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(("workers", "mode"), some([2, 4], [1, 2, 3], every=2))
 def test_distributed_data_parallel(pool, workers, mode):
     pool.run(workers, wrapped, mode)
 

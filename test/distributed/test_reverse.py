@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch_geometric.nn as gnn
+from support.cases import some
 from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
 from torch_geometric.utils import remove_self_loops, softmax
 
@@ -135,14 +136,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("aggr", WAYS)
-@pytest.mark.parametrize(
-    ("mode", "method", "kind"),
-    [(1, "random", ""), (2, "random", ""), (3, "random", ""), (1, "empty", ""), (1, "random", "two"),
-     (1, "random", "less"), (1, "empty", "flipped")],
-)  # fmt: skip
-def test_layers(pool, aggr, mode, method, kind):
-    for ways in pool.run(3, compare, aggr, mode, method, kind):
+@pytest.mark.parametrize(("aggr", "how"), some(WAYS, [
+    (1, "random", ""), (2, "random", ""), (3, "random", ""), (1, "empty", ""), (1, "random", "two"),
+    (1, "random", "less"), (1, "empty", "flipped"),
+], every=2))  # fmt: skip
+def test_layers(pool, aggr, how):
+    for ways in pool.run(3, compare, aggr, *how):
         assert set(ways) == WAYS[aggr]
 
 

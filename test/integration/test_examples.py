@@ -1,11 +1,16 @@
 """The examples, as their docstrings tell to run them, on small generated graphs."""
 
+import ast
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from support import graphs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,6 +23,72 @@ def run(*command: object, workers: int = 0) -> str:
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def commands(name: str) -> list[str]:
+    """Return the commands of an example's docstring."""
+    told = ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text())) or ""
+    lines = re.sub(r"\\\n *", "", told).splitlines()
+    return [line.strip() for line in lines if re.match(" +(python|pyg-sar) ", line)]
+
+
+# What stands for the data set of the docstring: a file of a heterogeneous graph, or a generated one
+HETERO = ("ogbn_mag_rgcn", "hetero_dblp")
+OF_PYG = [f.stem for f in sorted((ROOT / "examples").glob("*.py")) if "# -" in f.read_text()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.grid) for name in OF_PYG if name != "physics_gat"), "physics_gat"],
+)
+def test_as_its_docstring_tells(tmp_path, name):
+    torch.save(graphs.dblp()[0], tmp_path / "dblp.pt")
+    graph = str(tmp_path / "dblp.pt") if name in HETERO else "Community/300/4000"
+    for command in commands(name):
+        words = shlex.split(command.replace("parts/", f"{tmp_path}/"))
+        if "partition" in words or "examples/split_links.py" in words:
+            parts, words[2] = words[-1], words[2] if words[2].endswith("links.pt") else graph
+        if words[0] == "pyg-sar":
+            words = ["-m", "pyg_sar", *words[1:]]
+        elif "torch.distributed.run" in words:
+            words[words.index("--nproc-per-node") + 1] = re.search(r"-parts (\d+)", " ".join(commands(name)))[1]
+            target = ["--target", "author"] if name in HETERO else []
+            words = [*words[1:], "--dataset", parts, "--epochs", "2", "--log-dir", tmp_path / "log", *target]
+        else:
+            words = words[1:]
+        told = run(*words)
+    assert re.search(r"Epoch: 002, Loss: \d|Accuracy: 0", told), told
+    assert len(list((tmp_path / "log").glob("rank-*/events*"))) > 1
+
+
+@pytest.mark.grid
+def test_inference_after_sampling(tmp_path):
+    script, parts, weights = "examples/inference_after_sampling.py", tmp_path / "parts", tmp_path / "weights"
+    run("-m", "pyg_sar", "partition", "Community/300/4000", "--num-parts", 2, "--out", parts)
+    told = run(script, "--train", "Community/300/4000", "--weights", weights, "--epochs", 2)
+    assert "epoch   2  loss" in told
+    told = run(script, "--dataset", parts, "--weights", weights, workers=2)
+    assert re.search(r"test accuracy [01]\.\d", told), told
+
+
+@pytest.mark.grid
+def test_memory_falls(tmp_path):
+    out = tmp_path / "memory.png"
+    told = run("examples/memory_falls.py", "--dataset", "Community/2000/20000", "--workers", 1, 2, "--out", out)
+    sizes = [float(size) for size in re.findall(r"workers, gat: (\S+) MiB", told)]
+    assert out.stat().st_size > 0 and sizes[1] < 0.8 * sizes[0], told
+
+
+@pytest.mark.grid
+def test_multi_node(tmp_path):
+    run("-m", "pyg_sar", "partition", "Community/300/4000", "--num-parts", 2, "--out", tmp_path / "parts")
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+           "NODES": "2", "PORT": "29517"}  # fmt: skip
+    command = ["bash", ROOT / "examples/multi_node.sh", tmp_path / "parts", "examples/train.py"]
+    nodes = [subprocess.Popen([*command, "--epochs", "1", "--hidden", "8"], cwd=ROOT, env=env, stdout=subprocess.PIPE,
+                              text=True) for _ in range(2)]  # fmt: skip
+    told = "".join(node.communicate(timeout=200)[0] for node in nodes)
+    assert not any(node.returncode for node in nodes) and "sage: test accuracy" in told, told
 
 
 @pytest.mark.grid

@@ -109,7 +109,7 @@ WIDTHS, TYPES = [32, 64, 64, 4], 3
     ("kind", "chunks"),
     [
         ("sage", (32,)),
-        ("gat", (8, 32)),
+        pytest.param("gat", (8, 32), marks=pytest.mark.grid),
         *(pytest.param(kind, (2, 8, 32), marks=pytest.mark.grid) for kind in ("sage", "gat", "rgcn")),
     ],
 )

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import os
 import sys
 import weakref
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
+from support.cases import some
 from support.nasty_graph import NUM_NODES
 from support.offloaded import DEGREES, HIDDEN, IN, LAYERS, OUT, inputs, network
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,24 +74,16 @@ def equal(found, expected):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("count", CHUNKS)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "count"), some(LAYERS, CHUNKS, every=2))
 def test_equals_pyg(kind, count):
     norm = ("batch", "layer", "none")[(list(LAYERS).index(kind) + count) % 3]
     equal(on_chunks(network(kind, norm), count), in_memory(network(kind, norm)))
 
 
-def every_second(*lists):
-    """Return all combinations, of which half run by default: each pair of values of two lists is there."""
-    numbers = itertools.product(*(range(len(values)) for values in lists))
-    cases = zip(itertools.product(*lists), numbers, strict=True)
-    return [case if sum(n) % 2 == 0 else pytest.param(*case, marks=pytest.mark.grid) for case, n in cases]
-
-
 PIECES = [(1, 20), (4, 7), (5, 1), (4, None)]
 
 
-@pytest.mark.parametrize(("kind", "pieces", "keeps"), every_second(LAYERS, PIECES, [False, True]))
+@pytest.mark.parametrize(("kind", "pieces", "keeps"), some(LAYERS, PIECES, [False, True], every=4))
 def test_source_pieces(kind, pieces, keeps, tmp_path):
     """Of so many rows that a chunk is read in several pieces; in slots and not; homes in memory and in files."""
     count, slots = pieces

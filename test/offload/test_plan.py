@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import some
 from torch_geometric.data import Data
 
 import pyg_sar
@@ -65,8 +66,7 @@ def peak(data, model, *edges):
 
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
-@pytest.mark.parametrize("chunks", [2, pytest.param(5, marks=pytest.mark.grid), 16])
-@pytest.mark.parametrize("kind", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize(("kind", "chunks"), some(["sage", "gcn", "gat"], [2, 5, 16], every=2))
 def test_plan_tells_what_a_step_takes(data, kind, chunks):
     model = Net(kind, 32)
     graph, labelled = data.edge_index.graph, int(data.train_mask.sum())
@@ -98,6 +98,7 @@ def test_budget(data, kind, tmp_path):
 
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
+@pytest.mark.grid
 def test_budget_of_types_of_edges(data):
     types = torch.arange(data.edge_index.size(1)) % TYPES
     typed = Data(**data.to_dict(), edge_type=types)

@@ -69,6 +69,7 @@ def has_lstm(device):
     return True
 
 
+@pytest.mark.grid
 def test_layers_of_pyg(device):
     problems, lstm = [], has_lstm(device)
     for name in CASES:

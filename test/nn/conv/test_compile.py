@@ -86,7 +86,9 @@ def check(group, names, options):
                 close(mine, theirs, f"{name}: gradient of parameters")
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options", [OPTIONS[0], *(pytest.param(o, marks=pytest.mark.grid) for o in OPTIONS[1:])], ids=str
+)
 def test_on_shards(options):
     check(None, MODELS, options)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch_geometric.nn as gnn
+from support.cases import some
 from support.nasty_graph import NUM_NODES, assignment, close, edges
 from support.simulate import Cut, raised, simulate
 
@@ -15,9 +16,10 @@ MASK = torch.rand(NUM_NODES, generator=G) < 0.4
 WEIGHT = torch.rand(edges().size(1), generator=G, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("method", ["random", "empty", "labels on one"])
-@pytest.mark.parametrize("case", ["autoscale", "scale", "weights", "soft labels", "ids", "converted"])
+@pytest.mark.parametrize(("size", "method", "case"), some(
+    [1, 2, 3, 4], ["random", "empty", "labels on one"],
+    ["autoscale", "scale", "weights", "soft labels", "ids", "converted"], every=2,
+))  # fmt: skip
 def test_equals_pyg(size, method, case):
     settings = {"autoscale": False, "scale": 3.0} if case == "scale" else {}
     reference, model = (cls(5, 0.8, 4, 0.6, **settings) for cls in (gnn.CorrectAndSmooth, pyg_sar.nn.CorrectAndSmooth))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
+from support.cases import some
 from support.conv_zoo import InOrder
 from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
 from torch_geometric.utils import softmax, to_dense_batch
@@ -105,8 +106,7 @@ def compare(group, name, mode, method):
     assert all(part.startswith(strategy) for part in found.split("), ") if part.startswith("runs")), found
 
 
-@pytest.mark.parametrize("mode", [1, 2, 3])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "mode"), some(LAYERS, [1, 2, 3], every=2))
 def test_equals_pyg(pool, name, mode):
     pool.run(3, compare, name, mode, "random")
 
@@ -271,10 +271,11 @@ def compare_updates(group, how, mode, method):
     assert any(str(s).startswith(UPDATES[how]) for s in STRATEGIES[layer].values()), strategy_of(layer)
 
 
-@pytest.mark.parametrize(("mode", "method"), [(1, "random"), (2, "random"), (3, "random"), (1, "empty")])
-@pytest.mark.parametrize("how", UPDATES)
-def test_edges_are_updated_in_the_same_ways(pool, how, mode, method):
-    pool.run(3, compare_updates, how, mode, method)
+@pytest.mark.parametrize(
+    ("how", "way"), some(UPDATES, [(1, "random"), (2, "random"), (3, "random"), (1, "empty")], every=2)
+)
+def test_edges_are_updated_in_the_same_ways(pool, how, way):
+    pool.run(3, compare_updates, how, *way)
 
 
 def test_edges_that_are_updated_by_others_are_refused():

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from support import conv_zoo
+from support.cases import some
 from support.conv_zoo import CASES
 from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
 from torch_geometric.utils import softmax
@@ -127,8 +128,7 @@ def compare(group, name, mode, size=NUM_NODES):
     assert describe(layer).splitlines()[0].split(maxsplit=2)[2] == strategy, describe(layer)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize(("name", "mode"), some(LAYERS, [1, 2, 3], every=2))
 def test_layers_of_ones_own(pool, name, mode):
     pool.run(3, compare, name, mode)
 

@@ -110,7 +110,7 @@ def test_shared_out_once(monkeypatch):
         ("RGCNConv", {"num_relations": 3, "num_bases": 2}),
     ],
 )
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.grid), 3])
 def test_layers(monkeypatch, name, kwargs, parts):
     """Whole layers over these kernels, whatever device they run on."""
     for module in ("sums", "extremum", "softmax", "projected_softmax"):
