@@ -19,7 +19,7 @@ BIN := $(CURDIR)/.venv/bin
 DATA := runs/community-2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2
 
-.PHONY: train test test-grid lint sanitize venv clean
+.PHONY: train test test-grid lint docs sanitize venv clean
 
 train: $(DATA)
 	$(TORCHRUN) examples/train.py $(DATA) --model sage --epochs $(EPOCHS) --save runs/sage.safetensors
@@ -39,6 +39,10 @@ lint: $(VENV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The site, in build/site/index.html.
+docs: $(VENV)
+	$(BIN)/python -m sphinx -q -W -E -b html docs build/site
 
 # The kernels without torch, under the address and undefined-behaviour sanitizers. `make build/check-thread` builds the
 # same for the sanitizer of threads, which takes many minutes to run.

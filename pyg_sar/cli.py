@@ -1,4 +1,4 @@
-r"""The command line: ``pyg-sar partition``, ``pyg-sar info`` and ``pyg-sar plan``."""
+r"""The command line: ``pyg-sar partition``, ``pyg-sar info``, ``pyg-sar plan`` and ``pyg-sar report``."""
 
 from __future__ import annotations
 
@@ -41,9 +41,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--level", action="append", default=[], metavar="NAME=LEVEL", help="what an attribute is, if it does not tell")
     add("--seed", type=int, default=0, help="seed of the method (default: 0)")
     add("--overwrite", action="store_true", help="replace the partition that OUT holds")
-    show = commands.add_parser("info", help="describe a partition folder")
+    show = commands.add_parser("info", help="describe a partition folder, or this machine")
     show.set_defaults(command=_info)
-    show.add_argument("folder", help="a folder made by 'pyg-sar partition'")
+    what = show.add_mutually_exclusive_group(required=True)
+    what.add_argument("folder", nargs="?", help="a folder made by 'pyg-sar partition'")
+    what.add_argument("--env", action="store_true", help="versions, kernels and devices, for reports of bugs")
+    page = commands.add_parser("report", help="make an HTML page of a partition or of a run")
+    page.set_defaults(command=_report)
+    page.add_argument("folder", help="a folder made by 'pyg-sar partition', or by RunLog (--log-dir of the examples)")
+    page.add_argument("--out", default="report.html", help="file to write (default: report.html)")
     tell = commands.add_parser("plan", help="tell memory and traffic of training, before it is tried")
     tell.set_defaults(command=_plan)
     add = tell.add_argument
@@ -110,7 +116,56 @@ def _level(said: str) -> tuple[str, str]:
     return name, level
 
 
+def _report(args: argparse.Namespace) -> None:
+    from pyg_sar.report import report
+
+    print(report(args.folder, args.out))
+
+
+def _environment() -> str:
+    """Return what a report of a bug must tell, a line each."""
+    import os
+    import platform
+    from importlib import metadata
+
+    import torch
+
+    from pyg_sar import ops
+
+    def version(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    others = [
+        "torch",
+        "torch_geometric",
+        "numpy",
+        "pymetis",
+        "safetensors",
+        "triton",
+        "ogb",
+        "pyg-lib",
+        "torch-scatter",
+    ]
+    gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    told = {
+        "pyg_sar": version("pyg_sar"),
+        "compiled kernels": "yes" if ops.KERNELS else "no",
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        **{package: version(package) for package in others},
+        "Python": platform.python_version(),
+        "system": f"{platform.platform()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "GPUs": ", ".join(gpus) or "none",
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith("PYG_SAR_")},
+    }
+    return "\n".join(f"{name + ':':<20} {value}" for name, value in told.items())
+
+
 def _info(args: argparse.Namespace) -> None:
+    if args.env:
+        return print(_environment())
     from pyg_sar.data.store import read_meta
 
     meta = read_meta(args.folder)

@@ -74,6 +74,7 @@ LEVELS = """
     checks.*
     inference
     __init__
+    report
     cli
     __main__
 """

@@ -204,3 +204,5 @@ def test_lines_that_change() -> None:
     counts = {name: changed(script) for name, script in SCRIPTS.items()}
     assert statistics.median(counts.values()) <= 10, counts
     assert max(counts.values()) <= 12, counts
+    told = re.findall(r"\((\w+)\.py\) \|.*\| (\d+) \|$", (ROOT / "examples/README.md").read_text(), re.M)
+    assert dict(told) == {name.split()[0]: str(counts[name]) for name in SCRIPTS if name.split()[0] in EXAMPLES}

@@ -1,0 +1,68 @@
+"""Pages of partitions and runs."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+from support import graphs
+from torch.utils.tensorboard import SummaryWriter
+
+import pyg_sar
+from pyg_sar.cli import main
+from pyg_sar.report import report
+
+
+def page(path: Path) -> str:
+    """Return a page that is well formed and needs nothing else."""
+    text = path.read_text()
+    assert not re.search(r'(src|href)="(?!#|data:)', text.replace("xlink:", ""))
+    for svg in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(svg)
+    return text
+
+
+def test_partition(tmp_path, capsys):
+    told = pyg_sar.partition(graphs.citations(), 3, tmp_path / "parts")
+    assert main(["report", str(tmp_path / "parts"), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    text = page(tmp_path / "page.html")
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["Parts", "Balance", "Boundary"]
+    rows = re.findall(r"<tr><td>part (\d)</td><td>(\d+)</td><td>(\d+)</td>", text)
+    expected = zip("012", map(str, told["nodes"]), map(str, told["edges"]), strict=True)
+    assert rows == list(expected)
+    assert text.count("<svg") == 2
+    for count in (n for row in told["boundary"] for n in row):
+        assert f"<!-- {count} -->" in text  # what matplotlib notes of texts that it draws as shapes
+
+
+def test_run(tmp_path):
+    for rank in range(2):
+        writer = SummaryWriter(tmp_path / "run" / f"rank-{rank}")
+        for step in range(1, 4):
+            told = {
+                "values/Loss": 1 / step,
+                "time/seconds": 0.5,
+                "time/exposed communication": 0.1,
+                "memory/peak": 300.0,
+            }
+            told |= {f"aggregations/{k} {what}": float(k) for k in range(2) for what in ("received", "waited")}
+            for name, value in told.items():
+                writer.add_scalar(name, value, step)
+        writer.close()
+    text = page(report(tmp_path / "run", tmp_path / "page.html"))
+    titles = ["Numbers", "Loss", "Seconds", "Exposed communication", "Memory", "Aggregations: received"]
+    assert re.findall(r"<h2>(.*?)</h2>", text) == [*titles, "Aggregations: waited"]
+    assert "<td>Loss</td><td>0.3333</td><td>0.3333</td><td>1</td>" in text and text.count("<svg") == 6
+
+
+def test_neither(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is no partition (no 'meta.json') and no run that RunLog wrote" in capsys.readouterr().err
+
+
+def test_info_env(capsys):
+    assert main(["info", "--env"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(rf"^pyg_sar: +{re.escape(pyg_sar.__version__)}$", told, re.M)
+    assert re.search(rf"^torch: +{re.escape(torch.__version__)}$", told, re.M)
