@@ -49,7 +49,7 @@ class Context:
 
     def __init__(self, graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows: Rows) -> None:
         self.graph, self.reduce, self.blocks, self.exchange = graph, reduce, graph.blocks, graph.exchange.begin()
-        self.like, self.projects = source.like, isinstance(source, ProjectedRows)
+        self.like, self.projects, self.layer = source.like, isinstance(source, ProjectedRows), running.name()
         self.tiles = reduce.tiles(self.like, rows, len(graph.blocks))
         self.num_inputs = (len(source.inputs), len(rows.dst), len(rows.edge), len(rows.const))
         # Asked here, because within a function of autograd gradients are always off.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +61,19 @@ def called(modules: Sequence[torch.nn.Module]) -> str:
     names = (name for outer in reversed(modules) for name, found in outer.named_modules() if found is layer)
     name = next(names)
     return f"layer '{name}' ({kind})" if name else f"layer '{kind}'"
+
+
+def name() -> str:
+    """Return what the present layer is called, or nothing."""
+    module = getattr(_here, "layer", None) and _here.layer()
+    return LAYERS[module].name if module is not None else ""
+
+
+def named_range(layer: str, what: str) -> AbstractContextManager[Any]:
+    """Show in traces of :mod:`torch.profiler` what a layer does within; without a profiler it costs nothing."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return nullcontext()
+    return torch.profiler.record_function(f"{layer or 'aggregation'}: {what}")
 
 
 def about(rows: Tensor | torch.Size, dtype: torch.dtype, how: str) -> About:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.context import Backward, Forward
+from pyg_sar.running import named_range
 
 
 class Aggregate(torch.autograd.Function):
@@ -36,16 +37,17 @@ class Aggregate(torch.autograd.Function):
         """Algorithm 1; ``inputs`` are what local rows are made of, and rows of destinations, edges and constants."""
         context = run.context
         _, rows = context.split(inputs)
-        for tile in context.tiles:
-            state = tile.init(context.graph.num_dst)
-            for q, x in run.fetch(tile):
-                state = tile.step(state, context.blocks[q], x, rows)
-                run.keep(tile, q, x)
-                del x
-            result = tile.finish(state)
-            del state
-            run.write(tile, result)
-            del result
+        with named_range(context.layer, "forward"):
+            for tile in context.tiles:
+                state = tile.init(context.graph.num_dst)
+                for q, x in run.fetch(tile):
+                    state = tile.step(state, context.blocks[q], x, rows)
+                    run.keep(tile, q, x)
+                    del x
+                result = tile.finish(state)
+                del state
+                run.write(tile, result)
+                del result
         return run.save(ctx, inputs)
 
     @staticmethod
@@ -53,14 +55,15 @@ class Aggregate(torch.autograd.Function):
         """Algorithm 2; the last gradients of local rows are under way when it returns, see ``aggregate.py``."""
         once_differentiable()
         run, context = Backward(ctx, grad_out), ctx.context
-        for tile in context.tiles:
-            saved, d_out = run.prepare(tile)
-            for q, x in run.fetch(tile):
-                d_x, d_rows = tile.grad(context.blocks[q], x, run.saved.rows, saved, d_out, run.needs)
-                del x
-                run.add(tile, q, d_rows)
-                del d_rows
-                run.push(q, d_x)
-                del d_x
-            del saved, d_out
+        with named_range(context.layer, "backward"):
+            for tile in context.tiles:
+                saved, d_out = run.prepare(tile)
+                for q, x in run.fetch(tile):
+                    d_x, d_rows = tile.grad(context.blocks[q], x, run.saved.rows, saved, d_out, run.needs)
+                    del x
+                    run.add(tile, q, d_rows)
+                    del d_rows
+                    run.push(q, d_x)
+                    del d_x
+                del saved, d_out
         return None, *run.leave()

@@ -64,3 +64,22 @@ def test_layers_without_all_parameters():
     conv = torch_geometric.nn.GINConv(torch.nn.LazyLinear(3))
     running.enter([conv])
     assert not tell(torch.ones(2, 3)).complete
+
+
+def test_ranges_of_a_profile():
+    edge_index = pyg_sar.shard(torch.randint(20, (2, 60)), 20, 3)
+    model = torch.nn.ModuleDict({"one": pyg_sar.nn.GATConv(4, 8), "two": pyg_sar.nn.SAGEConv(8, 3)})
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = model
+
+        def forward(self, x):
+            return self.convs["two"](self.convs["one"](x, edge_index), edge_index)
+
+    with torch.profiler.profile() as seen:
+        Net()(torch.randn(20, 4)).sum().backward()
+    names = [event.name for event in seen.events() if event.name.startswith("layer")]
+    one, two = "layer 'convs.one' (GATConv)", "layer 'convs.two' (SAGEConv)"
+    assert names == [f"{one}: forward", f"{two}: forward", f"{two}: backward", f"{one}: backward"]
