@@ -3,7 +3,7 @@
     python benchmarks/pipeline_time.py --root data --of chunks waits hosts memory --out docs/results
 
 *Chunks*: one process, two threads. *Waits*: two stages on two cores; and for more of them, which would need as many
-cores, the schedule with the measured seconds of each chunk. *Hosts*: two simulated hosts of one thread, see
+cores, the schedule with the measured seconds of each chunk. *Hosts*: simulated hosts of one thread, see
 ``hosts.py``, which takes root. *Memory*: eight workers, all tensors of the one that holds most, beside what is planned.
 Run it on an idle machine, but for memory. Writes ``pipeline-chunks.md``, ``pipeline-waits.md``, ``pipeline-hosts.md``
 and ``pipeline-memory.md``.
@@ -33,18 +33,17 @@ from pyg_sar.planner import from_partition, largest, plan, received
 
 HIDDEN = 100
 LARGE = "Community/50000/2500000"
-# Ways to train on two hosts: title, stages (0: workers share the graph), chunks, what `load` gets
-WAYS: list[tuple[str, int, int, dict[str, Any]]] = [
-    ("sharing", 0, 1, {}),
-    ("sharing, rows kept", 0, 1, {"remat": False}),
-    ("sharing, rows kept, bfloat16 travels", 0, 1, {"remat": False, "comm_dtype": torch.bfloat16}),
-    ("2 stages, 1 chunk", 2, 1, {}),
-    ("2 stages, 8 chunks", 2, 8, {}),
-    ("2 stages, 32 chunks", 2, 32, {}),
+# Ways to train on hosts: title, whether each is a stage (else they share the graph), chunks, what `load` gets
+WAYS: list[tuple[str, bool, int, dict[str, Any]]] = [
+    ("sharing", False, 1, {}),
+    ("sharing, rows kept", False, 1, {"remat": False}),
+    ("sharing, rows kept, bfloat16 travels", False, 1, {"remat": False, "comm_dtype": torch.bfloat16}),
+    ("stages, 1 chunk", True, 1, {}),
+    ("stages, 8 chunks", True, 8, {}),
+    ("stages, 32 chunks", True, 32, {}),
 ]
 # Stages (0: workers share the graph) and chunks of eight workers
 SHAPES = [(0, 1), (8, 1), (8, 32), (4, 32)]
-COUNTED = -2  # the way of workers whose tensors are counted
 
 
 def loaded(args: argparse.Namespace, **options: Any) -> Any:
@@ -92,7 +91,7 @@ def step(args: argparse.Namespace, mesh: Any, data: Any) -> Any:
 def worker(args: argparse.Namespace) -> None:
     """Train, and answer the seconds of each epoch but the first, and what the pipeline did in the last one."""
     with pyg_sar.process_group() as rank:
-        if args.way == COUNTED:
+        if args.count:
             answer(count(args))
             return
         train, pipe = step(args, *loaded(args, **(WAYS[args.way][3] if args.way >= 0 else {})))
@@ -126,11 +125,12 @@ def count(args: argparse.Namespace) -> int:
 
 
 def options(
-    args: argparse.Namespace, folder: str, kind: str, stages: int, chunks: int, workers: int, way: int = -1
-) -> list[str]:
+    args: argparse.Namespace, folder: str, kind: str, stages: int, chunks: int, workers: int, way: int = -1,
+    count: bool = False,
+) -> list[str]:  # fmt: skip
     """Return the arguments of a worker."""
     own = {"folder": folder, "kind": kind, "stages": stages, "chunks": chunks, "workers": workers, "way": way}
-    return words(**own, epochs=args.epochs, layers=args.layers)
+    return words(**own, count=int(count), epochs=args.epochs, layers=args.layers)
 
 
 def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
@@ -184,22 +184,23 @@ def waits(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
 
 
 def host_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
-    """Return the seconds of an epoch on two hosts, for each rate of their links."""
+    """Return the seconds of an epoch on hosts, for each rate of their links."""
     lines = [f"| graph | model | way | MiB | {' | '.join(args.rates)} |"]
     lines.append("|---" * (4 + len(args.rates)) + "|")
     for name, folder in folders.items():
         for kind in args.models:
-            for k, (title, stages, chunks, _) in enumerate(WAYS):
+            for k, (title, staged, chunks, _) in enumerate(WAYS):
                 cells, peak = [], 0.0
                 for rate in args.rates:
-                    own = options(args, folder, kind, stages, chunks, 2, k)
-                    with Hosts(2, None if rate == "no limit" else rate) as hosts:
+                    own = options(args, folder, kind, args.hosts if staged else 0, chunks, args.hosts, k)
+                    with Hosts(args.hosts, None if rate == "no limit" else rate) as hosts:
                         told = hosts.run([__file__, "--worker", *own], env=environment(1), echo=False)
                     found = [one for text in told for one in results(text)]
                     cells.append(
                         f"{statistics.median(max(s) for s in zip(*(f['seconds'] for f in found), strict=True)):.2f}"
                     )
                     peak = max(f["peak"] for f in found)
+                title = f"{args.hosts} {title}" if staged else title
                 lines.append(f"| {name} | {kind} | {title} | {peak:.0f} | {' | '.join(cells)} |")
                 print(lines[-1], flush=True)
     return lines
@@ -212,7 +213,7 @@ def memory_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]
         for kind in args.models:
             for stages, chunks in SHAPES:
                 workers = 8 // (stages or 1)
-                counted = max(launch(__file__, 8, options(args, folder, kind, stages, chunks, 8, COUNTED)))
+                counted = max(launch(__file__, 8, options(args, folder, kind, stages, chunks, 8, count=True)))
                 planned = planned_bytes(folder, workers, kind, args.layers, stages, chunks)
                 title = f"{stages} x {workers}" if stages else "sharing"
                 cells = [name, kind, title, chunks, f"{counted / 2**20:.0f}", f"{planned / 2**20:.0f}"]
@@ -241,8 +242,8 @@ ABOUT = {
     "beside the formula for chunks that all take equally long. *Computed*: the schedule of the same seconds, chunk by "
     "chunk, given to S stages in equal shares: what is not of the formula is imbalance of chunks. {layers} layers of "
     "{hidden}.",
-    "hosts": "Seconds of an epoch on two simulated hosts of one thread, by the rate of their links, and the largest "
-    "resident memory of a worker. {layers} layers of {hidden}; *sharing*: two parts of the graph.",
+    "hosts": "Seconds of an epoch on {hosts} simulated hosts of one thread, by the rate of their links, and the most "
+    "that a worker held, resident. {layers} layers of {hidden}; *sharing*: a part of the graph for each.",
     "memory": "All tensors that the worker that holds most of eight holds at the peak of an epoch, counted, beside "
     "what `pyg-sar plan` tells. {layers} layers of {hidden}, rows kept; *sharing*: eight parts of the graph.",
 }
@@ -252,10 +253,11 @@ def main(args: argparse.Namespace) -> None:
     """Partition, measure, and write each table."""
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: f"{scratch}/{k}" for k, name in enumerate(args.graphs)}
+        parts = {1, 2, args.hosts} | ({8} if "memory" in args.of else set())
         for name, folder in folders.items():
-            partitions(graph(name, args.root), folder, (1, 2, 8) if "memory" in args.of else (1, 2))
+            partitions(graph(name, args.root), folder, sorted(parts))
         for of in tqdm(args.of):
-            about = ABOUT[of].format(layers=args.layers, hidden=HIDDEN)
+            about = ABOUT[of].format(layers=args.layers, hidden=HIDDEN, hosts=args.hosts)
             how = "" if of == "memory" else f" Medians of {args.epochs} epochs. {processor()}."
             made = f"{about}{how} Made by `benchmarks/pipeline_time.py`."
             print(write(args.out, f"pipeline-{of}.md", [made, "", *TABLES[of](folders, args)]))
@@ -267,7 +269,7 @@ if __name__ == "__main__":
         parser.add_argument("--worker", action="store_true")
         for option in ("folder", "kind"):
             parser.add_argument(f"--{option}")
-        for option in ("stages", "chunks", "workers", "epochs", "layers", "way"):
+        for option in ("stages", "chunks", "workers", "epochs", "layers", "way", "count"):
             parser.add_argument(f"--{option}", type=int)
         worker(parser.parse_args())
         sys.exit()
@@ -276,6 +278,7 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="+", default=["gcn", "gcn2"])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "no limit"], help="of links, for hosts")
     parser.add_argument("--root", default="data")
     parser.add_argument("--out", default="docs/results")

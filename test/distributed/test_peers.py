@@ -455,7 +455,13 @@ def disagree(group, what, mode):
 
 @pytest.mark.parametrize(
     ("what", "mode"),
-    [("width", 1), ("width", 3), ("type", 1), ("bytes", 1), ("requires_grad", 1), ("requires_grad", 3), ("layers", 1)],
+    [
+        ("width", 1),
+        ("type", 1),
+        ("requires_grad", 3),
+        ("layers", 1),
+        *(pytest.param(*it, marks=pytest.mark.grid) for it in (("width", 3), ("bytes", 1), ("requires_grad", 1))),
+    ],
 )
 def test_workers_that_disagree_end(pool, what, mode):
     """With an error on those that wait for another, never an abort, and never a result from somebody else's bytes."""

@@ -198,6 +198,16 @@ def test_pipeline_time(tmp_path):
     assert "2 stages, 32 chunks" in (tmp_path / "pipeline-hosts.md").read_text()
 
 
+@pytest.mark.grid
+def test_pipeline_memory(tmp_path):
+    """What is planned is what is counted, within the bounds of the planner's own tests."""
+    small = ["--graphs", "Community/2000/20000", "--models", "gcn", "--layers", 8, "--of", "memory"]
+    run("pipeline_time", *small, "--out", tmp_path)
+    lines = (tmp_path / "pipeline-memory.md").read_text().splitlines()
+    ratios = [float(line.split("|")[-2]) for line in lines if line.startswith("| Community")]
+    assert len(ratios) == 4 and all(0.85 < ratio < 1.25 for ratio in ratios), ratios
+
+
 @real
 @pytest.mark.grid
 def test_staleness(tmp_path):

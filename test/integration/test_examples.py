@@ -37,10 +37,8 @@ HETERO = ("ogbn_mag_rgcn", "hetero_dblp")
 OF_PYG = [f.stem for f in sorted((ROOT / "examples").glob("*.py")) if "# -" in f.read_text()]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*(pytest.param(name, marks=pytest.mark.grid) for name in OF_PYG if name != "physics_gat"), "physics_gat"],
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("name", OF_PYG)
 def test_as_its_docstring_tells(tmp_path, name):
     torch.save(graphs.dblp()[0], tmp_path / "dblp.pt")
     graph = str(tmp_path / "dblp.pt") if name in HETERO else "Community/300/4000"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import kernel_check
+from support.cases import some
 from support.kernel_check import (
     BLOCKS,
     HALF,
@@ -252,9 +253,8 @@ def test_what_is_not_a_number(kernels, dtype):
     assert (seen[0][5][3] == 0).all(), "a destination all of whose edges are masked"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, *HALF])
-@pytest.mark.parametrize("channels", [2, 8, 34])  # narrower and wider than a vector
-@pytest.mark.parametrize("kind", KINDS)
+# Channels that are narrower and wider than a vector
+@pytest.mark.parametrize(("kind", "channels", "dtype"), some(KINDS, [2, 8, 34], [torch.float64, *HALF], every=3))
 def test_coefficients_of_large_scores_add_up(kernels, kind, channels, dtype):
     """Backward's are those of forward, which need its scores to the last digit; some largest ones are ties."""
     b, heads, g = kernel_check.random_block([3, 0, 33, 2, 64, 9, 9, 9], 60), 2, torch.Generator().manual_seed(0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch_geometric.nn as gnn
+from support.cases import some
 from support.nasty_graph import NUM_NODES, assignment, close, edges
 from support.simulate import Cut, simulate
 
@@ -22,10 +23,10 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("method", ["random", "empty"])
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("given", ["classes", "a column of classes", "soft labels", "weights", "no mask"])
+@pytest.mark.parametrize(("size", "method", "step", "given"), some(
+    [1, 2, 3, 4], ["random", "empty"], STEPS,
+    ["classes", "a column of classes", "soft labels", "weights", "no mask"], every=3,
+))  # fmt: skip
 def test_equals_pyg(size, method, step, given):
     y = {"a column of classes": CLASSES.view(-1, 1), "soft labels": torch.rand(NUM_NODES, 3, generator=G)}.get(
         given, CLASSES

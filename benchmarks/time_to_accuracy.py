@@ -1,0 +1,314 @@
+"""Seconds and memory until a model is good: the whole graph by pyg_sar and PyG, and mini-batches of sampled neighbors.
+
+    pip install --no-deps dgl==1.1.3 && pip install psutil requests    # whose sampler draws the mini-batches
+    python benchmarks/time_to_accuracy.py --root data --runs /tmp/time.jsonl --out docs/results
+
+All ways train the same model, GraphSAGE with batch normalisation, for the same seconds of training; evaluations by the
+whole graph after each epoch are not counted. Every way has one run with each learning rate; the rate that reached the
+goal first (or, if none did, the best accuracy) is that of its other seeds. The goal is 99% of the best validation
+accuracy that any way reached with any rate. ``runs`` keeps what was trained. Writes ``time-to-accuracy.md`` and
+``.png``.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from harness.deep import MASKS, graph
+from harness.launch import GNN, answer, launch, words
+from harness.process_memory import resident
+from harness.report import processor, write
+from torch import Tensor
+from torch_geometric.nn import MaskLabel
+from tqdm import tqdm
+
+import pyg_sar
+
+
+class Way(NamedTuple):
+    """A way to train.
+
+    Args:
+        workers: 0 is one process of plain PyG.
+        kind: What a step is.
+    """
+
+    workers: int
+    kind: str = "plain"
+
+
+WAYS = {
+    "PyG": Way(0),
+    "PyG, sampled neighbors": Way(0, "sampled"),
+    "1 worker": Way(1),
+    "2 workers": Way(2),
+    "2 workers, cached features": Way(2, "cached"),
+    "2 workers, message flow": Way(2, "flow"),
+    "2 workers, 4 steps an epoch": Way(2, "steps"),
+    "2 workers, labels as features": Way(2, "labels"),
+}
+RATES = (0.003, 0.01, 0.03)
+STEPS = 4  # label subsets of an epoch
+BATCH, FANOUT = 512, 10
+LARGE = "Community/1000000/10000000"
+GRAPHS = ["Physics", "Computers", "tolokers", "squirrel", "npz/aclanth2021.npz", LARGE]
+LAYERS = 2
+
+
+class Net(torch.nn.Module):
+    """GraphSAGE, which may be given labels as features."""
+
+    def __init__(self, nn: Any, data: Any, hidden: int, labels: bool) -> None:
+        super().__init__()
+        self.gnn = GNN(nn, "sage", data.x.size(1), hidden, data.num_classes, layers=LAYERS)
+        self.labels = MaskLabel(data.num_classes, data.x.size(1)) if labels else None
+
+    def forward(self, x: Tensor, edges: Any, y: Tensor | None = None, given: Tensor | None = None) -> Tensor:
+        if self.labels is not None:
+            x = self.labels(x, y, given)
+        return self.gnn(x, edges)
+
+
+def by_blocks(gnn: torch.nn.Module, x: Tensor, blocks: list[Any]) -> Tensor:
+    """Run the layers on sampled blocks, whose first sources are their destinations."""
+    for k, block in enumerate(blocks):
+        edges = torch.stack(block.edges())
+        x = gnn.convs[k]((x, x[: block.num_dst_nodes()]), edges)
+        if k < len(blocks) - 1:
+            x = F.dropout(gnn.norms[k](x).relu(), gnn.dropout, gnn.training)
+    return x
+
+
+def batches(data: Any) -> Callable[[], Iterator[tuple[Tensor, list[Any]]]]:
+    """Return what draws an epoch of mini-batches: labelled nodes, and the blocks of each layer."""
+    import dgl
+
+    whole = dgl.graph(tuple(data.edge_index), num_nodes=data.num_nodes)
+    whole.create_formats_()
+    labelled = data.train_mask.nonzero().view(-1)
+
+    def epoch() -> Iterator[tuple[Tensor, list[Any]]]:
+        for seeds in labelled[torch.randperm(len(labelled))].split(BATCH):
+            blocks, ends = [], seeds
+            for _ in range(LAYERS):
+                block = dgl.to_block(dgl.sampling.sample_neighbors(whole, ends, FANOUT), ends)
+                ends = block.srcdata[dgl.NID]
+                blocks.insert(0, block)
+            yield ends, blocks
+
+    return epoch
+
+
+def steps_of(kind: str, model: Net, data: Any) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
+    """Return what runs an epoch: outputs and labels of each of its steps."""
+    x, y, edges, train = data.x, data.y, data.edge_index, data.train_mask
+    if kind == "cached":
+        edges.cache_features(x)
+    if kind == "sampled":
+        epoch = batches(data)
+
+        def sampled() -> Iterator[tuple[Tensor, Tensor]]:
+            for ends, blocks in epoch():
+                yield by_blocks(model.gnn, x[ends], blocks), y[blocks[-1].dstdata["_ID"]]
+
+        return sampled
+    if kind in ("flow", "steps"):
+        place = torch.randperm(len(train)) % (STEPS if kind == "steps" else 1)
+        masks = [train & (place == k) for k in range(int(place.max()) + 1)]
+        flows = [(mask, pyg_sar.message_flow_graphs(edges, mask, LAYERS)) for mask in masks]
+        return lambda: ((model(x[flow.node_rows], flow.edge_indices), y[mask]) for mask, flow in flows)
+    if kind == "labels":
+
+        def masked() -> Iterator[tuple[Tensor, Tensor]]:
+            given = MaskLabel.ratio_mask(train, 0.5)
+            yield model(x, edges, y, given)[train & ~given], y[train & ~given]
+
+        return masked
+    return lambda: iter([(model(x, edges)[train], y[train])])
+
+
+def fit(nn: Any, data: Any, kind: str, args: argparse.Namespace, rank: int = 0) -> dict[str, Any]:
+    """Train; return the seconds, validation and test accuracy after each epoch, and the peak of memory."""
+    torch.manual_seed(args.seed)
+    model = Net(nn, data, args.hidden, kind == "labels")
+    pyg_sar.broadcast_parameters(model)
+    torch.manual_seed(1000 * args.seed + rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.rate)
+    start = time.perf_counter()
+    epoch, spent, curve = steps_of(kind, model, data), 0.0, []
+    made = time.perf_counter() - start
+    while True:
+        model.train()
+        start = time.perf_counter()
+        for out, y in epoch():
+            optimizer.zero_grad()
+            pyg_sar.global_mean(F.cross_entropy(out, y, reduction="none")).backward()
+            pyg_sar.sum_gradients(model)
+            optimizer.step()
+        spent += time.perf_counter() - start
+        model.eval()
+        with torch.no_grad():
+            pred = model(data.x, data.edge_index, data.y, data.train_mask).argmax(-1)
+        accuracies = [pyg_sar.accuracy(pred, data.y, data[mask]) for mask in MASKS[1:]]
+        (slowest,) = pyg_sar.distributed.collectives.global_max(torch.tensor([spent])).tolist()
+        curve.append([slowest + made, *accuracies])
+        if slowest > args.seconds:
+            return {"rank": rank, "curve": curve, "peak": resident("VmHWM")}
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Train as one of the workers, or alone."""
+    with pyg_sar.process_group() if args.workers else nullcontext(0) as rank:
+        data = pyg_sar.load(f"{args.folder}/{max(args.workers, 1)}")
+        nn = pyg_sar.nn
+        if not args.workers:
+            data, nn = torch.load(f"{args.folder}/whole.pt", weights_only=False), torch_geometric.nn
+        before = resident("VmRSS")
+        answer({**fit(nn, data, args.kind, args, rank), "before": before})
+
+
+def reached(curve: list[list[float]], goal: float) -> float:
+    """Return the seconds after which a validation accuracy was reached."""
+    return next((seconds for seconds, val, _ in curve if val >= goal), math.inf)
+
+
+def train(args: argparse.Namespace, runs: dict[str, Any], folder: str, case: tuple[str, str, float, int]) -> None:
+    """Run a case that has not been run, and keep it."""
+    if (key := json.dumps(case)) in runs:
+        return
+    _, name, rate, seed = case
+    way = WAYS[name]
+    own = words(folder=folder, kind=way.kind, workers=way.workers, rate=rate, seed=seed, seconds=args.seconds,
+                hidden=args.hidden)  # fmt: skip
+    found = launch(__file__, way.workers, own, threads=2 // max(way.workers, 1))
+    runs[key] = {"curve": found[0]["curve"], "peak": sum(one["peak"] - one["before"] for one in found)}
+    with Path(args.runs).open("a") as lines:
+        lines.write(json.dumps([key, runs[key]]) + "\n")
+
+
+def best_rate(runs: dict[str, Any], name: str, way: str, goal: float) -> float:
+    """Return the learning rate that reached the goal first, or got furthest."""
+
+    def merit(rate: float) -> tuple[float, float]:
+        curve = runs[json.dumps((name, way, rate, 0))]["curve"]
+        return reached(curve, goal), -max(val for _, val, _ in curve)
+
+    return min(RATES, key=merit)
+
+
+def goal_of(runs: dict[str, Any], name: str, ways: list[str]) -> float:
+    """Return 99% of the best validation accuracy of all ways and rates."""
+    return 0.99 * max(val for way in ways for rate in RATES
+                      for _, val, _ in runs[json.dumps((name, way, rate, 0))]["curve"])  # fmt: skip
+
+
+ABOUT = """Seconds of training until the validation accuracy is 99% of the best that any way reached with any
+learning rate (medians of {seeds} seeds; *never*: within {seconds} s; in brackets how many seeds got there, if not all),
+beside seconds of an epoch, the test accuracy at the best validation accuracy, and the memory of all workers above what
+they loaded. {layers} layers of GraphSAGE, {hidden} hidden, batch normalisation, dropout 0.5, Adam; 2 cores: 2 threads,
+or 2 workers of one. Sampled: {batch} labelled nodes and {fanout} neighbors of each node in each layer. {processor}.
+Made by `benchmarks/time_to_accuracy.py`."""
+
+
+def table(runs: dict[str, Any], args: argparse.Namespace, names: list[str]) -> list[str]:
+    """Return the lines of all graphs that were trained."""
+    about = ABOUT.format(seeds=args.seeds, seconds=args.seconds, layers=LAYERS, hidden=args.hidden, batch=BATCH,
+                         fanout=FANOUT, processor=processor())  # fmt: skip
+    lines = [about, "", "| graph | way | rate | s to the goal | s an epoch | test % | MiB |", "|---" * 7 + "|"]
+    for name in names:
+        goal = goal_of(runs, name, args.ways)
+        for way in args.ways:
+            rate = best_rate(runs, name, way, goal)
+            found = [runs[json.dumps((name, way, rate, seed))] for seed in range(args.seeds)]
+            times = [reached(run["curve"], goal) for run in found]
+            there, median = sum(map(math.isfinite, times)), statistics.median(times)
+            told = f"{median:.2f}" if math.isfinite(median) else "never"
+            told += f" ({there})" if there < len(times) else ""
+            epochs = statistics.median(run["curve"][-1][0] / len(run["curve"]) for run in found)
+            tests = [100 * max(run["curve"], key=lambda row: row[1])[2] for run in found]
+            spread = statistics.stdev(tests) if len(tests) > 1 else 0.0
+            peak = statistics.median(run["peak"] for run in found)
+            test = f"{statistics.mean(tests):.1f} ± {spread:.1f}"
+            cells = [name, way, rate, told, f"{epochs:.3f}", test, f"{peak:.0f}"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def draw(runs: dict[str, Any], args: argparse.Namespace, names: list[str], path: Path) -> None:
+    """Draw the validation accuracy against seconds, of one seed."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(names), figsize=(4.2 * len(names), 3.8), layout="constrained", squeeze=False)
+    for ax, name in zip(axes[0], names, strict=True):
+        goal = goal_of(runs, name, args.ways)
+        for way in args.ways:
+            curve = runs[json.dumps((name, way, best_rate(runs, name, way, goal), 0))]["curve"]
+            ax.plot([row[0] for row in curve], [100 * row[1] for row in curve], label=way, linewidth=1.1)
+        ax.axhline(100 * goal, color="gray", linestyle=":", linewidth=1)
+        ax.set(title=name, xscale="log", xlabel="seconds of training", ylabel="validation accuracy, %")
+        ax.set_ylim(bottom=100 * goal - 25)
+        ax.grid(alpha=0.3)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def prepare(name: str, root: str, folder: str) -> None:
+    """Write a graph with one split whole and in parts."""
+    data = graph(name, root)
+    for mask in MASKS:
+        data[mask] = data[mask][:, 0].clone()
+    torch.save(data, f"{folder}/whole.pt")
+    for parts in (1, 2):
+        pyg_sar.partition(data, parts, f"{folder}/{parts}")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train what is not in ``runs`` yet, and write the table and the figure."""
+    file = Path(args.runs)
+    runs = dict(json.loads(line) for line in file.read_text().splitlines()) if file.exists() else {}
+    for name in tqdm(args.graphs):
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(name, args.root, folder)
+            for way in tqdm(args.ways, leave=False):
+                for rate in RATES:
+                    train(args, runs, folder, (name, way, rate, 0))
+            goal = goal_of(runs, name, args.ways)
+            for way in tqdm(args.ways, leave=False):
+                for seed in range(1, args.seeds):
+                    train(args, runs, folder, (name, way, best_rate(runs, name, way, goal), seed))
+    print(write(args.out, "time-to-accuracy.md", table(runs, args, args.graphs)))
+    draw(runs, args, args.graphs, Path(args.out) / "time-to-accuracy.png")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    if sys.argv[1:2] == ["--worker"]:
+        parser.add_argument("--worker", action="store_true")
+        for option in ("folder", "kind"):
+            parser.add_argument(f"--{option}")
+        for option in ("workers", "seed", "hidden"):
+            parser.add_argument(f"--{option}", type=int)
+        for option in ("rate", "seconds"):
+            parser.add_argument(f"--{option}", type=float)
+        worker(parser.parse_args())
+        sys.exit()
+    parser.add_argument("--root", default="data")
+    parser.add_argument("--graphs", nargs="+", default=GRAPHS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--runs", default="time-to-accuracy.jsonl", help="a file of finished runs")
+    parser.add_argument("--out", default="docs/results")
+    main(parser.parse_args())
