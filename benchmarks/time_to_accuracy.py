@@ -34,6 +34,7 @@ from torch_geometric.nn import MaskLabel
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.data.datasets import dataset
 
 
 class Way(NamedTuple):
@@ -62,7 +63,7 @@ RATES = (0.003, 0.01, 0.03)
 STEPS = 4  # label subsets of an epoch
 BATCH, FANOUT = 512, 10
 LARGE = "Community/1000000/10000000"
-GRAPHS = ["Physics", "Computers", "tolokers", "squirrel", "npz/aclanth2021.npz", LARGE]
+GRAPHS = ["Physics", "Computers", "tolokers", "squirrel", "aclanth2021", LARGE]
 LAYERS = 2
 
 
@@ -173,7 +174,7 @@ def worker(args: argparse.Namespace) -> None:
         data = pyg_sar.load(f"{args.folder}/{max(args.workers, 1)}")
         nn = pyg_sar.nn
         if not args.workers:
-            data, nn = torch.load(f"{args.folder}/whole.pt", weights_only=False), torch_geometric.nn
+            data, nn = dataset(f"{args.folder}/whole.pt"), torch_geometric.nn
         before = resident("VmRSS")
         answer({**fit(nn, data, args.kind, args, rank), "before": before})
 

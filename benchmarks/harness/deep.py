@@ -1,4 +1,4 @@
-"""Graphs of the benchmarks of pipelines, without directions."""
+"""Graphs without directions, with all of their splits."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,10 +13,13 @@ from pyg_sar.data.datasets import dataset
 
 NAMES = {
     "Cora": "Planetoid/Cora",
+    "CiteSeer": "Planetoid/CiteSeer",
     "Physics": "Coauthor/Physics",
     "Computers": "Amazon/Computers",
     "tolokers": "HeterophilousGraphDataset/tolokers",
+    "minesweeper": "HeterophilousGraphDataset/minesweeper",
     "squirrel": "npz/squirrel.npz",
+    "aclanth2021": "npz/aclanth2021.npz",
     "cnr-2000": "npz/cnr-2000.npz",
 }
 
@@ -43,10 +46,16 @@ def partitions(data: Data, folder: str, counts: Iterable[int]) -> None:
 
 
 def read(path: Path) -> Data:
-    """Read a graph from a file with features of bits."""
+    """Read a graph from a file with features of bits, as a matrix or as the columns that are set in each row."""
     with np.load(path) as file:
-        found = {name: torch.from_numpy(file[name]) for name in file}
-    bits = np.unpackbits(found["x_bits"].numpy(), axis=1)[:, : int(found["num_features"])]
+        found = {name: torch.from_numpy(file[name]) for name in file if file[name].dtype.kind in "biuf"}
     edges = torch.stack([found["edge_src"], found["edge_dst"]]).long()
-    x, y = torch.from_numpy(bits).float(), found["y"].long()
-    return Data(x=x, y=y, edge_index=edges, num_classes=int(y.max()) + 1, **{mask: found[mask] for mask in MASKS})
+    if "x_bits" in found:
+        bits = np.unpackbits(found["x_bits"].numpy(), axis=1)[:, : int(found["num_features"])]
+        x, y, masks = torch.from_numpy(bits).float(), found["y"].long(), {mask: found[mask] for mask in MASKS}
+    else:
+        pointers, columns = found["attr_indptr"], found["attr_indices"].long()
+        x, y = torch.zeros(*found["attr_shape"].tolist()), found["year_class"].long()
+        x[torch.arange(len(x)).repeat_interleave(pointers.diff()), columns] = 1
+        masks = {mask: found["split_random"] == k for k, mask in enumerate(MASKS)}
+    return Data(x=x, y=y, edge_index=edges, num_classes=int(y.max()) + 1, **masks)

@@ -177,7 +177,7 @@ def test_same_losses(workers: int, expected: dict[str, list[tuple[float, ...]]],
                 assert all(map(math.isfinite, row))
 
 
-# Theirs reads data that are not its arguments, or pairs, graphs or masks made of them; README has no function; and one of
+# Theirs reads data that are not its arguments, or pairs, graphs or masks made of them; README has no function. One of
 # three models stands for all.
 APART = (
     *("agnn", "autoencoder", "infomax", "link_prediction", "readme", "ogbn_papers100m_sage", "ogbn_products_gat"),
