@@ -57,8 +57,8 @@ WORKERS = (0, 2, 4)  # 0: PyG in one process
 COLUMNS = ("plain", "C&S", "labels", "labels, C&S")
 ABOUT = """Test accuracy in per cent ({areas}: area under the ROC curve) at the best validation accuracy, mean ±
 deviation over {seeds} seeds, each with another split where there are several. *Labels*: half of the training labels are
-features, the loss is taken on the others. *C&S*: the same model, corrected and smoothed. 2 layers of GCN (Cora, CiteSeer,
-Computers, Physics) or GraphSAGE; the script has the hyper-parameters. Made by `benchmarks/recipe.py`."""
+features, the loss is taken on the others. *C&S*: the same model, corrected and smoothed. 2 layers of GCN (Cora,
+CiteSeer, Computers, Physics) or GraphSAGE; the script has the hyper-parameters. Made by `benchmarks/recipe.py`."""
 
 
 class Net(torch.nn.Module):

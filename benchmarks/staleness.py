@@ -190,7 +190,7 @@ def run(
 def cases(graphs: list[str], models: list[str], seeds: int) -> list[tuple[str, str, str, int]]:
     """Return what is to be trained: graph, model, line or column, seed; those first that a table cannot do without."""
     columns = [(task, kind, name) for task in graphs for kind in TASKS[task] if kind in models for name in COLUMNS]
-    rules = [(task, "gcn2", name) for task in graphs if task in ABLATION for name in RULES]
+    rules = [(task, "gcn2", name) for task in ABLATION for name in RULES if task in graphs and "gcn2" in models]
     return [(*case, seed) for of_table in (columns, rules) for seed in range(seeds) for case in of_table]
 
 
