@@ -1,7 +1,4 @@
-"""Draws ``docs/sar.png``: the blocks of a real partition, and which of them a worker computes and fetches when.
-
-python docs/draw.py
-"""
+"""Draws ``docs/sar.png``: the blocks of a partition, and which of them a worker computes and fetches when."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +28,7 @@ def blocks(axes: plt.Axes) -> None:
         axes.axvline(bound, color="gray", linewidth=0.6)
     middle = [(a + b) / 2 for a, b in pairwise(bounds)]
     axes.set(
-        xlim=(0, len(part)), ylim=(len(part), 0), xlabel="source, by its owner", ylabel="destination, by its owner"
+        xlim=(0, len(part)), ylim=(len(part), 0), xlabel="source, by owner", ylabel="destination, by owner"
     )
     axes.set_xticks(middle, [f"worker {k}" for k in range(WORKERS)])
     axes.set_yticks(middle, [f"worker {k}" for k in range(WORKERS)], rotation=90, va="center")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn
 from support import graphs
 from torch_geometric.data import Data
 
@@ -69,6 +70,38 @@ def test_blocks_of_the_guide_run(tmp_path, monkeypatch):
     data = values["data"]
     network = values["EdgeNetwork"](data.num_features, 3)
     assert network(torch.randn(data.x.shape), data.edge_index, torch.randn(data.num_edges, 3)).isfinite().all()
+
+
+# What blocks of other pages name, and what stands for it here
+INSTEAD = {
+    "offload": {"parts/products": "graph", "/scratch": "."},
+    "pipeline": {"pyg_sar.stage_mesh(4)": "None", 'mesh.get_group("graph")': "None", "parts/2": "graph", "100": "2"},
+    "clusters": {},
+}
+
+
+@pytest.mark.parametrize("page", INSTEAD)
+def test_blocks_of_pages_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = names(tmp_path / "graph")
+    width, classes = values["data"].num_features, values["data"].num_classes
+
+    def loss_of(out, y, mask):
+        return F.cross_entropy(out[mask], y[mask], reduction="sum")
+
+    def train(model, data, optimizer):
+        F.cross_entropy(model(data.x, data.edge_index), data.y).backward()
+        optimizer.step()
+
+    if page == "pipeline":
+        values["model"] = torch_geometric.nn.GCN(width, 8, 2, classes).double()
+    optimizer = torch.optim.Adam(values["model"].parameters())
+    values |= {"loss_of": loss_of, "train": train, "optimizer": optimizer, "rank": 0}
+    values |= {"loss_fn": lambda out, rows: loss_of(out, values["data"].y[rows], values["data"].train_mask[rows])}
+    for block in blocks(ROOT / "docs" / f"{page}.md", "python"):
+        for one, other in INSTEAD[page].items():
+            block = block.replace(one, other)
+        exec(compile(block, page, "exec"), values)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/guide.md"])
