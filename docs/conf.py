@@ -49,7 +49,7 @@ class Errors(Directive):
         lines = []
         for path in sorted(PACKAGE.rglob("*.py")):
             if told := messages(path):
-                lines += ["", f"**{path.relative_to(PACKAGE)}**", ""]
+                lines += ["", f"``{path.relative_to(PACKAGE)}``", ""]
                 lines += [f"* {nodes.unescape(text, respect_whitespace=True)!s}".replace("`", "'") for text in told]
         section = nodes.section()
         section.document = self.state.document

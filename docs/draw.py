@@ -17,7 +17,7 @@ COLORS = ["#1b6ca8", "#d1495b", "#e0a030", "#3d8b5f"]
 def blocks(axes: plt.Axes) -> None:
     """Draw the edges of a small graph, sorted by part; a color for each owner of sources."""
     data = community_graph(600, 6000, 8, 4)
-    part = assign(data, WORKERS)
+    part = assign(data, WORKERS).long()
     place = torch.empty_like(part)
     place[part.argsort(stable=True)] = torch.arange(len(part))
     source, destination = data.edge_index
@@ -27,9 +27,7 @@ def blocks(axes: plt.Axes) -> None:
         axes.axhline(bound, color="gray", linewidth=0.6)
         axes.axvline(bound, color="gray", linewidth=0.6)
     middle = [(a + b) / 2 for a, b in pairwise(bounds)]
-    axes.set(
-        xlim=(0, len(part)), ylim=(len(part), 0), xlabel="source, by owner", ylabel="destination, by owner"
-    )
+    axes.set(xlim=(0, len(part)), ylim=(len(part), 0), xlabel="source, by owner", ylabel="destination, by owner")
     axes.set_xticks(middle, [f"worker {k}" for k in range(WORKERS)])
     axes.set_yticks(middle, [f"worker {k}" for k in range(WORKERS)], rotation=90, va="center")
     box = Rectangle((0, bounds[RANK]), len(part), bounds[RANK + 1] - bounds[RANK], fill=False, linewidth=2)
@@ -54,7 +52,7 @@ def schedule(axes: plt.Axes) -> None:
                     bar(axes, start + 1, 0, 0.92, owner, f"to {owner}", alpha=0.8)
         time += 5.6
     axes.set_yticks([2.3, 1.3, 0.3], ["computes", "fetches", "sends\ngradients"])
-    axes.set(xlim=(-1, 11), ylim=(-0.2, 3.1), xticks=[], xlabel="time")
+    axes.set(xlim=(-0.3, 9.8), ylim=(-0.2, 3.1), xticks=[], xlabel="time")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(f"Worker {RANK}: at most two blocks of others at any time", fontsize=10)
 
