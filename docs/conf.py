@@ -1,6 +1,7 @@
 """Builds the site: ``make docs``. Pages are Markdown; what each class and function does comes from its docstring."""
 
 import ast
+import re
 from pathlib import Path
 
 from docutils import nodes
@@ -49,13 +50,11 @@ class Errors(Directive):
         lines = []
         for path in sorted(PACKAGE.rglob("*.py")):
             if told := messages(path):
-                lines += ["", f"``{path.relative_to(PACKAGE)}``", ""]
-                lines += [f"* {nodes.unescape(text, respect_whitespace=True)!s}".replace("`", "'") for text in told]
+                escaped = (re.sub(r"([\\*`_|<>])", r"\\\1", text) for text in told)
+                lines += ["", f"``{path.relative_to(PACKAGE)}``", "", *(f"* {text}" for text in escaped)]
         section = nodes.section()
         section.document = self.state.document
-        text = StringList([line.replace("*", "\\*") if line.startswith("* ") else line for line in lines], "errors")
-        text = StringList([line.replace("\\* ", "* ", 1) for line in text], "errors")
-        nested_parse_with_titles(self.state, text, section)
+        nested_parse_with_titles(self.state, StringList(lines, "errors"), section)
         return section.children
 
 
