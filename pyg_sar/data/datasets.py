@@ -17,7 +17,7 @@ import torch_geometric.datasets
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-from torch_geometric.data.storage import EdgeStorage, GlobalStorage, NodeStorage
+from torch_geometric.data.storage import BaseStorage, EdgeStorage, GlobalStorage, NodeStorage
 from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import index_to_mask
 
@@ -30,6 +30,7 @@ KINDS = (
 )
 
 
+STORAGES = (BaseStorage, EdgeStorage, GlobalStorage, NodeStorage)
 CHUNK = 1 << 22  # edges or nodes that are generated together, so that steps in between take little memory
 
 
@@ -208,7 +209,7 @@ def _ogb(name: str, root: str | os.PathLike[str]) -> Data:
 def _read_pt(path: Path) -> Any:
     try:
         # What torch.load would call of PyG: PyG itself lists only a part of it.
-        with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, EdgeStorage, GlobalStorage, NodeStorage]):
+        with torch.serialization.safe_globals([HeteroData, DataEdgeAttr, DataTensorAttr, *STORAGES]):
             data = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError("it holds other objects.") from error

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch_geometric.datasets
+from support import graphs
 from support.sample_graphs import REAL, random_edges, real
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 from torch_geometric.utils import degree, is_undirected, to_torch_csr_tensor
@@ -121,6 +122,15 @@ def test_pt(tmp_path, data):
     same(dataset(str(tmp_path / "data.pt")), data)
     torch.save(data.to_dict(), tmp_path / "dict.pt")
     same(dataset(str(tmp_path / "dict.pt")), data)
+
+
+def test_pt_of_types_of_nodes(tmp_path):
+    data = graphs.dblp()[0]
+    torch.save(data, tmp_path / "hetero.pt")
+    found = dataset(str(tmp_path / "hetero.pt"))
+    assert isinstance(found, HeteroData) and found.metadata() == data.metadata()
+    for one, other in zip(found.stores, data.stores, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], value) for key, value in other.items())
 
 
 class Bomb:
