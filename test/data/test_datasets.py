@@ -130,7 +130,9 @@ def test_pt_of_types_of_nodes(tmp_path):
     found = dataset(str(tmp_path / "hetero.pt"))
     assert isinstance(found, HeteroData) and found.metadata() == data.metadata()
     for one, other in zip(found.stores, data.stores, strict=True):
-        assert one.keys() == other.keys() and all(torch.equal(one[key], value) for key, value in other.items())
+        assert list(one.keys()) == list(other.keys()) and all(
+            torch.equal(one[key], value) for key, value in other.items()
+        )
 
 
 class Bomb:
