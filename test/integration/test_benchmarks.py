@@ -224,3 +224,32 @@ def test_staleness(tmp_path):
         runs[json.dumps(["Cora", "gcn2", name, 0])] for name in ("32 chunks", "four stages on four workers")
     )
     assert of_32 == staged
+
+
+@pytest.mark.grid
+def test_time_to_accuracy(tmp_path):
+    small = [
+        "--graphs",
+        "Community/300/4000",
+        "--seeds",
+        1,
+        "--seconds",
+        0.1,
+        "--hidden",
+        8,
+        "--runs",
+        tmp_path / "runs",
+    ]
+    run("time_to_accuracy", *small, "--ways", "PyG", "2 workers, 4 steps an epoch", "--out", tmp_path)
+    lines = (tmp_path / "time-to-accuracy.md").read_text().splitlines()
+    assert [line.split("|")[2].strip() for line in lines[-2:]] == ["PyG", "2 workers, 4 steps an epoch"]
+    assert (tmp_path / "time-to-accuracy.png").stat().st_size > 0
+
+
+@real
+@pytest.mark.grid
+def test_recipe(tmp_path):
+    run("recipe", "--root", REAL, "--graphs", "Cora", "--seeds", 1, "--runs", tmp_path / "runs", "--out", tmp_path)
+    lines = (tmp_path / "recipe.md").read_text().splitlines()
+    cells = [float(cell.split("±")[0]) for line in lines if line.startswith("| Cora") for cell in line.split("|")[3:7]]
+    assert len(cells) == 12 and all(60 < cell < 90 for cell in cells), lines
