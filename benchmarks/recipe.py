@@ -9,11 +9,9 @@ where there are several. ``runs`` keeps what was trained. Writes ``recipe.md``.
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +20,7 @@ import torch_geometric.nn
 from harness.deep import MASKS, graph
 from harness.launch import GNN, answer, launch, words
 from harness.report import write
+from harness.runs import Runs, mean_and_spread
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch_geometric.nn import MaskLabel
@@ -126,12 +125,6 @@ def worker(args: argparse.Namespace) -> None:
         )
 
 
-def told(scores: list[float]) -> str:
-    """Return a cell."""
-    spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
-    return f"{100 * statistics.mean(scores):.1f} ± {100 * spread:.1f}"
-
-
 def table(runs: dict[str, Any], seeds: int) -> list[str]:
     """Return the lines of all that was trained."""
     lines = [ABOUT.format(areas=" and ".join(BY_AREA), seeds=seeds), ""]
@@ -139,16 +132,15 @@ def table(runs: dict[str, Any], seeds: int) -> list[str]:
     for name in TASKS:
         for workers in WORKERS:
             if (key := json.dumps([name, workers, seeds])) in runs:
-                cells = [[seed[k] for seed in way] for way in runs[key] for k in range(2)]
+                cells = [mean_and_spread([100 * seed[k] for seed in way]) for way in runs[key] for k in range(2)]
                 title = f"{workers} workers" if workers else "PyG"
-                lines.append(f"| {name} | {title} | {' | '.join(map(told, cells))} |")
+                lines.append(f"| {name} | {title} | {' | '.join(cells)} |")
     return lines
 
 
 def main(args: argparse.Namespace) -> None:
     """Train what is not in ``runs`` yet, and write the table."""
-    file = Path(args.runs)
-    runs = dict(json.loads(line) for line in file.read_text().splitlines()) if file.exists() else {}
+    runs = Runs(args.runs)
     for name in tqdm(args.graphs):
         todo = [w for w in WORKERS if json.dumps([name, w, args.seeds]) not in runs]
         with tempfile.TemporaryDirectory() as folder:
@@ -161,10 +153,7 @@ def main(args: argparse.Namespace) -> None:
                     torch.save(data, f"{folder}/whole.pt")
                 own = words(folder=folder, task=name, seeds=args.seeds, workers=workers)
                 found = launch(__file__, workers, own, threads=max(args.threads // max(workers, 1), 1))
-                key = json.dumps([name, workers, args.seeds])
-                runs[key] = found[0]
-                with file.open("a") as lines:
-                    lines.write(json.dumps([key, runs[key]]) + "\n")
+                runs.keep(json.dumps([name, workers, args.seeds]), found[0])
     print(write(args.out, "recipe.md", table(runs, args.seeds)))
 
 

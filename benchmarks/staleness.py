@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,6 +25,7 @@ import torch_geometric.nn
 from harness.deep import MASKS, graph
 from harness.launch import DeepGNN, answer, launch, words
 from harness.report import write
+from harness.runs import Runs, mean_and_spread
 from torch import Tensor
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import to_torch_csr_tensor
@@ -214,9 +214,9 @@ def told(runs: dict[str, list[float]], *case: str) -> str:
     found = [value for key, value in runs.items() if json.loads(key)[:-1] == [*case]]
     if not found:
         return ""
-    tests = [test for test, _ in found]
-    spread = statistics.stdev(tests) if len(tests) > 1 else 0.0
-    return f"{statistics.mean(tests):.1f} ± {spread:.1f} ({statistics.median(e for _, e in found):.0f}), {len(found)}"
+    return (
+        f"{mean_and_spread([test for test, _ in found])} ({statistics.median(e for _, e in found):.0f}), {len(found)}"
+    )
 
 
 def tables(runs: dict[str, list[float]], epochs: int) -> list[str]:
@@ -235,8 +235,7 @@ def tables(runs: dict[str, list[float]], epochs: int) -> list[str]:
 
 def main(args: argparse.Namespace) -> None:
     """Train what is not in ``runs`` yet, and write the tables."""
-    file = Path(args.runs)
-    runs = dict(json.loads(line) for line in file.read_text().splitlines()) if file.exists() else {}
+    runs = Runs(args.runs)
     torch.set_num_threads(args.threads)
     pairs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -252,11 +251,10 @@ def main(args: argparse.Namespace) -> None:
             settings = COLUMNS[name] if name in COLUMNS else {"chunks": 32} | RULES[name]
             data, loaded = pairs[task]
             if "stages" in settings:
-                runs[key] = staged(f"{scratch}/{task}", task, kind, settings["stages"], seed, args.epochs)
+                found = staged(f"{scratch}/{task}", task, kind, settings["stages"], seed, args.epochs)
             else:
-                runs[key] = run(loaded if settings else data, task, kind, settings, seed, args.epochs)
-            with file.open("a") as lines:
-                lines.write(json.dumps([key, runs[key]]) + "\n")
+                found = run(loaded if settings else data, task, kind, settings, seed, args.epochs)
+            runs.keep(key, found)
     print(write(args.out, "staleness.md", tables(runs, args.epochs)))
 
 

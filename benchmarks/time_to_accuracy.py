@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from harness.deep import MASKS, graph
+from harness.deep import MASKS, first_split, graph, partitions
 from harness.launch import GNN, answer, launch, words
 from harness.process_memory import resident
 from harness.report import processor, write
+from harness.runs import Runs, mean_and_spread
 from torch import Tensor
 from torch_geometric.nn import MaskLabel
 from tqdm import tqdm
@@ -184,7 +185,7 @@ def reached(curve: list[list[float]], goal: float) -> float:
     return next((seconds for seconds, val, _ in curve if val >= goal), math.inf)
 
 
-def train(args: argparse.Namespace, runs: dict[str, Any], folder: str, case: tuple[str, str, float, int]) -> None:
+def train(args: argparse.Namespace, runs: Runs, folder: str, case: tuple[str, str, float, int]) -> None:
     """Run a case that has not been run, and keep it."""
     if (key := json.dumps(case)) in runs:
         return
@@ -193,9 +194,8 @@ def train(args: argparse.Namespace, runs: dict[str, Any], folder: str, case: tup
     own = words(folder=folder, kind=way.kind, workers=way.workers, rate=rate, seed=seed, seconds=args.seconds,
                 hidden=args.hidden)  # fmt: skip
     found = launch(__file__, way.workers, own, threads=2 // max(way.workers, 1))
-    runs[key] = {"curve": found[0]["curve"], "peak": sum(one["peak"] - one["before"] for one in found)}
-    with Path(args.runs).open("a") as lines:
-        lines.write(json.dumps([key, runs[key]]) + "\n")
+    peak = sum(one["peak"] - one["before"] for one in found)
+    runs.keep(key, {"curve": found[0]["curve"], "peak": peak})
 
 
 def best_rate(runs: dict[str, Any], name: str, way: str, goal: float) -> float:
@@ -238,10 +238,8 @@ def table(runs: dict[str, Any], args: argparse.Namespace, names: list[str]) -> l
             told += f" ({there})" if there < len(times) else ""
             epochs = statistics.median(run["curve"][-1][0] / len(run["curve"]) for run in found)
             tests = [100 * max(run["curve"], key=lambda row: row[1])[2] for run in found]
-            spread = statistics.stdev(tests) if len(tests) > 1 else 0.0
             peak = statistics.median(run["peak"] for run in found)
-            test = f"{statistics.mean(tests):.1f} ± {spread:.1f}"
-            cells = [name, way, rate, told, f"{epochs:.3f}", test, f"{peak:.0f}"]
+            cells = [name, way, rate, told, f"{epochs:.3f}", mean_and_spread(tests), f"{peak:.0f}"]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
@@ -267,17 +265,13 @@ def draw(runs: dict[str, Any], args: argparse.Namespace, names: list[str], path:
 def prepare(name: str, root: str, folder: str) -> None:
     """Write a graph with one split whole and in parts."""
     data = graph(name, root)
-    for mask in MASKS:
-        data[mask] = data[mask][:, 0].clone()
-    torch.save(data, f"{folder}/whole.pt")
-    for parts in (1, 2):
-        pyg_sar.partition(data, parts, f"{folder}/{parts}")
+    partitions(data, folder, (1, 2))
+    torch.save(first_split(data), f"{folder}/whole.pt")
 
 
 def main(args: argparse.Namespace) -> None:
     """Train what is not in ``runs`` yet, and write the table and the figure."""
-    file = Path(args.runs)
-    runs = dict(json.loads(line) for line in file.read_text().splitlines()) if file.exists() else {}
+    runs = Runs(args.runs)
     for name in tqdm(args.graphs):
         with tempfile.TemporaryDirectory() as folder:
             prepare(name, args.root, folder)

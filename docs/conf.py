@@ -14,7 +14,6 @@ import pyg_sar
 
 project, author, release = "pyg_sar", "pyg_sar authors", pyg_sar.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
-exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "pyg_sar"
 myst_heading_anchors = 3

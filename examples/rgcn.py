@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
-from train import peak_memory, report
+from train import report
 
 import pyg_sar  # sar
+from pyg_sar.run_log import peak
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data", help="a folder made by 'pyg-sar partition'")
@@ -47,7 +48,7 @@ def main(args: argparse.Namespace, rank: int) -> None:
     pyg_sar.broadcast_parameters(model)  # sar
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
 
-    loaded = peak_memory()
+    loaded = peak(torch.device("cpu"))
     times, bar = [], tqdm(range(1, args.epochs + 1), disable=rank != 0)
     for epoch in bar:
         start = time.perf_counter()

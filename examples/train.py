@@ -10,7 +10,6 @@ Lines marked with ``# sar`` are what a script for one process would not have.
 """
 
 import argparse
-import resource
 import time
 
 import torch
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import pyg_sar  # sar
+from pyg_sar.run_log import peak
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data", help="a folder made by 'pyg-sar partition'")
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
         saves = pyg_sar.Checkpoints(args.checkpoint, args.every, model=model, optimizer=optimizer, data=data)  # sar
     first = 1 + saves.restore() if saves and args.resume else 1
 
-    loaded = peak_memory(args.device)
+    loaded = peak(torch.device(args.device))
     times, bar = [], tqdm(range(first, args.epochs + 1), disable=rank != 0)
     for epoch in bar:
         start = time.perf_counter()
@@ -101,19 +101,11 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
     return times
 
 
-def peak_memory(device: str = "cpu") -> float:
-    """Peak memory of this process in MiB; of a GPU, what torch's allocator gave out."""
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def report(
     name: str, accuracy: float, times: list[float], loaded: float, layers: list, rank: int, edge_index: torch.Tensor
 ) -> None:
     median = sorted(times)[len(times) // 2]
-    peak = peak_memory(edge_index.device.type)
-    lines = [f"peak memory {peak:.0f} MiB, of which {loaded:.0f} MiB before training"]
+    lines = [f"peak memory {peak(edge_index.device):.0f} MiB, of which {loaded:.0f} MiB before training"]
     held = {kind: size / 2**20 for kind, size in edge_index.graph.memory().items() if size > 0}
     lines.append("topology: " + ", ".join(f"{kind} {size:.2f}" for kind, size in held.items()) + " MiB")
     for k, t in enumerate(layers):

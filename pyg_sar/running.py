@@ -63,10 +63,15 @@ def called(modules: Sequence[torch.nn.Module]) -> str:
     return f"layer '{name}' ({kind})" if name else f"layer '{kind}'"
 
 
+def present() -> torch.nn.Module | None:
+    """Return the layer that is running, if it is known."""
+    return getattr(_here, "layer", None) and _here.layer()
+
+
 def name() -> str:
     """Return what the present layer is called, or nothing."""
-    module = getattr(_here, "layer", None) and _here.layer()
-    return LAYERS[module].name if module is not None else ""
+    module = present()
+    return "" if module is None else LAYERS[module].name
 
 
 def named_range(layer: str, what: str) -> AbstractContextManager[Any]:
@@ -78,7 +83,7 @@ def named_range(layer: str, what: str) -> AbstractContextManager[Any]:
 
 def about(rows: Tensor | torch.Size, dtype: torch.dtype, how: str) -> About:
     """Return what the present layer does with rows of a shape."""
-    module = getattr(_here, "layer", None) and _here.layer()
+    module = present()
     columns = " x ".join(map(str, rows[1:])) or "1"
     doing = f"rows of {columns} columns ({str(dtype)[6:]}, {how})"
     if module is None:

@@ -36,11 +36,17 @@ def graph(name: str, root: str) -> Data:
     return Data(**{k: data[k] for k in ("x", "y", "edge_index", *MASKS, "num_classes")})
 
 
-def partitions(data: Data, folder: str, counts: Iterable[int]) -> None:
-    """Write a graph with its first split, in several numbers of parts."""
+def first_split(data: Data) -> Data:
+    """Return a graph with the first of its splits alone."""
     data = data.clone()
     for mask in MASKS:
         data[mask] = data[mask][:, 0].clone()
+    return data
+
+
+def partitions(data: Data, folder: str, counts: Iterable[int]) -> None:
+    """Write a graph with its first split, in several numbers of parts."""
+    data = first_split(data)
     for parts in counts:
         pyg_sar.partition(data, parts, f"{folder}/{parts}")
 

@@ -121,8 +121,10 @@ def small_world(name: str, parts: str, values: dict[str, Any]) -> Iterator[None]
         mock.patch.object(torch, "load", lambda *args, **kwargs: dataset()[0]),
         mock.patch.multiple(pyg_sar, RunLog=lambda *args: log, negative_sampling=negatives),
     ):  # fmt: skip
-        yield
-    del sys.modules["ogb.nodeproppred"]
+        try:
+            yield
+        finally:
+            del sys.modules["ogb.nodeproppred"]
 
 
 def execute(text: str, name: str, parts: str = "") -> dict[str, Any]:
