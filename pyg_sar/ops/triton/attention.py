@@ -20,8 +20,9 @@ from pyg_sar.ops.triton.tiles import (
     ADDITIVE,
     DOT,
     GATV2,
-    SEEDS,
+    VARYING,
     dropout,
+    edge_at,
     factor_of,
     head_of,
     keys_of,
@@ -31,13 +32,13 @@ from pyg_sar.ops.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=SEEDS)
+@triton.jit(do_not_specialize=VARYING)
 def _attention(
     peak, total, out, col, key, value, query, edge, att, peak_stride: tl.constexpr, total_stride: tl.constexpr,
     out_stride: tl.constexpr, key_stride: tl.constexpr, value_stride: tl.constexpr, query_stride: tl.constexpr,
     edge_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
     columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr,
-    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     group, h = program(columns)
     begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
@@ -51,10 +52,9 @@ def _attention(
     where = out + (at * out_stride)[:, None] + (h * channels + c)[None, :]
     mean = tl.load(where, mask, 0)
     of_edges, of_head = keys_of(seed_low, seed_high, first_head, h)
-    for k in range(0, tl.max(end - begin, 0)):
-        e = begin + k
-        on = e < end
-        j = tl.load(col + e, on, 0)
+    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+        e, on = edge_at(begin, end, k)
+        j = tl.load(col + e)
         x = head_of(value, j, value_stride, h, c, on, True, channels, type)
         it = x if kind == GATV2 else head_of(key, j, key_stride, h, c, on, wide, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, wide, channels, type)

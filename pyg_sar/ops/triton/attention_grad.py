@@ -24,8 +24,9 @@ from pyg_sar.ops.triton.tiles import (
     ADDITIVE,
     DOT,
     GATV2,
-    SEEDS,
+    VARYING,
     dropout,
+    edge_at,
     factor_of,
     head_of,
     keys_of,
@@ -37,7 +38,7 @@ from pyg_sar.ops.triton.tiles import (
 PROGRAMS = 1024  # that share the gradient of GATv2's vector, each with a sum of its own
 
 
-@triton.jit(do_not_specialize=SEEDS)
+@triton.jit(do_not_specialize=VARYING)
 def _sources(
     d_value, d_key, d_edge, d_score, dst, perm, key, value, query, edge, att, peak, total, inner, grad,
     d_value_stride: tl.constexpr, d_key_stride: tl.constexpr, d_edge_stride: tl.constexpr, key_stride: tl.constexpr,
@@ -45,7 +46,7 @@ def _sources(
     total_stride: tl.constexpr, inner_stride: tl.constexpr, grad_stride: tl.constexpr, e_id, seed_low, seed_high,
     first_head, first, last, row, place, num_units, columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr,
     threshold: tl.constexpr, scale: tl.constexpr, channels: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     group, h = program(columns)
     begin, end, j, at, some = units_of(first, last, row, place, num_units, group, R)
@@ -57,9 +58,9 @@ def _sources(
     a = None if att is None else tl.load(att + h * channels + c, c < channels, 0).to(type)
     to_value, to_key = tl.zeros([R, C], type), tl.zeros([R, C] if kind == DOT else [R], type)
     of_edges, of_head = keys_of(seed_low, seed_high, first_head, h)
-    for k in range(0, tl.max(end - begin, 0)):
-        on = begin + k < end
-        i, e = tl.load(dst + begin + k, on, 0), tl.load(perm + begin + k, on, 0).to(tl.int64)
+    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+        at_edge, on = edge_at(begin, end, k)
+        i, e = tl.load(dst + at_edge), tl.load(perm + at_edge).to(tl.int64)
         mask = on[:, None] & inside
         q = head_of(query, i, query_stride, h, c, on, wide, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, wide, channels, type)
@@ -113,13 +114,13 @@ def _sources(
         tl.store(where, tl.load(where, some, 0) + to_key, some)
 
 
-@triton.jit(do_not_specialize=SEEDS)
+@triton.jit(do_not_specialize=VARYING)
 def _inner(
     out, col, key, value, query, edge, peak, grad, out_stride: tl.constexpr, key_stride: tl.constexpr,
     value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, peak_stride: tl.constexpr,
     grad_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
     columns: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr,
-    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     group, h = program(columns)
     begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
@@ -129,10 +130,9 @@ def _inner(
     top = head_of(peak, i, peak_stride, h, c, some, False, channels, type)
     total = tl.load(out + at * out_stride + h, some, 0)
     of_edges, of_head = keys_of(seed_low, seed_high, first_head, h)
-    for k in range(0, tl.max(end - begin, 0)):
-        e = begin + k
-        on = e < end
-        j = tl.load(col + e, on, 0)
+    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+        e, on = edge_at(begin, end, k)
+        j = tl.load(col + e)
         x = head_of(value, j, value_stride, h, c, on, True, channels, type)
         it = head_of(key, j, key_stride, h, c, on, False, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, False, channels, type)
@@ -142,12 +142,12 @@ def _inner(
     tl.store(out + at * out_stride + h, total, some)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _gatv2_queries(
     d_query, d_att, col, d_score, key, query, edge, att, d_query_stride: tl.constexpr, key_stride: tl.constexpr,
     query_stride: tl.constexpr, edge_stride: tl.constexpr, first, last, row, place, num_units,
     columns: tl.constexpr, parameter: tl.constexpr, channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
+    C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     begun, h = program(columns)
     c, programs = tl.arange(0, C), tl.num_programs(0) // columns
@@ -157,10 +157,9 @@ def _gatv2_queries(
         begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
         q = head_of(query, i, query_stride, h, c, some, True, channels, type)
         to_query = tl.zeros([R, C], type)
-        for k in range(0, tl.max(end - begin, 0)):
-            e = begin + k
-            on = e < end
-            it = head_of(key, tl.load(col + e, on, 0), key_stride, h, c, on, True, channels, type)
+        for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+            e, on = edge_at(begin, end, k)
+            it = head_of(key, tl.load(col + e), key_stride, h, c, on, True, channels, type)
             features = head_of(edge, e, edge_stride, h, c, on, True, channels, type)
             _, total = score_of(it, q, features, a, GATV2, parameter)
             d = tl.load(d_score + e.to(tl.int64) * columns + h, on, 0)[:, None]

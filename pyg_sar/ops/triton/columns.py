@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
-from pyg_sar.ops.triton.tiles import program, tile
+from pyg_sar.ops.triton.tiles import VARYING, program, tile
 
 ROWS, COLUMNS = 32, 64  # of a tile
 TILES = 32  # of a program, at least
@@ -24,7 +24,7 @@ def _rows_of(k, num_rows, R: tl.constexpr):
     return i, i < num_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _moments(
     mean, m2, x, stride: tl.constexpr, num_rows, width: tl.constexpr, tiles: tl.constexpr, columns: tl.constexpr,
     type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -65,7 +65,7 @@ def moments_(mean: Tensor, m2: Tensor, x: Tensor) -> None:
     m2.copy_(m2s.sum(0) + (counts.unsqueeze(1) * (means - mean).square()).sum(0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _products(
     sums, products, x, grad, center, x_stride: tl.constexpr, grad_stride: tl.constexpr, num_rows, width: tl.constexpr,
     tiles: tl.constexpr, columns: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -103,7 +103,7 @@ def column_products_(sums: Tensor, products: Tensor, x: Tensor, grad: Tensor, ce
         into += part.sum(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _affine(
     out, x, grad, center, scale, shift, factor, out_stride: tl.constexpr, x_stride: tl.constexpr,
     grad_stride: tl.constexpr, num_rows, width: tl.constexpr, columns: tl.constexpr, type: tl.constexpr,

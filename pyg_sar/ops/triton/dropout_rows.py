@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_sar.ops.triton import checks
-from pyg_sar.ops.triton.tiles import SEEDS, dropout, key_of, mix, program, tile, word_of
+from pyg_sar.ops.triton.tiles import VARYING, dropout, key_of, mix, program, tile, word_of
 
 ROWS, COLUMNS = 32, 64  # of a tile
 
 
-@triton.jit(do_not_specialize=SEEDS)
+@triton.jit(do_not_specialize=VARYING)
 def _dropout_rows(
     out, x, e_id, seed_low, seed_high, out_stride: tl.constexpr, x_stride: tl.constexpr, num_rows,
     width: tl.constexpr, columns: tl.constexpr, first_head: tl.constexpr, threshold: tl.constexpr,

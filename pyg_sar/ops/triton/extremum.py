@@ -11,21 +11,21 @@ from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
 from pyg_sar.ops.triton.schedule import Outs, Units, Work, launch, tiles, work_of
 from pyg_sar.ops.triton.sum import in_units, merged
-from pyg_sar.ops.triton.tiles import program, tile, units_of
+from pyg_sar.ops.triton.tiles import VARYING, program, tile, units_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _extremum(
     best, count, col, x, best_stride: tl.constexpr, count_stride: tl.constexpr, x_stride: tl.constexpr,
     width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr, largest: tl.constexpr,
-    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, _, at, some = units_of(first, last, row, place, num_units, group, R)
     c = column * C + tl.arange(0, C)
     mask = some[:, None] & (c < width)[None, :]
     top, ties = tile(best, at, best_stride, c, mask, type), tile(count, at, count_stride, c, mask, type)
-    for k in range(0, tl.max(end - begin, 0)):
+    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
         e = begin + k
         on = (e < end)[:, None] & mask
         j = e if col is None else tl.load(col + e, e < end, 0)
@@ -86,11 +86,11 @@ def highest(work: Work, tops: Tensor) -> Tensor:
     return top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _extremum_grad(
     out, row_of, x, best, share, out_stride: tl.constexpr, x_stride: tl.constexpr, best_stride: tl.constexpr,
     share_stride: tl.constexpr, width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr,
-    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, j, at, some = units_of(first, last, row, place, num_units, group, R)
@@ -99,7 +99,7 @@ def _extremum_grad(
     value = tile(x, j, x_stride, c, mask, type)
     where = out + (at * out_stride)[:, None] + c[None, :]
     total = tl.load(where, mask, 0)
-    for k in range(0, tl.max(end - begin, 0)):
+    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
         e = begin + k
         on = (e < end)[:, None] & mask
         i = tl.load(row_of + e, e < end, 0)

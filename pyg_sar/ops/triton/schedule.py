@@ -21,6 +21,7 @@ from pyg_sar.ops.reference import rows_of
 
 CUT = 512  # edges of a unit at most
 CELLS = 1024  # numbers of sums that a program holds, about
+WARPS, UNROLL = 4, 1
 ROWS = 64  # units of a program at most
 COLUMNS = 128  # of a tile at most, where columns do not depend on each other
 
@@ -136,6 +137,6 @@ def launch(
     r = min(max(CELLS // c, 1), ROWS, triton.next_power_of_2(scores or count))
     with torch.cuda.device_of(units.first):
         kernel[(min(triton.cdiv(count, r), programs) * columns,)](
-            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c,
-            enable_fp_fusion=scores == 0,
+            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c, UNROLL=UNROLL,
+            num_warps=WARPS, enable_fp_fusion=scores == 0,
         )  # fmt: skip

@@ -12,21 +12,21 @@ from torch import Tensor
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
 from pyg_sar.ops.triton.schedule import CELLS, Outs, Units, Work, launch, tiles, work_of
-from pyg_sar.ops.triton.tiles import program, tile, units_of
+from pyg_sar.ops.triton.tiles import VARYING, program, tile, units_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _sum(
     out, col, x, weight, perm, out_stride: tl.constexpr, x_stride: tl.constexpr, weight_stride: tl.constexpr,
     width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr, heads: tl.constexpr,
     channels: tl.constexpr, shared_x: tl.constexpr, shared_out: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, _, at, some = units_of(first, last, row, place, num_units, group, R)
     c = column * C + tl.arange(0, C)
     total = tl.zeros([R, C], type)
-    for k in range(0, tl.max(end - begin, 0)):
+    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
         e = begin + k
         on = e < end
         mask = on[:, None] & (c < width)[None, :]
@@ -117,7 +117,7 @@ def zeros(like: Tensor, rows: int) -> Tensor:
     return like.new_zeros(rows, like.size(1), dtype=accumulator(like.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _products(
     out, ptr, col, rows, x, y, out_stride: tl.constexpr, x_stride: tl.constexpr, y_stride: tl.constexpr, num_rows,
     num_edges, steps, columns: tl.constexpr, channels: tl.constexpr, shared_x: tl.constexpr, type: tl.constexpr,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pyg_sar.ops import reference
 
-SEEDS = ["seed_low", "seed_high"]  # of which no kernel shall make a version of its own
+# Numbers of which no kernel shall make a version of its own.
+VARYING = ["seed_low", "seed_high", "num_units", "num_rows", "num_edges", "steps"]
 ADDITIVE, GATV2, DOT = (tl.constexpr(kind) for kind in (reference.ADDITIVE, reference.GATV2, reference.DOT))
 
 
@@ -28,6 +29,16 @@ def units_of(first, last, row, place, num_units, group, R: tl.constexpr):
     some = u < num_units
     begin, end, i = tl.load(first + u, some, 0), tl.load(last + u, some, 0), tl.load(row + u, some, 0)
     return begin, end, i, tl.load(place + u, some, 0).to(tl.int64), some
+
+
+@triton.jit
+def edge_at(begin, end, k):
+    """Return the edge of each unit in step ``k``, its last one when it has no more, and which still have one.
+
+    So that nothing as narrow as units is loaded by a mask: Triton 3.6 (of torch 2.10 and 2.11) fails to compile that in
+    loops where rows and numbers of units come together.
+    """
+    return tl.maximum(tl.minimum(begin + k, end - 1), 0), begin + k < end
 
 
 @triton.jit

@@ -1,0 +1,257 @@
+"""Time and memory of layers on a GPU: pyg_sar, PyG, torch's own sums, and the device's bounds.
+
+    python benchmarks/gpu_layers.py --out docs/results    # 2.4M nodes, 62M edges, as ogbn-products has
+    python benchmarks/gpu_layers.py --nodes 230000 --edges 114000000 --out docs/results    # as Reddit has
+    python benchmarks/gpu_layers.py --nodes 600000 --edges 15500000 --out docs/results    # where PyG fits
+
+First all kernels are compiled, by some processes together, on a smaller graph, where the output and all gradients are
+compared with PyG in double precision, too. Then one process measures one implementation after the other, forward and
+backward by CUDA events; peaks are those of torch's allocator. *copy* is the time in which the device reads and writes
+as many bytes as the aggregation must read, *gather* that of a kernel that only reads the rows of its edges, in order.
+
+Writes ``gpu-layers-NODES-EDGES.md``.
+"""
+
+import argparse
+import gc
+import multiprocessing
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_geometric.nn
+import triton
+import triton.language as tl
+from harness.layer_jobs import BF16, Case, Job, cases, error, noise, ours, pyg, torch_csr
+from harness.report import write
+from torch import Tensor
+
+import pyg_sar
+
+SMALL = 20_000, 300_000  # nodes and edges of the graph on which is compared
+TOLERANCE = 1e-3  # of float32
+WARMUPS = 2
+EACH = 16  # edges of a row of a tile of the bound
+
+
+class Problem:
+    """A power-law graph on the device, edges sorted by destination, with a self-loop at every node."""
+
+    def __init__(self, nodes: int, edges: int, device: str = "cuda") -> None:
+        self.num_nodes, self.device = nodes, device
+        g = torch.Generator(device).manual_seed(0)
+        half = (nodes * torch.rand(2, edges // 2, generator=g, device=device, dtype=torch.float64).square()).long()
+        half = torch.randperm(nodes, generator=g, device=device)[half.clamp(max=nodes - 1)]
+        src, dst = (torch.cat([*it, torch.arange(nodes, device=device)]) for it in (half, half.flip(0)))
+        key = (dst * nodes + src).sort().values
+        del half, src, dst
+        self.edge_index = torch.stack([key % nodes, key // nodes])
+        self.edge_type = torch.randint(8, key.shape, generator=g, device=device)
+
+    def of(self, case: Case, dtype: torch.dtype) -> "Problem":
+        """Return the same graph with the features of a case."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.case, other.dtype = case, dtype
+        other.x = noise(self.num_nodes, case.inputs, 0, self.device).to(dtype)
+        return other
+
+    def extra(self) -> list[Tensor]:
+        """Arguments of the layer after ``edge_index``."""
+        return [self.edge_type] if self.case.layer == "RGCNConv" else []
+
+    def grad(self, out: Tensor) -> Tensor:
+        """Return the gradient of the output."""
+        return noise(*out.shape, 1, self.device).to(out.dtype)
+
+    def csr(self) -> Tensor:
+        """Return the transposed adjacency matrix, as PyG's layers want it."""
+        ptr = torch.zeros(self.num_nodes + 1, dtype=torch.int64, device=self.device)
+        ptr[1:] = torch.bincount(self.edge_index[1], minlength=self.num_nodes).cumsum(0)
+        ones = torch.ones(self.edge_index.size(1), dtype=self.dtype, device=self.device)
+        return torch.sparse_csr_tensor(ptr, self.edge_index[0], ones, (self.num_nodes,) * 2, check_invariants=False)
+
+
+def implementations(case: Case) -> list[str]:
+    """Return what computes a case, our own first."""
+    more = {"SimpleConv": ["torch CSR"], "SAGEConv": ["PyG CSR"], "GCNConv": ["PyG CSR"]}.get(case.layer, [])
+    return ["pyg_sar", *more, "PyG", "PyG compiled", "pyg_sar" + BF16, "PyG" + BF16]
+
+
+def make(problem: Problem, implementation: str) -> Job:
+    """Make one implementation of a case."""
+    kind = implementation.removesuffix(BF16).removesuffix(" compiled")
+    job = {"pyg_sar": ours, "torch CSR": torch_csr}.get(kind, pyg)(problem, kind)
+    if implementation.endswith(BF16):
+        cast_parameters(job)
+    if implementation.endswith("compiled"):
+        job.call = torch.compile(job.call)
+    return job
+
+
+def cast_parameters(job: Job) -> None:
+    for parameter in job.parameters.values():
+        parameter.data = parameter.data.bfloat16()
+
+
+def dtype_of(implementation: str) -> torch.dtype:
+    return torch.bfloat16 if implementation.endswith(BF16) else torch.float32
+
+
+def results_of(job: Job) -> dict[str, Tensor]:
+    """Return the output and all gradients."""
+    job.clear()
+    out = job.call(job.x)
+    out.backward(job.problem.grad(out))
+    return {"out": out.detach(), "x": job.x.grad, **{name: p.grad for name, p in job.parameters.items()}}
+
+
+def compare(name: str, chosen: list[str]) -> dict[tuple[str, str], str]:
+    """Compare the implementations of a case with PyG in double precision on the small graph, in a fresh process."""
+    case, graph, found = find(name), Problem(*SMALL), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        bounds(graph, case, dtype, 1.0)
+    reference = pyg(graph.of(case, torch.float64), "PyG")
+    for parameter in reference.parameters.values():
+        parameter.data = parameter.data.double()
+    expected = results_of(reference)
+    for implementation in chosen:
+        if implementation not in implementations(case) or implementation.endswith("compiled"):
+            continue
+        got = results_of(make(graph.of(case, dtype_of(implementation)), implementation))
+        errors = {key: error(value, expected[key]) for key, value in got.items()}
+        worst = max(errors, key=errors.__getitem__)
+        wrong = not (errors[worst] <= TOLERANCE or implementation.endswith(BF16))
+        found[name, implementation] = f"{errors[worst]:.0e} ({worst}){' WRONG' * wrong}"
+    return found
+
+
+def find(name: str) -> Case:
+    return next(case for case in cases("cuda") if case.name == name)
+
+
+def events(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the milliseconds that the device takes, and the result."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    result = function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end), result
+
+
+def measure(job: Job, repetitions: int) -> tuple[float, float, float]:
+    """Return medians of milliseconds, forward and backward, and the peak in MiB above the inputs."""
+    out = job.call(job.x)
+    grad_out = job.problem.grad(out)
+    del out
+    times: list[tuple[float, float]] = []
+    job.clear()
+    before = torch.cuda.memory_allocated()
+    for _ in range(WARMUPS + repetitions):
+        torch.cuda.reset_peak_memory_stats()
+        forward, out = events(lambda: job.call(job.x))
+        backward, _ = events(lambda out=out: out.backward(grad_out))
+        peak = torch.cuda.max_memory_allocated() - before
+        times.append((forward, backward))
+        del out
+        job.clear()
+    medians = (statistics.median(t) for t in zip(*times[WARMUPS:], strict=True))
+    return *medians, peak / 2**20
+
+
+@triton.jit(do_not_specialize=["num_edges"])
+def _gather(out, col, x, num_edges, width: tl.constexpr, each: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    c, total = tl.arange(0, C), tl.zeros([R, C], tl.float32)
+    for k in range(0, each):
+        e = (tl.program_id(0).to(tl.int64) * each + k) * R + tl.arange(0, R)
+        on = e < num_edges
+        j = tl.load(col + e, on, 0).to(tl.int64)
+        total += tl.load(x + (j * width)[:, None] + c[None, :], on[:, None] & (c < width)[None, :], 0).to(tl.float32)
+    total = tl.sum(total, 0)
+    tl.store(out + tl.program_id(0) * C + c, total)
+
+
+def gather(index: Tensor, x: Tensor, repetitions: int = 3) -> float:
+    """Return the milliseconds in which the rows of all edges are read, each program some edges in a row."""
+    width, best = x.size(1), float("inf")
+    c = triton.next_power_of_2(width)
+    for rows, warps in ((max(1024 // c, 1), 4), (max(512 // c, 1), 1)):
+        grid = triton.cdiv(index.numel(), rows * EACH)
+        out = x.new_empty(grid * c, dtype=torch.float32)
+        read = partial(_gather[(grid,)], out, index, x, index.numel(), width, EACH, rows, c, num_warps=warps)
+        best = min(best, *(events(read)[0] for _ in range(repetitions)))
+    return best
+
+
+def copy_rate() -> float:
+    """Return bytes per millisecond, read and written."""
+    one, other = (torch.ones(1 << 28, device="cuda") for _ in range(2))
+    return 2 * one.nbytes / min(events(lambda: one.copy_(other))[0] for _ in range(5))
+
+
+def bounds(graph: Problem, case: Case, dtype: torch.dtype, rate: float) -> tuple[float, float]:
+    """Return milliseconds of both passes: a copy of as many bytes as edges read, and a kernel that reads them."""
+    block = pyg_sar.shard(graph.edge_index, graph.num_nodes, 1).graph.blocks[0]
+    rows = noise(graph.num_nodes, case.width, 0, "cuda").to(dtype)
+    times = [gather(index, rows) for index in (block.col, block.transpose[1])]
+    return 2 * graph.edge_index.size(1) * rows.nbytes / graph.num_nodes / rate, sum(times)
+
+
+def row(name: str, times: tuple[float, float, float], ours: float, bound: tuple[float, float], err: str) -> list[str]:
+    forward, backward, peak = times
+    both = forward + backward
+    shares = [f"{100 * b / both:.0f}" for b in bound]
+    return [name, f"{forward:.1f}", f"{backward:.1f}", f"{both:.1f}", f"{both / ours:.2f}", f"{peak:.0f}", *shares, err]
+
+
+def main(args: argparse.Namespace) -> None:
+    with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool:
+        found = pool.starmap(compare, [(name, args.implementations) for name in args.cases], chunksize=1)
+    errors = {key: value for each in found for key, value in each.items()}
+    graph, rate = Problem(args.nodes, args.edges), copy_rate()
+    columns = ["case", "implementation", "forward ms", "backward ms", "both ms", "times pyg_sar", "peak MiB",
+               "% of copy", "% of gather", "error"]  # fmt: skip
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    head = (
+        f"One layer, forward and backward, on one {torch.cuda.get_device_name()}: {args.nodes:,} nodes, "
+        f"{graph.edge_index.size(1):,} edges with self-loops, power-law degrees. torch {torch.__version__}, "
+        f"PyG {torch_geometric.__version__}, Triton {triton.__version__}, pyg_sar {pyg_sar.__version__}. Medians of "
+        f"{args.repetitions}. The device copies {rate / 1e6:.0f} GB/s, read and written. Made by "
+        "`benchmarks/gpu_layers.py`."
+    )
+    for name in args.cases:
+        case, own = find(name), 0.0
+        limit = {d: bounds(graph, case, d, rate) for d in (torch.float32, torch.bfloat16)}
+        for implementation in (i for i in implementations(case) if i in args.implementations):
+            cells = [name, implementation, *[""] * 8]
+            try:
+                job = make(graph.of(case, dtype_of(implementation)), implementation)
+                times = measure(job, args.repetitions)
+                own = own or sum(times[:2])
+                bound = limit[dtype_of(implementation)]
+                cells[1:] = row(implementation, times, own, bound, errors.get((name, implementation), ""))
+            except torch.cuda.OutOfMemoryError:
+                cells[2] = "out of memory"
+            job = None
+            gc.collect()
+            torch.cuda.empty_cache()
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+            write(args.out, f"gpu-layers-{args.nodes}-{args.edges}.md", [head, "", *lines])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", nargs="+", default=[case.name for case in cases("cuda")])
+    everything = sorted({i for case in cases("cuda") for i in implementations(case)})
+    parser.add_argument("--implementations", nargs="+", default=[i for i in everything if "compiled" not in i])
+    parser.add_argument("--nodes", type=int, default=2_400_000)
+    parser.add_argument("--edges", type=int, default=62_000_000)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    main(parser.parse_args())
