@@ -14,7 +14,7 @@ from pyg_sar.ops.reference import accumulator, spread
 from pyg_sar.ops.triton import checks
 from pyg_sar.ops.triton.checks import expect, stride
 from pyg_sar.ops.triton.extremum import highest
-from pyg_sar.ops.triton.schedule import Units, Work, launch, scores_of, work_of
+from pyg_sar.ops.triton.schedule import Units, Work, head_tiles, launch, scores_of, work_of
 from pyg_sar.ops.triton.sum import add_hubs, merged
 from pyg_sar.ops.triton.tiles import (
     ADDITIVE,
@@ -23,12 +23,16 @@ from pyg_sar.ops.triton.tiles import (
     VARYING,
     dropout,
     edge_at,
+    exp,
     factor_of,
     head_of,
     keys_of,
+    number,
+    places,
     program,
     score_of,
     units_of,
+    vector_of,
 )
 
 
@@ -38,22 +42,24 @@ def _attention(
     out_stride: tl.constexpr, key_stride: tl.constexpr, value_stride: tl.constexpr, query_stride: tl.constexpr,
     edge_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
     columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr,
-    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
+    heads: tl.constexpr, channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    group, h = program(columns)
+    group, column = program(columns)
     begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
-    c = tl.arange(0, C)
-    mask = some[:, None] & (c < channels)[None, :]
+    h, c = column * H + tl.arange(0, H), tl.arange(0, C)
+    those = some[:, None] & (h < heads)[None, :]
+    mask = those[:, :, None] & (c < channels)[None, None, :]
     wide: tl.constexpr = kind != ADDITIVE
-    q = head_of(query, i, query_stride, h, c, some, wide, channels, type)
-    a = None if att is None else tl.load(att + h * channels + c, c < channels, 0).to(type)
-    top = tl.load(peak + at * peak_stride + h, some, 0)
-    norm = tl.load(total + at * total_stride + h, some, 0)
-    where = out + (at * out_stride)[:, None] + (h * channels + c)[None, :]
+    q = head_of(query, i, query_stride, h, c, those, wide, channels, type)
+    a = vector_of(att, h, c, heads, channels, type)
+    top, norm = number(peak, at, peak_stride, h, those, type), number(total, at, total_stride, h, those, type)
+    where = out + places(at, out_stride, h, c, channels)
     mean = tl.load(where, mask, 0)
-    of_edges, of_head = keys_of(seed_low, seed_high, first_head, h)
+    of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
     for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
-        e, on = edge_at(begin, end, k)
+        e, there = edge_at(begin, end, k)
+        on = there[:, None] & (h < heads)[None, :]
         j = tl.load(col + e)
         x = head_of(value, j, value_stride, h, c, on, True, channels, type)
         it = x if kind == GATV2 else head_of(key, j, key_stride, h, c, on, wide, channels, type)
@@ -64,12 +70,12 @@ def _attention(
             x += features
         new = tl.maximum(top, score, propagate_nan=tl.PropagateNan.ALL)
         anchor = tl.where(new == float("-inf"), 0.0, new)  # a destination that has seen nothing
-        decay, weight = tl.exp(top - anchor), tl.where(on, tl.exp(score - anchor), 0.0)
+        decay, weight = exp(top - anchor), tl.where(on, exp(score - anchor), 0.0)
         top, norm = new, norm * decay + weight
-        weight *= factor_of(e_id, e, on, of_edges, of_head, threshold, scale, type)
-        mean = mean * decay[:, None] + weight[:, None] * x
-    tl.store(peak + at * peak_stride + h, top, some)
-    tl.store(total + at * total_stride + h, norm, some)
+        weight *= factor_of(e_id, e, there, of_edges, of_heads, threshold, scale, type, R, H)
+        mean = mean * decay[:, :, None] + weight[:, :, None] * x
+    tl.store(peak + (at * peak_stride)[:, None] + h[None, :], top, those)
+    tl.store(total + (at * total_stride)[:, None] + h[None, :], norm, those)
     tl.store(where, mean, mask)
 
 
@@ -90,8 +96,8 @@ def attention_(
 
     def run(units: Units, count: int, *state: Tensor) -> None:
         tensors = [given[name] for name in ("key", "value", "query", "edge", "att")]
-        launch(_attention, units, count, heads, width // heads, *state, col, *tensors, *map(stride, state),
-               *map(stride, tensors[:4]), kind=kind, parameter=parameter, channels=width // heads,
+        launch(_attention, units, count, *head_tiles(heads, width // heads), *state, col, *tensors, *map(stride, state),
+               *map(stride, tensors[:4]), kind=kind, parameter=parameter, heads=heads, channels=width // heads,
                type=checks.type_of(value), scores=scores_of(value, ptr, col),
                **dropout(given["e_id"], p, seed, head, type))  # fmt: skip
 

@@ -18,7 +18,7 @@ from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
 from pyg_sar.ops.triton.attention import inputs
 from pyg_sar.ops.triton.checks import expect, stride
-from pyg_sar.ops.triton.schedule import Outs, Units, launch, scores_of, work_of
+from pyg_sar.ops.triton.schedule import Outs, Units, head_tiles, launch, scores_of, work_of
 from pyg_sar.ops.triton.sum import add_rows, in_units
 from pyg_sar.ops.triton.tiles import (
     ADDITIVE,
@@ -27,15 +27,19 @@ from pyg_sar.ops.triton.tiles import (
     VARYING,
     dropout,
     edge_at,
+    exp,
     factor_of,
     head_of,
     keys_of,
+    number,
+    places,
     program,
     score_of,
     units_of,
+    vector_of,
 )
 
-PROGRAMS = 1024  # that share the gradient of GATv2's vector, each with a sum of its own
+PROGRAMS = 4096  # that share the gradient of GATv2's vector, each with a sum of its own
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -45,23 +49,24 @@ def _sources(
     value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, peak_stride: tl.constexpr,
     total_stride: tl.constexpr, inner_stride: tl.constexpr, grad_stride: tl.constexpr, e_id, seed_low, seed_high,
     first_head, first, last, row, place, num_units, columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr,
-    threshold: tl.constexpr, scale: tl.constexpr, channels: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
+    threshold: tl.constexpr, scale: tl.constexpr, heads: tl.constexpr, channels: tl.constexpr, once: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    group, h = program(columns)
+    group, column = program(columns)
     begin, end, j, at, some = units_of(first, last, row, place, num_units, group, R)
-    c = tl.arange(0, C)
-    inside = (c < channels)[None, :]
+    h, c = column * H + tl.arange(0, H), tl.arange(0, C)
+    inside = (c < channels)[None, None, :]
+    those = some[:, None] & (h < heads)[None, :]
     wide: tl.constexpr = kind != ADDITIVE
-    x = head_of(value, j, value_stride, h, c, some, True, channels, type)
-    it = x if kind == GATV2 else head_of(key, j, key_stride, h, c, some, wide, channels, type)
-    a = None if att is None else tl.load(att + h * channels + c, c < channels, 0).to(type)
-    to_value, to_key = tl.zeros([R, C], type), tl.zeros([R, C] if kind == DOT else [R], type)
-    of_edges, of_head = keys_of(seed_low, seed_high, first_head, h)
+    x = head_of(value, j, value_stride, h, c, those, True, channels, type)
+    it = x if kind == GATV2 else head_of(key, j, key_stride, h, c, those, wide, channels, type)
+    a = vector_of(att, h, c, heads, channels, type)
+    to_value, to_key = tl.zeros([R, H, C], type), tl.zeros([R, H, C] if kind == DOT else [R, H], type)
+    of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
     for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
-        at_edge, on = edge_at(begin, end, k)
+        at_edge, there = edge_at(begin, end, k)
+        on = there[:, None] & (h < heads)[None, :]
         i, e = tl.load(dst + at_edge), tl.load(perm + at_edge).to(tl.int64)
-        mask = on[:, None] & inside
         q = head_of(query, i, query_stride, h, c, on, wide, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, wide, channels, type)
         g = head_of(grad, i, grad_stride, h, c, on, True, channels, type)
@@ -69,49 +74,50 @@ def _sources(
         values = x
         if kind == DOT and edge is not None:
             values = x + features
-        product = tl.sum(g * values, 1)
-        top = head_of(peak, i, peak_stride, h, c, on, False, channels, type)
-        norm = tl.where(on, head_of(total, i, total_stride, h, c, on, False, channels, type), 1.0)
-        alpha = tl.where(on, tl.exp(score - top) / norm, 0.0)
-        factor = factor_of(e_id, e, on, of_edges, of_head, threshold, scale, type)
-        of_row = head_of(inner, i, inner_stride, h, c, on, False, channels, type)
+        product = tl.sum(g * values, 2)
+        top = number(peak, i, peak_stride, h, on, type)
+        norm = tl.where(on, number(total, i, total_stride, h, on, type), 1.0)
+        alpha = tl.where(on, exp(score - top) / norm, 0.0)
+        factor = factor_of(e_id, e, there, of_edges, of_heads, threshold, scale, type, R, H)
+        of_row = number(inner, i, inner_stride, h, on, type)
         # Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a
         # difference of two large products.
         d = tl.where(on, tl.where(alpha == 1, 0.0, alpha) * (product * factor - of_row), 0.0)
-        to_value += (alpha * factor)[:, None] * g
+        to_value += (alpha * factor)[:, :, None] * g
         if kind == DOT:
-            back = (d * parameter)[:, None] * q
+            back = (d * parameter)[:, :, None] * q
             to_key += back
             d *= parameter
             if d_edge is not None:
-                back += (alpha * factor)[:, None] * g
+                back += (alpha * factor)[:, :, None] * g
         elif kind == GATV2:
-            back = d[:, None] * tl.where(sums > 0, a[None, :], a[None, :] * parameter)
+            back = d[:, :, None] * tl.where(sums > 0, a, a * parameter)
             to_value += back
         else:
             back = tl.where(sums > 0, d, d * parameter)
             d = back
             to_key += back
         if d_score is not None:
-            tl.store(d_score + e * columns + h, d, on)
+            tl.store(d_score + (e * heads)[:, None] + h[None, :], d, on)
         if d_edge is not None:
             if wide:
-                where = d_edge + (e * d_edge_stride)[:, None] + (h * channels + c)[None, :]
+                where = d_edge + places(e, d_edge_stride, h, c, channels)
+                mask = on[:, :, None] & inside
                 tl.store(where, tl.load(where, mask, 0) + back, mask)
             else:
-                where = d_edge + e * d_edge_stride + h
+                where = d_edge + (e * d_edge_stride)[:, None] + h[None, :]
                 tl.store(where, tl.load(where, on, 0) + back, on)
-    mask = some[:, None] & inside
-    where = d_value + (at * d_value_stride)[:, None] + (h * channels + c)[None, :]
+    mask = those[:, :, None] & inside
+    where = d_value + places(at, d_value_stride, h, c, channels)
     if not once:
         to_value += tl.load(where, mask, 0)
     tl.store(where, to_value.to(d_value.dtype.element_ty), mask)
     if kind == DOT:
-        where = d_key + (at * d_key_stride)[:, None] + (h * channels + c)[None, :]
+        where = d_key + places(at, d_key_stride, h, c, channels)
         tl.store(where, tl.load(where, mask, 0) + to_key, mask)
     elif kind == ADDITIVE:
-        where = d_key + at * d_key_stride + h
-        tl.store(where, tl.load(where, some, 0) + to_key, some)
+        where = d_key + (at * d_key_stride)[:, None] + h[None, :]
+        tl.store(where, tl.load(where, those, 0) + to_key, those)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -119,59 +125,65 @@ def _inner(
     out, col, key, value, query, edge, peak, grad, out_stride: tl.constexpr, key_stride: tl.constexpr,
     value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, peak_stride: tl.constexpr,
     grad_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
-    columns: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr,
-    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
+    columns: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr, heads: tl.constexpr,
+    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    group, h = program(columns)
+    group, column = program(columns)
     begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
-    c = tl.arange(0, C)
-    q = head_of(query, i, query_stride, h, c, some, False, channels, type)
-    g = head_of(grad, i, grad_stride, h, c, some, True, channels, type)
-    top = head_of(peak, i, peak_stride, h, c, some, False, channels, type)
-    total = tl.load(out + at * out_stride + h, some, 0)
-    of_edges, of_head = keys_of(seed_low, seed_high, first_head, h)
+    h, c = column * H + tl.arange(0, H), tl.arange(0, C)
+    those = some[:, None] & (h < heads)[None, :]
+    q = head_of(query, i, query_stride, h, c, those, False, channels, type)
+    g = head_of(grad, i, grad_stride, h, c, those, True, channels, type)
+    top, inner = number(peak, i, peak_stride, h, those, type), number(out, at, out_stride, h, those, type)
+    of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
     for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
-        e, on = edge_at(begin, end, k)
+        e, there = edge_at(begin, end, k)
+        on = there[:, None] & (h < heads)[None, :]
         j = tl.load(col + e)
         x = head_of(value, j, value_stride, h, c, on, True, channels, type)
         it = head_of(key, j, key_stride, h, c, on, False, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, False, channels, type)
         score, _ = score_of(it, q, features, None, ADDITIVE, parameter)
-        factor = factor_of(e_id, e, on, of_edges, of_head, threshold, scale, type)
-        total += tl.where(on, tl.exp(score - top) * factor * tl.sum(g * x, 1), 0.0)
-    tl.store(out + at * out_stride + h, total, some)
+        factor = factor_of(e_id, e, there, of_edges, of_heads, threshold, scale, type, R, H)
+        inner += tl.where(on, exp(score - top) * factor * tl.sum(g * x, 2), 0.0)
+    tl.store(out + (at * out_stride)[:, None] + h[None, :], inner, those)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _gatv2_queries(
     d_query, d_att, col, d_score, key, query, edge, att, d_query_stride: tl.constexpr, key_stride: tl.constexpr,
     query_stride: tl.constexpr, edge_stride: tl.constexpr, first, last, row, place, num_units,
-    columns: tl.constexpr, parameter: tl.constexpr, channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, UNROLL: tl.constexpr,
+    columns: tl.constexpr, parameter: tl.constexpr, heads: tl.constexpr, channels: tl.constexpr, type: tl.constexpr,
+    R: tl.constexpr, H: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    begun, h = program(columns)
-    c, programs = tl.arange(0, C), tl.num_programs(0) // columns
-    a = tl.load(att + h * channels + c, c < channels, 0).to(type)
-    to_att = tl.zeros([C], type)
+    begun, column = program(columns)
+    h, c, programs = column * H + tl.arange(0, H), tl.arange(0, C), tl.num_programs(0) // columns
+    a = vector_of(att, h, c, heads, channels, type)
+    to_att = tl.zeros([R, H, C], type)
     for group in range(begun, tl.cdiv(num_units, R), programs):
         begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
-        q = head_of(query, i, query_stride, h, c, some, True, channels, type)
-        to_query = tl.zeros([R, C], type)
+        those = some[:, None] & (h < heads)[None, :]
+        q = head_of(query, i, query_stride, h, c, those, True, channels, type)
+        to_query = tl.zeros([R, H, C], type)
         for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
-            e, on = edge_at(begin, end, k)
+            e, there = edge_at(begin, end, k)
+            on = there[:, None] & (h < heads)[None, :]
             it = head_of(key, tl.load(col + e), key_stride, h, c, on, True, channels, type)
             features = head_of(edge, e, edge_stride, h, c, on, True, channels, type)
             _, total = score_of(it, q, features, a, GATV2, parameter)
-            d = tl.load(d_score + e.to(tl.int64) * columns + h, on, 0)[:, None]
-            to_query += tl.where(total > 0, d, d * parameter) * a[None, :]
+            d = number(d_score, e, heads, h, on, type)[:, :, None]
+            back = tl.where(total > 0, d, d * parameter)
+            to_query += back * a
             if d_att is not None:
-                to_att += tl.sum(tl.where(total > 0, d * total, d * parameter * total), 0)
+                to_att += tl.where(on[:, :, None], back * total, 0.0)
         if d_query is not None:
-            where = d_query + (at * d_query_stride)[:, None] + (h * channels + c)[None, :]
-            mask = some[:, None] & (c < channels)[None, :]
+            where = d_query + places(at, d_query_stride, h, c, channels)
+            mask = those[:, :, None] & (c < channels)[None, None, :]
             tl.store(where, tl.load(where, mask, 0) + to_query, mask)
     if d_att is not None:
-        tl.store(d_att + (begun * columns + h) * channels + c, to_att, c < channels)
+        where = d_att + ((begun * heads + h) * channels)[:, None] + c[None, :]
+        tl.store(where, tl.sum(to_att, 0), (h < heads)[:, None] & (c < channels)[None, :])
 
 
 def attention_grad_(
@@ -246,7 +258,8 @@ class _Call:
         good = src_ptr.numel() - 1 == self.num_src and dst.numel() == col.numel() and src_ptr.dtype == ptr.dtype
         expect(good, "Expected the transpose of the same block")
         self.width = heads if kind == reference.ADDITIVE else value.size(1)
-        self.common = {"channels": self.channels, "type": checks.type_of(value)}
+        self.tiles = head_tiles(heads, self.channels)
+        self.common = {"heads": heads, "channels": self.channels, "type": checks.type_of(value)}
         self.settings: dict[str, Any] = {}
         self.scores = scores_of(value, self.ptr, col)
 
@@ -256,6 +269,11 @@ class _Call:
         type = accumulator(value.dtype)
         for name, t in (("peak", peak), ("total", total), ("inner", inner)):
             self.given[name] = checks.rows(name, t, num_dst, self.heads, type, value)
+        # What an edge reads of its destination stands together: each of them apart would be as many sectors of memory.
+        names = ["peak", "total", "inner", *["query"] * (self.width == self.heads and self.given["query"] is not None)]
+        packed = value.new_empty(num_dst, 4, self.heads, dtype=type)
+        for k, name in enumerate(names):
+            self.given[name] = packed[:, k].copy_(self.given[name])
         self.given["grad"] = checks.rows("grad", grad, num_dst, value.size(1), value.dtype, value)
 
     def give(self, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None) -> None:
@@ -274,7 +292,7 @@ class _Call:
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             strides = map(stride, (*outs, d_edge, *tensors[:4], *tensors[5:]))
-            launch(_sources, units, count, self.heads, self.channels, *outs, d_edge, d_score, self.dst, self.perm,
+            launch(_sources, units, count, *self.tiles, *outs, d_edge, d_score, self.dst, self.perm,
                    *tensors, *strides, once=once, scores=self.scores, **self.common, **self.settings)  # fmt: skip
 
         in_units(self.by_source, [d_value, d_key], run, once)
@@ -286,7 +304,7 @@ class _Call:
         settings = {name: value for name, value in self.settings.items() if name != "kind"}
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
-            launch(_inner, units, count, self.heads, self.channels, *outs, self.col, *tensors,
+            launch(_inner, units, count, *self.tiles, *outs, self.col, *tensors,
                    *map(stride, (*outs, *tensors)), scores=self.scores, **self.common, **settings)  # fmt: skip
 
         in_units(self.work, [self.given["inner"]], run)
@@ -299,7 +317,7 @@ class _Call:
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             part = None if d_att is None else d_att.new_zeros(PROGRAMS, d_att.numel())
             programs = {} if part is None else {"programs": PROGRAMS}
-            launch(_gatv2_queries, units, count, self.heads, self.channels, *outs, part, self.col, d_score, *tensors,
+            launch(_gatv2_queries, units, count, *self.tiles, *outs, part, self.col, d_score, *tensors,
                    self.given["att"], *map(stride, (*outs, *tensors)),
                    parameter=self.settings["parameter"], **programs, **self.common)  # fmt: skip
             if d_att is not None and part is not None:

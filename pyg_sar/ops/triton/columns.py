@@ -31,7 +31,7 @@ def _moments(
 ):  # fmt: skip
     unit, column = program(columns)
     c = column * C + tl.arange(0, C)
-    center, spread, count = tl.zeros([C], tl.float64), tl.zeros([C], tl.float64), 0.0
+    center, spread, count = tl.zeros([C], tl.float64), tl.zeros([C], tl.float64), tl.full([], 0, tl.float64)
     for t in range(0, tiles):
         i, on = _rows_of(unit * tiles + t, num_rows, R)
         mask = on[:, None] & (c < width)[None, :]

@@ -48,14 +48,38 @@ def tile(x, row, stride, column, mask, type: tl.constexpr):
 
 
 @triton.jit
+def number(x, row, stride, h, on, type: tl.constexpr):
+    """Return a number for each of some heads of some rows, ``[R, H]``."""
+    return tl.load(x + (row.to(tl.int64) * stride)[:, None] + h[None, :], on, 0).to(type)
+
+
+@triton.jit
+def places(row, stride, h, c, channels: tl.constexpr):
+    """Return where the columns of some heads of some rows are, ``[R, H, C]``."""
+    return (row.to(tl.int64) * stride)[:, None, None] + (h * channels)[None, :, None] + c[None, None, :]
+
+
+@triton.jit
 def head_of(x, row, stride, h, c, on, wide: tl.constexpr, channels: tl.constexpr, type: tl.constexpr):
-    """Return what a head has of some rows: ``channels`` columns if they are ``wide``, else one number."""
+    """Return what heads have of some rows: ``channels`` columns if they are ``wide``, else one number."""
     if x is None:
         found = None
     elif wide:
-        found = tile(x, row, stride, h * channels + c, on[:, None] & (c < channels)[None, :], type)
+        mask = on[:, :, None] & (c < channels)[None, None, :]
+        found = tl.load(x + places(row, stride, h, c, channels), mask, 0).to(type)
     else:
-        found = tl.load(x + row.to(tl.int64) * stride + h, on, 0).to(type)
+        found = number(x, row, stride, h, on, type)
+    return found
+
+
+@triton.jit
+def vector_of(att, h, c, heads: tl.constexpr, channels: tl.constexpr, type: tl.constexpr):
+    """Return GATv2's vector of some heads, ``[1, H, C]``."""
+    if att is None:
+        found = None
+    else:
+        mask = (h < heads)[:, None] & (c < channels)[None, :]
+        found = tl.load(att + (h * channels)[:, None] + c[None, :], mask, 0).to(type)[None, :, :]
     return found
 
 
@@ -66,14 +90,29 @@ def score_of(key, query, edge, att, kind: tl.constexpr, parameter: tl.constexpr)
     if edge is not None:
         total += edge
     if kind == DOT:
-        score = tl.sum(query * total, 1) * parameter
+        score = tl.sum(query * total, 2) * parameter
     else:
         if query is not None:
             total += query
         score = tl.where(total > 0, total, total * parameter)
         if kind == GATV2:
-            score = tl.sum(score * att[None, :], 1)
+            score = tl.sum(score * att, 2)
     return score, total
+
+
+@triton.jit
+def exp(x):
+    """Return the exponential; in single precision that of the hardware, of base 2, and what rounding to its argument
+    left out: the product alone is off by 10 units in the last place where the result is 1e-6.
+    """
+    if x.dtype == tl.float32:
+        whole = x * 1.4426950408889634
+        rest = tl.fma(x, 1.4426950408889634, -whole) + x * 1.925963e-08  # what a float lacks of log2(e)
+        power = tl.exp2(whole)
+        result = power + power * tl.where(tl.abs(x) < 200, rest * 0.6931471805599453, 0.0)
+    else:
+        result = tl.exp(x)
+    return result
 
 
 @triton.jit
@@ -92,9 +131,8 @@ def key_of(seed_low, seed_high, numbers):
 
 @triton.jit
 def keys_of(seed_low, seed_high, first_head, h):
-    """Return the keys of dropout for edges and for a head."""
-    one = tl.full([1], 1, tl.uint32)
-    return key_of(seed_low, seed_high, tl.join(one, one * (first_head + 2 + h).to(tl.uint32))).split()
+    """Return the keys of dropout for edges, ``[1]``, and for some heads, ``[H]``."""
+    return key_of(seed_low, seed_high, tl.full([1], 1, tl.uint32)), key_of(seed_low, seed_high, first_head + 2 + h)
 
 
 @triton.jit
@@ -105,11 +143,14 @@ def word_of(e_id, e, on, of_edges):
 
 
 @triton.jit
-def factor_of(e_id, e, on, of_edges, of_head, threshold: tl.constexpr, scale: tl.constexpr, type: tl.constexpr):
+def factor_of(
+    e_id, e, on, of_edges, of_heads, threshold: tl.constexpr, scale: tl.constexpr, type: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr,
+):  # fmt: skip
     """Return the factors of dropout, see :func:`pyg_sar.ops.dropout.dropout_factors`; 1 where there is none."""
-    factor = tl.full(e.shape, 1, type)
+    factor = tl.full([R, H], 1, type)
     if e_id is not None:
-        bits = mix(word_of(e_id, e, on, of_edges) ^ of_head)
+        bits = mix(word_of(e_id, e, on, of_edges)[:, None] ^ of_heads[None, :])
         factor = tl.where(bits.to(tl.int64) >= threshold, factor * scale, 0)
     return factor
 
