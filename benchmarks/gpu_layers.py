@@ -16,15 +16,14 @@ import argparse
 import gc
 import multiprocessing
 import statistics
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch_geometric.nn
 import triton
 import triton.language as tl
+from harness.device import events, power_law_graph
 from harness.layer_jobs import BF16, Case, Job, cases, error, noise, ours, pyg, torch_csr
 from harness.report import write
 from torch import Tensor
@@ -42,14 +41,9 @@ class Problem:
 
     def __init__(self, nodes: int, edges: int, device: str = "cuda") -> None:
         self.num_nodes, self.device = nodes, device
-        g = torch.Generator(device).manual_seed(0)
-        half = (nodes * torch.rand(2, edges // 2, generator=g, device=device, dtype=torch.float64).square()).long()
-        half = torch.randperm(nodes, generator=g, device=device)[half.clamp(max=nodes - 1)]
-        src, dst = (torch.cat([*it, torch.arange(nodes, device=device)]) for it in (half, half.flip(0)))
-        key = (dst * nodes + src).sort().values
-        del half, src, dst
-        self.edge_index = torch.stack([key % nodes, key // nodes])
-        self.edge_type = torch.randint(8, key.shape, generator=g, device=device)
+        self.edge_index = power_law_graph(nodes, edges, device)
+        g = torch.Generator(device).manual_seed(1)
+        self.edge_type = torch.randint(8, self.edge_index[0].shape, generator=g, device=device)
 
     def of(self, case: Case, dtype: torch.dtype) -> "Problem":
         """Return the same graph with the features of a case."""
@@ -131,16 +125,6 @@ def compare(name: str, chosen: list[str]) -> dict[tuple[str, str], str]:
 
 def find(name: str) -> Case:
     return next(case for case in cases("cuda") if case.name == name)
-
-
-def events(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the milliseconds that the device takes, and the result."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    result = function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end), result
 
 
 def measure(job: Job, repetitions: int) -> tuple[float, float, float]:

@@ -2,7 +2,8 @@
 
 To import torch and PyG takes seconds, so it happens once: workers are forked from a server process
 (multiprocessing's "forkserver") that has imported both, and then serve one test after another. They
-are replaced only after a failure, because the state of a process group is unknown then.
+are replaced only after a failure, because the state of a process group is unknown then. Where there
+is a GPU, each of them is a fresh process.
 
 Some consequences for tests:
 
@@ -131,9 +132,11 @@ class Pool:
         return self._call(world_size, call, timeout, grace)
 
     def _start(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # Both are safe to fork: their import starts no thread of torch and does not touch CUDA.
-        context.set_forkserver_preload(["pytest", "torch_geometric.nn"])
+        if torch.cuda.is_available():  # what it imports may ask for devices, which forked processes could not use then
+            context: Any = multiprocessing.get_context("spawn")
+        else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["pytest", "torch_geometric.nn"])  # which start no thread of torch
         self._folder = tempfile.TemporaryDirectory(prefix="pyg-sar-pool-")
         folder = Path(self._folder.name)
         for rank in range(size):

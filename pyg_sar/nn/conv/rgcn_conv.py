@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
@@ -101,7 +102,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     def coefficients(self, typed: TypedGraph, edge_type: Tensor) -> Tensor:
         """Return the coefficients of each edge: those of its relation, for each basis."""
         # The gradient of a coefficient is a sum over all edges of its relation: in double precision, basis by basis.
-        columns = [column[edge_type].to(self.comp.dtype) for column in self.comp.double().unbind(1)]
+        columns = [pick(column, edge_type).to(self.comp.dtype) for column in self.comp.double().unbind(1)]
         weight = torch.stack(columns, 1)
         if self.aggr == "mean":
             weight = weight * typed.norm.unsqueeze(-1).to(weight.dtype)
@@ -121,6 +122,13 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         if self.num_bases is None:
             return self.weight
         return (self.comp @ self.weight.flatten(1)).view(self.num_relations, *self.weight.shape[1:])
+
+
+def pick(numbers: Tensor, which: Tensor) -> Tensor:
+    """Return ``numbers[which]``. On a GPU its gradient would add up one edge of a relation after the other: seconds,
+    where that of an embedding takes milliseconds, and gives the same bits each time, too.
+    """
+    return numbers[which] if numbers.is_cpu else F.embedding(which, numbers.unsqueeze(1)).squeeze(1)
 
 
 class Multiply(torch.autograd.Function):
