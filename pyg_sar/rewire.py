@@ -142,6 +142,19 @@ class TypedGraph(NamedTuple):
         return self.graph.derived("norm", lambda: self.graph.degree.double().reciprocal()[self.graph.row])
 
     @property
+    def edges_of_types(self) -> list[tuple[Tensor, Tensor]]:
+        """Where the edges of every type begin in each block, and the numbers of its edges in the worker's order."""
+        return self.graph.derived("edges of types", lambda: [*map(self._edges_of_types, self.graph.blocks)])
+
+    def _edges_of_types(self, block: Block) -> tuple[Tensor, Tensor]:
+        pair = torch.tensor(self.ptr, device=block.col.device)
+        pair = pair if block.dst is None else torch.searchsorted(block.dst.long(), pair)
+        edge = block.edges
+        if isinstance(edge, slice):
+            edge = torch.arange(edge.start, edge.stop, device=pair.device)
+        return block.rowptr[pair].to(edge.dtype), edge
+
+    @property
     def relations(self) -> list[ShardedGraph]:
         """The graph of every type, whose destinations are the pairs of that type."""
         return self.graph.derived("relations", lambda: [self._relation(a, b) for a, b in pairwise(self.ptr)])

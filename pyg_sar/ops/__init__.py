@@ -34,6 +34,8 @@ SCHEMAS = (
     "Tensor? rows=None) -> ()",
     # out[e] = <y[row of e], x[col[e]]>
     "sddmm_(Tensor(a!) out, Tensor ptr, Tensor col, Tensor y, Tensor x, Tensor? rows=None) -> ()",
+    # out[i] = <x[i], y[i]>, head by head
+    "row_products_(Tensor(a!) out, Tensor x, Tensor y) -> ()",
     # best[i] = max over e in i of (-)x[col[e]], count[i]: how many edges attain it
     "extremum_(Tensor(a!) best, Tensor(b!) count, Tensor ptr, Tensor col, Tensor x, bool largest, "
     "Tensor? rows=None) -> ()",
@@ -141,6 +143,7 @@ def zeros(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
 
 spmm_ = torch.ops.pyg_sar.spmm_
 sddmm_ = torch.ops.pyg_sar.sddmm_
+row_products_ = torch.ops.pyg_sar.row_products_
 extremum_ = torch.ops.pyg_sar.extremum_
 extremum_grad_ = torch.ops.pyg_sar.extremum_grad_
 attention_ = torch.ops.pyg_sar.attention_

@@ -75,6 +75,12 @@ def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor, rows: Te
         out[:, h] = torch.ops.aten._embedding_bag_per_sample_weights_backward(a, b, col, ptr, bags, 0)
 
 
+def row_products_(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """The same of two tensors whose rows belong together: a graph of an edge from each row to itself."""
+    ids = torch.arange(x.size(0) + 1, dtype=torch.int32, device=x.device)
+    torch.ops.pyg_sar.sddmm_(out, ids, ids[:-1], x, y)
+
+
 def extremum_(
     best: Tensor, count: Tensor, ptr: Tensor, col: Tensor, x: Tensor, largest: bool, rows: Tensor | None = None
 ) -> None:

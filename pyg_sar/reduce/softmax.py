@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import embed, embed_grad
-from pyg_sar.ops import attention_, attention_grad_, sddmm_, zeros
+from pyg_sar.ops import attention_, attention_grad_, row_products_, zeros
 from pyg_sar.ops.reference import ADDITIVE, GATV2, accumulator
 from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile
 
@@ -152,8 +152,8 @@ class Softmax(Reduce):
         if result is None:
             return saved
         row_max, normaliser = saved
-        delta, ids = torch.empty_like(row_max), torch.arange(len(row_max) + 1, dtype=torch.int32, device=out.device)
-        sddmm_(delta, ids, ids[:-1], out, result)  # [M, H], without a product as wide as the rows
+        delta = torch.empty_like(row_max)  # [M, H]
+        row_products_(delta, out, result)  # without a product as wide as the rows
         return row_max, normaliser, delta
 
     def grad(

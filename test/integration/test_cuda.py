@@ -54,6 +54,7 @@ def test_the_host_never_waits(name, kwargs, parts):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize(("name", "kwargs"), WITH_EDGES)
 def test_cuda_graph(name, kwargs):
     """One shard can be captured, and runs again on other features."""

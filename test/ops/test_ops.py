@@ -17,6 +17,7 @@ from support.kernel_check import (
     BLOCKS,
     HALF,
     KINDS,
+    LAYOUTS,
     OF_BLOCKS,
     block,
     calls,
@@ -25,6 +26,7 @@ from support.kernel_check import (
     check_few_double,
     check_precision,
     execute,
+    rows_of,
 )
 from support.pool import Pool
 
@@ -497,6 +499,16 @@ def test_mistakes_are_refused(kernels, name, kind, change, message):
         getattr(kernels, name)(*bad.values())
     for key, value in before.items():
         torch.testing.assert_close(bad[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("heads", "channels"), [(1, 1), (2, 5), (3, 17), (4, 32), (2, 100), (1, 130), (2, 0)])
+def test_row_products(kernels, heads, channels):
+    for dtype in (torch.float64, torch.bfloat16):
+        x, y = (rows_of(37, heads * channels, dtype, layout=way, seed=k) for k, way in enumerate(LAYOUTS) if k % 2)
+        out = torch.full((37, heads), 77, dtype=reference.accumulator(dtype))
+        kernels.row_products_(out, x, y)
+        expected = (x.to(out.dtype) * y.to(out.dtype)).view(37, heads, channels).sum(-1)
+        torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("module", [OPS, reference, "triton"], ids=["ops", "reference", "triton"])

@@ -48,18 +48,22 @@ def around(value: Tensor) -> Tensor:
     return value.as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
 
 
-def moved(value: Any) -> Any:
-    """Return a tensor on the device, its rows as far apart as before, and what lies between them."""
+def moved(value: Any, there: dict[int, Tensor]) -> Any:
+    """Return a tensor on the device, its rows as far apart as before, and what lies between them, too: all memory of
+    which tensors are views is ``there`` once.
+    """
     if not isinstance(value, Tensor) or value.device.type == DEVICE:
         return value
-    return around(value).to(DEVICE).as_strided(value.size(), value.stride(), value.storage_offset())
+    memory = there.setdefault(value.untyped_storage().data_ptr(), around(value).to(DEVICE))
+    return memory.as_strided(value.size(), value.stride(), value.storage_offset())
 
 
 def operator(name: str) -> Callable[..., None]:
     written = [k for k, a in enumerate(SCHEMAS[name].arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def run(*args: Any) -> None:
-        there = [moved(value) for value in args]
+        memory: dict[int, Tensor] = {}
+        there = [moved(value, memory) for value in args]
         with np.errstate(all="ignore"):  # the interpreter's numbers are NumPy's, which warns of NaN
             getattr(kernels, name)(*there)
         for k in written:

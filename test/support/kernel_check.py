@@ -13,7 +13,7 @@ from pyg_sar.ops import reference
 from pyg_sar.ops.reference import ADDITIVE, DOT, GATV2
 
 OF_BLOCKS = ("spmm_", "sddmm_", "extremum_", "extremum_grad_", "attention_", "attention_grad_", "additive_grad_")
-OF_ROWS = ("moments_", "column_products_", "column_affine_", "dropout_rows_")
+OF_ROWS = ("row_products_", "moments_", "column_products_", "column_affine_", "dropout_rows_")
 SCHEMAS = {name: getattr(torch.ops.pyg_sar, name).default._schema for name in (*OF_BLOCKS, *OF_ROWS)}
 KINDS = {"additive": ADDITIVE, "gatv2": GATV2, "dot": DOT}
 # Rows have the type that is asked for, all other numbers that of the accumulator.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from pyg_sar.linear import linear, linear_grad, product
 from pyg_sar.nn.conv.message_passing import MessagePassing, add
 from pyg_sar.nn.replay.by_chunks import layer_by_chunks
 from pyg_sar.offload.rows import HostRows
-from pyg_sar.ops import empty, zeros
+from pyg_sar.ops import empty, spmm_, zeros
 from pyg_sar.reduce import Sum
 from pyg_sar.rewire import TypedGraph, by_type
 
@@ -102,7 +101,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     def coefficients(self, typed: TypedGraph, edge_type: Tensor) -> Tensor:
         """Return the coefficients of each edge: those of its relation, for each basis."""
         # The gradient of a coefficient is a sum over all edges of its relation: in double precision, basis by basis.
-        columns = [pick(column, edge_type).to(self.comp.dtype) for column in self.comp.double().unbind(1)]
+        columns = [Pick.apply(column, edge_type, typed).to(self.comp.dtype) for column in self.comp.double().unbind(1)]
         weight = torch.stack(columns, 1)
         if self.aggr == "mean":
             weight = weight * typed.norm.unsqueeze(-1).to(weight.dtype)
@@ -124,11 +123,26 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         return (self.comp @ self.weight.flatten(1)).view(self.num_relations, *self.weight.shape[1:])
 
 
-def pick(numbers: Tensor, which: Tensor) -> Tensor:
-    """Return ``numbers[which]``. On a GPU its gradient would add up one edge of a relation after the other: seconds,
-    where that of an embedding takes milliseconds, and gives the same bits each time, too.
+class Pick(torch.autograd.Function):
+    """Numbers of relations for each edge, whose gradients are sums over all edges of a relation: by the kernel of sums.
+
+    An index adds them up one after the other on a GPU, which takes as long as many layers.
     """
-    return numbers[which] if numbers.is_cpu else F.embedding(which, numbers.unsqueeze(1)).squeeze(1)
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, edge_type: Tensor, typed: TypedGraph) -> Tensor:
+        """Return ``numbers[edge_type]``."""
+        ctx.typed = typed
+        return numbers[edge_type]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Sum up the gradients of the edges of each relation."""
+        once_differentiable()
+        sums = grad.new_zeros(ctx.typed.num_types, 1)
+        for ptr, edge in ctx.typed.edges_of_types:
+            spmm_(sums, ptr, edge, grad.unsqueeze(1), None, None, False)
+        return sums.squeeze(1), None, None
 
 
 class Multiply(torch.autograd.Function):

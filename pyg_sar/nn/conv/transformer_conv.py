@@ -56,6 +56,8 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
         factor = 1 / math.sqrt(self.out_channels)
         rows = self.rows(graph, x_src)
         out = attend(self, graph, DOT, factor, rows, project(self.lin_query, x_dst), edge)  # type: ignore[arg-type]
+        if out.is_cuda and torch.is_autocast_enabled("cuda"):
+            out = out.float()  # as PyG's, because there autocast sums up in single precision
         if not self.root_weight:
             return out
         x_dst = project(self.lin_skip, x_dst)

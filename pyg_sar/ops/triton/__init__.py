@@ -11,9 +11,10 @@ from pyg_sar.ops.triton.attention_grad import additive_grad_, attention_grad_
 from pyg_sar.ops.triton.columns import column_affine_, column_products_, moments_
 from pyg_sar.ops.triton.dropout_rows import dropout_rows_
 from pyg_sar.ops.triton.extremum import extremum_, extremum_grad_
-from pyg_sar.ops.triton.sum import sddmm_, spmm_
+from pyg_sar.ops.triton.sum import row_products_, sddmm_, spmm_
 
 __all__ = [
     "additive_grad_", "attention_", "attention_grad_", "column_affine_", "column_products_",
-    "dropout_rows_", "extremum_", "extremum_grad_", "huge_pages_", "moments_", "sddmm_", "spmm_", "zero_",
+    "dropout_rows_", "extremum_", "extremum_grad_", "huge_pages_", "moments_", "row_products_", "sddmm_", "spmm_",
+    "zero_",
 ]  # fmt: skip

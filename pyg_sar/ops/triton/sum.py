@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
-from pyg_sar.ops.triton.schedule import CELLS, Outs, Units, Work, launch, tiles, work_of
-from pyg_sar.ops.triton.tiles import VARYING, program, tile, units_of
+from pyg_sar.ops.triton.schedule import CELLS, Outs, Units, Work, head_tiles, launch, tiles, work_of
+from pyg_sar.ops.triton.tiles import VARYING, edge_at, head_of, program, tile, units_of
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -119,42 +119,74 @@ def zeros(like: Tensor, rows: int) -> Tensor:
 
 @triton.jit(do_not_specialize=VARYING)
 def _products(
-    out, ptr, col, rows, x, y, out_stride: tl.constexpr, x_stride: tl.constexpr, y_stride: tl.constexpr, num_rows,
-    num_edges, steps, columns: tl.constexpr, channels: tl.constexpr, shared_x: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    out, col, x, y, out_stride: tl.constexpr, x_stride: tl.constexpr, y_stride: tl.constexpr, first, last, row, place,
+    num_units, columns: tl.constexpr, heads: tl.constexpr, channels: tl.constexpr, shared_x: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    group, h = program(columns)
-    e = group.to(tl.int64) * R + tl.arange(0, R)
-    on = e < num_edges
-    # The row of an edge is the first one that ends behind it.
-    low, high = tl.zeros([R], tl.int64), tl.zeros([R], tl.int64) + num_rows
-    for _ in range(0, steps):
-        middle = (low + high) // 2
-        behind = tl.load(ptr + middle + 1, on & (low < high), 0) <= e
-        low, high = tl.where(behind & (low < high), middle + 1, low), tl.where(behind, high, middle)
-    i = low if rows is None else tl.load(rows + low, on, 0)
-    c = tl.arange(0, C)
-    mask = on[:, None] & (c < channels)[None, :]
-    a = tile(x, tl.load(col + e, on, 0), x_stride, c if shared_x else h * channels + c, mask, type)
-    b = tile(y, i, y_stride, h * channels + c, mask, type)
-    tl.store(out + e * out_stride + h, tl.sum(a * b, 1), on)
+    group, column = program(columns)
+    begin, end, i, _, some = units_of(first, last, row, place, num_units, group, R)
+    h, c = column * H + tl.arange(0, H), tl.arange(0, C)
+    b = head_of(y, i, y_stride, h, c, some[:, None] & (h < heads)[None, :], True, channels, type)
+    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+        e, there = edge_at(begin, end, k)
+        on = there[:, None] & (h < heads)[None, :]
+        j = tl.load(col + e)
+        if shared_x:
+            a = tile(x, j, x_stride, c, there[:, None] & (c < channels)[None, :], type)[:, None, :]
+        else:
+            a = head_of(x, j, x_stride, h, c, on, True, channels, type)
+        tl.store(out + (e.to(tl.int64) * out_stride)[:, None] + h[None, :], tl.sum(a * b, 2), on)
 
 
 def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor, rows: Tensor | None = None) -> None:
-    """Write the product of the two rows of each edge, head by head; balanced by edges, so the host never waits."""
+    """Write the product of the two rows of each edge, head by head."""
     heads, width, wide = (checks.width_of(*it) for it in (("out", out), ("x", x), ("y", y)))
     channels, type = checks.channels_of(wide, heads), checks.type_of(x)
     ptr, col, _ = checks.edges(ptr, col, None, x)
-    num_rows, num_edges = ptr.numel() - 1, col.numel()
+    work, shared = work_of(ptr, col.numel(), rows), width < wide  # which looks at ptr
     y = checks.rows("y", y, checks.count_of(rows, ptr, y), wide, x.dtype, x)
-    x = checks.rows("x", x, -1, channels if width < wide else wide, x.dtype, x)
-    out = checks.out("out", out, num_edges, heads, accumulator(x.dtype), x)
+    x = checks.rows("x", x, -1, channels if shared else wide, x.dtype, x)
+    out = checks.out("out", out, col.numel(), heads, accumulator(x.dtype), x)
     if out.numel() == 0:
         return
+    shape = head_tiles(heads, channels)
+    if shared:  # which is read once for some heads, then
+        some = min(triton.next_power_of_2(heads), max(shape[1][0], 4))
+        shape = -(-heads // some), (some, channels)
+    for units, count in ((work.rows, work.filled), (work.pieces, 0)):
+        if units is not None:
+            launch(_products, units, count or units.first.numel(), *shape, out, col, x, y, out.stride(0), x.stride(0),
+                   y.stride(0), heads=heads, channels=channels, shared_x=shared, type=type)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _row_products(
+    out, x, y, out_stride: tl.constexpr, x_stride: tl.constexpr, y_stride: tl.constexpr, num_rows,
+    columns: tl.constexpr, heads: tl.constexpr, channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    group, column = program(columns)
+    i, h, c = group.to(tl.int64) * R + tl.arange(0, R), column * H + tl.arange(0, H), tl.arange(0, C)
+    on = (i < num_rows)[:, None] & (h < heads)[None, :]
+    a = head_of(x, i, x_stride, h, c, on, True, channels, type)
+    b = head_of(y, i, y_stride, h, c, on, True, channels, type)
+    tl.store(out + (i * out_stride)[:, None] + h[None, :], tl.sum(a * b, 2), on)
+
+
+def row_products_(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """Write the product of two rows, head by head."""
+    heads, width, type = checks.width_of("out", out), checks.width_of("x", x), checks.type_of(x)
+    channels = checks.channels_of(width, heads)
+    x = checks.rows("x", x, -1, width, x.dtype, x)
+    y = checks.rows("y", y, x.size(0), width, x.dtype, x)
+    out = checks.out("out", out, x.size(0), heads, accumulator(x.dtype), x)
+    if out.numel() == 0:
+        return
+    columns, (some, _) = head_tiles(heads, channels)
     c = triton.next_power_of_2(max(channels, 1))
-    r = max(CELLS // c, 1)
+    r = max(CELLS // (c * some), 1)
     with torch.cuda.device_of(x):
-        _products[(triton.cdiv(num_edges, r) * heads,)](
-            out, ptr, col, rows, x, y, out.stride(0), x.stride(0), y.stride(0), num_rows, num_edges,
-            num_rows.bit_length(), heads, channels, width < wide, type, r, c, enable_fp_fusion=True,
+        _row_products[(triton.cdiv(x.size(0), r) * columns,)](
+            out, x, y, out.stride(0), x.stride(0), y.stride(0), x.size(0), columns, heads, channels, type, r, some, c,
+            num_warps=1,
         )  # fmt: skip

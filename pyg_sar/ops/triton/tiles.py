@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_sar.ops import reference
 
 # Numbers of which no kernel shall make a version of its own.
-VARYING = ["seed_low", "seed_high", "num_units", "num_rows", "num_edges", "steps"]
+VARYING = ["seed_low", "seed_high", "num_units", "num_rows"]
 ADDITIVE, GATV2, DOT = (tl.constexpr(kind) for kind in (reference.ADDITIVE, reference.GATV2, reference.DOT))
 
 
