@@ -31,6 +31,7 @@ from pyg_sar.ops.triton.tiles import (
     factor_of,
     head_of,
     keys_of,
+    next_of,
     number,
     places,
     program,
@@ -63,10 +64,11 @@ def _sources(
     a = vector_of(att, h, c, heads, channels, type)
     to_value, to_key = tl.zeros([R, H, C], type), tl.zeros([R, H, C] if kind == DOT else [R, H], type)
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
+    i, e = next_of(dst, begin, end, 0), next_of(perm, begin, end, 0).to(tl.int64)
     for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
-        at_edge, there = edge_at(begin, end, k)
+        _, there = edge_at(begin, end, k)
         on = there[:, None] & (h < heads)[None, :]
-        i, e = tl.load(dst + at_edge), tl.load(perm + at_edge).to(tl.int64)
+        next_i, next_e = next_of(dst, begin, end, k + 1), next_of(perm, begin, end, k + 1).to(tl.int64)
         q = head_of(query, i, query_stride, h, c, on, wide, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, wide, channels, type)
         g = head_of(grad, i, grad_stride, h, c, on, True, channels, type)
@@ -107,6 +109,7 @@ def _sources(
             else:
                 where = d_edge + (e * d_edge_stride)[:, None] + h[None, :]
                 tl.store(where, tl.load(where, on, 0) + back, on)
+        i, e = next_i, next_e
     mask = those[:, :, None] & inside
     where = d_value + places(at, d_value_stride, h, c, channels)
     if not once:
@@ -137,16 +140,18 @@ def _inner(
     g = head_of(grad, i, grad_stride, h, c, those, True, channels, type)
     top, inner = number(peak, i, peak_stride, h, those, type), number(out, at, out_stride, h, those, type)
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
+    j = next_of(col, begin, end, 0)
     for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
         e, there = edge_at(begin, end, k)
         on = there[:, None] & (h < heads)[None, :]
-        j = tl.load(col + e)
+        following = next_of(col, begin, end, k + 1)
         x = head_of(value, j, value_stride, h, c, on, True, channels, type)
         it = head_of(key, j, key_stride, h, c, on, False, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, False, channels, type)
         score, _ = score_of(it, q, features, None, ADDITIVE, parameter)
         factor = factor_of(e_id, e, there, of_edges, of_heads, threshold, scale, type, R, H)
         inner += tl.where(on, exp(score - top) * factor * tl.sum(g * x, 2), 0.0)
+        j = following
     tl.store(out + (at * out_stride)[:, None] + h[None, :], inner, those)
 
 
@@ -166,10 +171,12 @@ def _gatv2_queries(
         those = some[:, None] & (h < heads)[None, :]
         q = head_of(query, i, query_stride, h, c, those, True, channels, type)
         to_query = tl.zeros([R, H, C], type)
+        j = next_of(col, begin, end, 0)
         for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
             e, there = edge_at(begin, end, k)
             on = there[:, None] & (h < heads)[None, :]
-            it = head_of(key, tl.load(col + e), key_stride, h, c, on, True, channels, type)
+            following = next_of(col, begin, end, k + 1)
+            it = head_of(key, j, key_stride, h, c, on, True, channels, type)
             features = head_of(edge, e, edge_stride, h, c, on, True, channels, type)
             _, total = score_of(it, q, features, a, GATV2, parameter)
             d = number(d_score, e, heads, h, on, type)[:, :, None]
@@ -177,6 +184,7 @@ def _gatv2_queries(
             to_query += back * a
             if d_att is not None:
                 to_att += tl.where(on[:, :, None], back * total, 0.0)
+            j = following
         if d_query is not None:
             where = d_query + places(at, d_query_stride, h, c, channels)
             mask = those[:, :, None] & (c < channels)[None, None, :]
@@ -289,10 +297,12 @@ class _Call:
         """Add to the gradients of sources and edges; return those of scores, if they are wanted."""
         d_score = self.given["peak"].new_empty(self.col.numel(), self.heads) if scores else None
         tensors = [self.given[n] for n in ("key", "value", "query", "edge", "att", "peak", "total", "inner", "grad")]
+        # Rows without edges are written, too, and the numbers of a first edge are read whether there is one or not.
+        walk = [t if t.numel() > 0 else t.new_zeros(1) for t in (self.dst, self.perm)]
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             strides = map(stride, (*outs, d_edge, *tensors[:4], *tensors[5:]))
-            launch(_sources, units, count, *self.tiles, *outs, d_edge, d_score, self.dst, self.perm,
+            launch(_sources, units, count, *self.tiles, *outs, d_edge, d_score, *walk,
                    *tensors, *strides, once=once, scores=self.scores, **self.common, **self.settings)  # fmt: skip
 
         in_units(self.by_source, [d_value, d_key], run, once)

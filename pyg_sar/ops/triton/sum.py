@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
 from pyg_sar.ops.triton.schedule import CELLS, Outs, Units, Work, head_tiles, launch, tiles, work_of
-from pyg_sar.ops.triton.tiles import VARYING, edge_at, head_of, program, tile, units_of
+from pyg_sar.ops.triton.tiles import VARYING, edge_at, head_of, next_of, program, tile, units_of
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -127,15 +127,17 @@ def _products(
     begin, end, i, _, some = units_of(first, last, row, place, num_units, group, R)
     h, c = column * H + tl.arange(0, H), tl.arange(0, C)
     b = head_of(y, i, y_stride, h, c, some[:, None] & (h < heads)[None, :], True, channels, type)
+    j = next_of(col, begin, end, 0)
     for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
         e, there = edge_at(begin, end, k)
         on = there[:, None] & (h < heads)[None, :]
-        j = tl.load(col + e)
+        following = next_of(col, begin, end, k + 1)
         if shared_x:
             a = tile(x, j, x_stride, c, there[:, None] & (c < channels)[None, :], type)[:, None, :]
         else:
             a = head_of(x, j, x_stride, h, c, on, True, channels, type)
         tl.store(out + (e.to(tl.int64) * out_stride)[:, None] + h[None, :], tl.sum(a * b, 2), on)
+        j = following
 
 
 def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor, rows: Tensor | None = None) -> None:

@@ -42,6 +42,13 @@ def edge_at(begin, end, k):
 
 
 @triton.jit
+def next_of(index, begin, end, k):
+    """Return the numbers of rows of step ``k``: asked for a step ahead, or each step would wait for memory twice."""
+    e, _ = edge_at(begin, end, k)
+    return tl.load(index + e)
+
+
+@triton.jit
 def tile(x, row, stride, column, mask, type: tl.constexpr):
     """Return some columns of some rows."""
     return tl.load(x + (row.to(tl.int64) * stride)[:, None] + column[None, :], mask, 0).to(type)
