@@ -14,6 +14,7 @@ Writes ``gpu-layers-NODES-EDGES.md``.
 
 import argparse
 import gc
+import json
 import multiprocessing
 import statistics
 from functools import partial
@@ -103,11 +104,11 @@ def results_of(job: Job) -> dict[str, Tensor]:
     return {"out": out.detach(), "x": job.x.grad, **{name: p.grad for name, p in job.parameters.items()}}
 
 
-def compare(name: str, chosen: list[str]) -> dict[tuple[str, str], str]:
+def compare(name: str, chosen: list[str]) -> dict[str, str]:
     """Compare the implementations of a case with PyG in double precision on the small graph, in a fresh process."""
     case, graph, found = find(name), Problem(*SMALL), {}
-    for dtype in (torch.float32, torch.bfloat16):
-        bounds(graph, case, dtype, 1.0)
+    for dtype in (torch.float32, torch.bfloat16):  # which compiles them
+        Bounds(graph).of(case.width, dtype)
     reference = pyg(graph.of(case, torch.float64), "PyG")
     for parameter in reference.parameters.values():
         parameter.data = parameter.data.double()
@@ -119,7 +120,7 @@ def compare(name: str, chosen: list[str]) -> dict[tuple[str, str], str]:
         errors = {key: error(value, expected[key]) for key, value in got.items()}
         worst = max(errors, key=errors.__getitem__)
         wrong = not (errors[worst] <= TOLERANCE or implementation.endswith(BF16))
-        found[name, implementation] = f"{errors[worst]:.0e} ({worst}){' WRONG' * wrong}"
+        found[implementation] = f"{errors[worst]:.0e} ({worst}){' WRONG' * wrong}"
     return found
 
 
@@ -177,12 +178,23 @@ def copy_rate() -> float:
     return 2 * one.nbytes / min(events(lambda: one.copy_(other))[0] for _ in range(5))
 
 
-def bounds(graph: Problem, case: Case, dtype: torch.dtype, rate: float) -> tuple[float, float]:
-    """Return milliseconds of both passes: a copy of as many bytes as edges read, and a kernel that reads them."""
-    block = pyg_sar.shard(graph.edge_index, graph.num_nodes, 1).graph.blocks[0]
-    rows = noise(graph.num_nodes, case.width, 0, "cuda").to(dtype)
-    times = [gather(index, rows) for index in (block.col, block.transpose[1])]
-    return 2 * graph.edge_index.size(1) * rows.nbytes / graph.num_nodes / rate, sum(times)
+class Bounds:
+    """Milliseconds of both passes over a graph: of a copy of as many bytes as edges read, and of a kernel that reads
+    them; measured once for a width and a type.
+    """
+
+    def __init__(self, graph: Problem) -> None:
+        block = pyg_sar.shard(graph.edge_index, graph.num_nodes, 1).graph.blocks[0]
+        self.num_nodes, self.indices = graph.num_nodes, (block.col, block.transpose[1])
+        self.rate, self.found = copy_rate(), {}
+
+    def of(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
+        """Return those of a copy and of a kernel."""
+        if (width, dtype) not in self.found:
+            rows = noise(self.num_nodes, width, 0, "cuda").to(dtype)
+            copied = sum(index.numel() for index in self.indices) * width * rows.itemsize / self.rate
+            self.found[width, dtype] = copied, sum(gather(index, rows) for index in self.indices)
+        return self.found[width, dtype]
 
 
 def row(name: str, times: tuple[float, float, float], ours: float, bound: tuple[float, float], err: str) -> list[str]:
@@ -192,11 +204,22 @@ def row(name: str, times: tuple[float, float, float], ours: float, bound: tuple[
     return [name, f"{forward:.1f}", f"{backward:.1f}", f"{both:.1f}", f"{both / ours:.2f}", f"{peak:.0f}", *shares, err]
 
 
-def main(args: argparse.Namespace) -> None:
+def errors_of(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Return the errors of all implementations of all cases, by some processes, or as they were found before."""
+    if args.errors is not None and args.errors.exists():
+        return json.loads(args.errors.read_text())
     with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool:
         found = pool.starmap(compare, [(name, args.implementations) for name in args.cases], chunksize=1)
-    errors = {key: value for each in found for key, value in each.items()}
-    graph, rate = Problem(args.nodes, args.edges), copy_rate()
+    errors = dict(zip(args.cases, found, strict=True))
+    if args.errors is not None:
+        args.errors.write_text(json.dumps(errors))
+    return errors
+
+
+def main(args: argparse.Namespace) -> None:
+    errors = errors_of(args)
+    graph = Problem(args.nodes, args.edges)
+    bounds = Bounds(graph)
     columns = ["case", "implementation", "forward ms", "backward ms", "both ms", "times pyg_sar", "peak MiB",
                "% of copy", "% of gather", "error"]  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -204,20 +227,19 @@ def main(args: argparse.Namespace) -> None:
         f"One layer, forward and backward, on one {torch.cuda.get_device_name()}: {args.nodes:,} nodes, "
         f"{graph.edge_index.size(1):,} edges with self-loops, power-law degrees. torch {torch.__version__}, "
         f"PyG {torch_geometric.__version__}, Triton {triton.__version__}, pyg_sar {pyg_sar.__version__}. Medians of "
-        f"{args.repetitions}. The device copies {rate / 1e6:.0f} GB/s, read and written. Made by "
+        f"{args.repetitions}. The device copies {bounds.rate / 1e6:.0f} GB/s, read and written. Made by "
         "`benchmarks/gpu_layers.py`."
     )
     for name in args.cases:
         case, own = find(name), 0.0
-        limit = {d: bounds(graph, case, d, rate) for d in (torch.float32, torch.bfloat16)}
         for implementation in (i for i in implementations(case) if i in args.implementations):
             cells = [name, implementation, *[""] * 8]
             try:
                 job = make(graph.of(case, dtype_of(implementation)), implementation)
                 times = measure(job, args.repetitions)
                 own = own or sum(times[:2])
-                bound = limit[dtype_of(implementation)]
-                cells[1:] = row(implementation, times, own, bound, errors.get((name, implementation), ""))
+                bound = bounds.of(case.width, dtype_of(implementation))
+                cells[1:] = row(implementation, times, own, bound, errors[name].get(implementation, ""))
             except torch.cuda.OutOfMemoryError:
                 cells[2] = "out of memory"
             job = None
@@ -237,5 +259,6 @@ if __name__ == "__main__":
     parser.add_argument("--edges", type=int, default=62_000_000)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--errors", type=Path, help="where errors are kept from one size to the next")
     parser.add_argument("--out", type=Path, default=Path("docs"))
     main(parser.parse_args())

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pyg_sar import nn, ops
 from pyg_sar.nn.conv import message_passing
-from pyg_sar.nn.conv.one_block import GRAPHS, one_block
+from pyg_sar.nn.conv import one_block as module
+from pyg_sar.nn.conv.one_block import GRAPHS, one_block, pays
 
 kernels = pytest.mark.skipif(not ops.KERNELS, reason="PYG_SAR_KERNELS=0")
 
@@ -202,3 +203,34 @@ def test_hooks_on_linear_layers_run():
     close(ours(x, edges()), theirs(x, edges()), "hooked")
     lazy = nn.GATConv(-1, 4).double()
     assert lazy(x, edges()).shape == (NUM_NODES, 4) and lazy.lin.weight.shape == (4, 8)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize(("at_once", "ahead"), [(10**9, module.CALLS), (1, 1)])
+def test_when_a_graph_pays_on_a_gpu(monkeypatch, at_once, ahead, captures):
+    """After some calls with the same edges; while a CUDA graph is captured, only if it was made before."""
+    monkeypatch.setattr(module, "EDGES", edges().size(1))
+    monkeypatch.setattr(module, "EDGES_AT_ONCE", at_once)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    edge_index = edges()
+    assert [pays(edge_index) for _ in range(10)] == [k >= ahead + captures for k in range(1, 11)]
+    edge_index[0, 0] = 1
+    assert pays(edge_index) == (ahead + captures == 1), "counted anew, because it changed"
+    assert not pays(edges()[:, 1:]) and not pays(edges()[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["SAGEConv", "GATConv"])
+def test_on_a_gpu(monkeypatch, streamed, name):
+    """PyG's layer first, then the kernels; the same numbers."""
+    monkeypatch.setattr(module, "EDGES", 1)
+    ours, theirs = (layer.cuda() for layer in twins(name, 8, 4))
+    x, edge_index = features(NUM_NODES, 8).cuda(), edges().cuda()
+    for _ in range(module.CALLS + 1):
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        outs = [layer(leaf, edge_index) for layer, leaf in zip((ours, theirs), leaves, strict=True)]
+        for out in outs:
+            out.square().sum().backward()
+        close(outs[0], outs[1], name)
+        close(leaves[0].grad, leaves[1].grad, name)
+    assert streamed and not any(streamed[0] != each for each in streamed)
