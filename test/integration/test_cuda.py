@@ -18,17 +18,17 @@ WITH_EDGES = [*LAYERS, ("GCNConv", {"weights": 1}), ("GATConv", {"heads": 2, "ed
               ("GATv2Conv", {"heads": 2, "edge_dim": 3}), ("TransformerConv", {"heads": 2, "edge_dim": 3})]  # fmt: skip
 
 
-def problem(name, kwargs, parts=1, device="cuda"):
+def problem(name, kwargs, parts=1, device="cuda", dtype=torch.float32):
     """Return a function that runs a layer forward and backward, its input and its parameters."""
     torch.manual_seed(0)
     kwargs, edge_index = dict(kwargs), edges().to(device)
     width = kwargs.pop("weights", 0) or kwargs.get("edge_dim", 0)
-    layer = getattr(pyg_sar.nn, name)(8, 4, **kwargs).to(device)
+    layer = getattr(pyg_sar.nn, name)(8, 4, **kwargs).to(device, dtype)
     graph = pyg_sar.shard(edge_index, NUM_NODES, parts)
-    x = torch.randn(NUM_NODES, 8).to(device).requires_grad_()
+    x = torch.randn(NUM_NODES, 8).to(device, dtype).requires_grad_()
     extra = [torch.arange(edge_index.size(1)).to(device) % 3] if name == "RGCNConv" else []
     if width:
-        extra = [torch.rand(edge_index.size(1), width).to(device).squeeze(1).requires_grad_()]
+        extra = [torch.rand(edge_index.size(1), width).to(device, dtype).squeeze(1).requires_grad_()]
 
     def step():
         out = layer(x, graph, *extra)
@@ -57,8 +57,10 @@ def test_the_host_never_waits(name, kwargs, parts):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize(("name", "kwargs"), WITH_EDGES)
 def test_cuda_graph(name, kwargs):
-    """One shard can be captured, and runs again on other features."""
-    step, tensors, _ = problem(name, kwargs)
+    """One shard can be captured, and runs again on other features; PyG's means of features of edges, for self-loops,
+    are never the same twice, in the last digit.
+    """
+    step, tensors, _ = problem(name, kwargs, dtype=torch.float64)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -79,7 +81,7 @@ def test_cuda_graph(name, kwargs):
     for t in tensors:
         t.grad.zero_()
     for mine, expected in zip(found, [step().detach(), *(t.grad for t in tensors)], strict=True):
-        close(mine, expected, name, 1e-6)
+        close(mine, expected, name)
 
 
 @pytest.mark.parametrize("parts", [1, 3])

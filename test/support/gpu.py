@@ -54,6 +54,8 @@ def moved(value: Any, there: dict[int, Tensor]) -> Any:
     """
     if not isinstance(value, Tensor) or value.device.type == DEVICE:
         return value
+    if value.untyped_storage().nbytes() == 0:
+        return value.to(DEVICE)
     memory = there.setdefault(value.untyped_storage().data_ptr(), around(value).to(DEVICE))
     return memory.as_strided(value.size(), value.stride(), value.storage_offset())
 

@@ -99,12 +99,30 @@ def add_remaining_self_loops(
 ) -> tuple[ShardedGraph, Tensor | None]:
     """Give every node one self-loop; those that exist keep their weight.
 
-    As in PyG, ``fill`` counts only where there are edge weights.
+    As in PyG, ``fill`` counts only where there are edge weights. Of several loops the last one counts, as in PyG on a
+    CPU; a GPU writes in any order.
     """
     looped, _ = with_self_loops(graph)
     if edge_weight is None:
         return looped, None
     kept, old = loops_apart(graph)
     loops = edge_weight.new_full((graph.num_dst,), fill)
-    loops = loops.index_put((graph.row[old],), edge_weight.index_select(0, old))
+    row = graph.row[old]
+    loops = loops.index_put((row,), LastOf.apply(edge_weight.index_select(0, old), row, graph.num_dst))
     return looped, torch.cat([edge_weight.index_select(0, kept), loops])
+
+
+class LastOf(torch.autograd.Function):
+    """The last one of the numbers of a row, for each of them; the gradient of each is its own, as in PyG."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, row: Tensor, num_rows: int) -> Tensor:
+        """Return ``numbers[last]``."""
+        place = torch.arange(row.numel(), device=row.device)
+        last = place.new_zeros(num_rows).scatter_reduce_(0, row, place, "amax")
+        return numbers[last[row]]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradient."""
+        return grad, None, None

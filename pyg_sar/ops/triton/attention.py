@@ -44,7 +44,6 @@ def _attention(
     edge_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
     columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr,
     heads: tl.constexpr, channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
@@ -59,7 +58,7 @@ def _attention(
     mean = tl.load(where, mask, 0)
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
     j = next_of(col, begin, end, 0)
-    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+    for k in range(0, tl.max(end - begin, 0)):
         e, there = edge_at(begin, end, k)
         on = there[:, None] & (h < heads)[None, :]
         following = next_of(col, begin, end, k + 1)
@@ -99,7 +98,7 @@ def attention_(
 
     def run(units: Units, count: int, *state: Tensor) -> None:
         tensors = [given[name] for name in ("key", "value", "query", "edge", "att")]
-        launch(_attention, units, count, *head_tiles(heads, width // heads), *state, col, *tensors, *map(stride, state),
+        launch(_attention, units, count, head_tiles(heads, width // heads), *state, col, *tensors, *map(stride, state),
                *map(stride, tensors[:4]), kind=kind, parameter=parameter, heads=heads, channels=width // heads,
                type=checks.type_of(value), scores=scores_of(value, ptr, col),
                **dropout(given["e_id"], p, seed, head, type))  # fmt: skip

@@ -51,7 +51,7 @@ def _sources(
     total_stride: tl.constexpr, inner_stride: tl.constexpr, grad_stride: tl.constexpr, e_id, seed_low, seed_high,
     first_head, first, last, row, place, num_units, columns: tl.constexpr, kind: tl.constexpr, parameter: tl.constexpr,
     threshold: tl.constexpr, scale: tl.constexpr, heads: tl.constexpr, channels: tl.constexpr, once: tl.constexpr,
-    type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, j, at, some = units_of(first, last, row, place, num_units, group, R)
@@ -65,7 +65,7 @@ def _sources(
     to_value, to_key = tl.zeros([R, H, C], type), tl.zeros([R, H, C] if kind == DOT else [R, H], type)
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
     i, e = next_of(dst, begin, end, 0), next_of(perm, begin, end, 0).to(tl.int64)
-    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+    for k in range(0, tl.max(end - begin, 0)):
         _, there = edge_at(begin, end, k)
         on = there[:, None] & (h < heads)[None, :]
         next_i, next_e = next_of(dst, begin, end, k + 1), next_of(perm, begin, end, k + 1).to(tl.int64)
@@ -130,7 +130,6 @@ def _inner(
     grad_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
     columns: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr, heads: tl.constexpr,
     channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
@@ -141,7 +140,7 @@ def _inner(
     top, inner = number(peak, i, peak_stride, h, those, type), number(out, at, out_stride, h, those, type)
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
     j = next_of(col, begin, end, 0)
-    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+    for k in range(0, tl.max(end - begin, 0)):
         e, there = edge_at(begin, end, k)
         on = there[:, None] & (h < heads)[None, :]
         following = next_of(col, begin, end, k + 1)
@@ -160,7 +159,7 @@ def _gatv2_queries(
     d_query, d_att, col, d_score, key, query, edge, att, d_query_stride: tl.constexpr, key_stride: tl.constexpr,
     query_stride: tl.constexpr, edge_stride: tl.constexpr, first, last, row, place, num_units,
     columns: tl.constexpr, parameter: tl.constexpr, heads: tl.constexpr, channels: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, H: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
+    R: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     begun, column = program(columns)
     h, c, programs = column * H + tl.arange(0, H), tl.arange(0, C), tl.num_programs(0) // columns
@@ -172,7 +171,7 @@ def _gatv2_queries(
         q = head_of(query, i, query_stride, h, c, those, True, channels, type)
         to_query = tl.zeros([R, H, C], type)
         j = next_of(col, begin, end, 0)
-        for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+        for k in range(0, tl.max(end - begin, 0)):
             e, there = edge_at(begin, end, k)
             on = there[:, None] & (h < heads)[None, :]
             following = next_of(col, begin, end, k + 1)
@@ -302,7 +301,7 @@ class _Call:
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             strides = map(stride, (*outs, d_edge, *tensors[:4], *tensors[5:]))
-            launch(_sources, units, count, *self.tiles, *outs, d_edge, d_score, *walk,
+            launch(_sources, units, count, self.tiles, *outs, d_edge, d_score, *walk,
                    *tensors, *strides, once=once, scores=self.scores, **self.common, **self.settings)  # fmt: skip
 
         in_units(self.by_source, [d_value, d_key], run, once)
@@ -314,7 +313,7 @@ class _Call:
         settings = {name: value for name, value in self.settings.items() if name != "kind"}
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
-            launch(_inner, units, count, *self.tiles, *outs, self.col, *tensors,
+            launch(_inner, units, count, self.tiles, *outs, self.col, *tensors,
                    *map(stride, (*outs, *tensors)), scores=self.scores, **self.common, **settings)  # fmt: skip
 
         in_units(self.work, [self.given["inner"]], run)
@@ -327,7 +326,7 @@ class _Call:
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
             part = None if d_att is None else d_att.new_zeros(PROGRAMS, d_att.numel())
             programs = {} if part is None else {"programs": PROGRAMS}
-            launch(_gatv2_queries, units, count, *self.tiles, *outs, part, self.col, d_score, *tensors,
+            launch(_gatv2_queries, units, count, self.tiles, *outs, part, self.col, d_score, *tensors,
                    self.given["att"], *map(stride, (*outs, *tensors)),
                    parameter=self.settings["parameter"], **programs, **self.common)  # fmt: skip
             if d_att is not None and part is not None:

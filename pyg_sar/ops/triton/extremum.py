@@ -18,14 +18,14 @@ from pyg_sar.ops.triton.tiles import VARYING, program, tile, units_of
 def _extremum(
     best, count, col, x, best_stride: tl.constexpr, count_stride: tl.constexpr, x_stride: tl.constexpr,
     width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr, largest: tl.constexpr,
-    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, _, at, some = units_of(first, last, row, place, num_units, group, R)
     c = column * C + tl.arange(0, C)
     mask = some[:, None] & (c < width)[None, :]
     top, ties = tile(best, at, best_stride, c, mask, type), tile(count, at, count_stride, c, mask, type)
-    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+    for k in range(0, tl.max(end - begin, 0)):
         e = begin + k
         on = (e < end)[:, None] & mask
         j = e if col is None else tl.load(col + e, e < end, 0)
@@ -61,7 +61,7 @@ def merge(
     work, width = work_of(ptr, x.size(0) if col is None else col.numel(), rows), x.size(1)
 
     def run(units: Units, num_units: int, best: Tensor, count: Tensor) -> None:
-        launch(_extremum, units, num_units, *tiles(width), best, count, col, x,
+        launch(_extremum, units, num_units, tiles(width), best, count, col, x,
                best.stride(0), count.stride(0), x.stride(0), width, largest=largest,
                type=checks.type_of(x))  # fmt: skip
 
@@ -90,7 +90,7 @@ def highest(work: Work, tops: Tensor) -> Tensor:
 def _extremum_grad(
     out, row_of, x, best, share, out_stride: tl.constexpr, x_stride: tl.constexpr, best_stride: tl.constexpr,
     share_stride: tl.constexpr, width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr,
-    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, j, at, some = units_of(first, last, row, place, num_units, group, R)
@@ -99,7 +99,7 @@ def _extremum_grad(
     value = tile(x, j, x_stride, c, mask, type)
     where = out + (at * out_stride)[:, None] + c[None, :]
     total = tl.load(where, mask, 0)
-    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+    for k in range(0, tl.max(end - begin, 0)):
         e = begin + k
         on = (e < end)[:, None] & mask
         i = tl.load(row_of + e, e < end, 0)
@@ -121,7 +121,7 @@ def extremum_grad_(out: Tensor, ptr: Tensor, row: Tensor, x: Tensor, best: Tenso
     def run(units: Units, count: int, outs: Outs, once: bool) -> None:
         (into,) = outs
         strides = checks.stride(into), x.stride(0), best.stride(0), share.stride(0)
-        launch(_extremum_grad, units, count, *tiles(width), into, row, x, best, share,
+        launch(_extremum_grad, units, count, tiles(width), into, row, x, best, share,
                *strides, width, type=type)  # fmt: skip
 
     in_units(work_of(ptr, row.numel()), [out], run)

@@ -20,8 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyg_sar.ops.reference import rows_of
 
 CUT = 512  # edges of a unit at most
-CELLS = 256  # numbers of sums that a program holds, about
-WARPS, UNROLL = 1, 1
+# Of 14 choices on an H100, sums and attention over 31M edges: as fast as any for sums, the fastest for attention but for
+# one of some kinds, by less than 5%. A wider program waits for its longest row, and more edges at a time take registers.
+CELLS, WARPS = 256, 1  # numbers of sums that a program holds, about, and warps that share them
 ROWS = 64  # units of a program at most
 COLUMNS = 128  # of a tile at most, where columns do not depend on each other
 
@@ -117,35 +118,49 @@ def scores_of(value: Tensor, ptr: Tensor, col: Tensor) -> int:
     return max(value.size(0), ptr.numel()) + col.numel() // CUT
 
 
-def tiles(width: int) -> tuple[int, tuple[int, int]]:
-    """Return into how many tiles columns are cut, and what is in one: 0 heads, some columns."""
-    return -(-width // COLUMNS), (0, min(width, COLUMNS))
+class Tiles(NamedTuple):
+    """What programs take of the columns of a unit.
+
+    Args:
+        number: Into how many tiles columns are cut.
+        heads: The heads of a tile, 0 where columns have none.
+        width: The columns of a tile, or of one of its heads.
+    """
+
+    number: int
+    heads: int
+    width: int
 
 
-def head_tiles(heads: int, channels: int) -> tuple[int, tuple[int, int]]:
-    """Return into how many tiles heads are cut, and what is in one: so many heads, with their columns."""
-    some = min(max(COLUMNS // triton.next_power_of_2(max(channels, 1)), 1), triton.next_power_of_2(heads))
-    return -(-heads // some), (some, channels)
+def tiles(width: int) -> Tiles:
+    """Return tiles of columns that do not depend on each other."""
+    return Tiles(-(-width // COLUMNS), 0, min(width, COLUMNS))
+
+
+def head_tiles(heads: int, channels: int, least: int = 1) -> Tiles:
+    """Return tiles of as many heads as have about :data:`COLUMNS` columns, or ``least``, if there are so many."""
+    some = min(max(COLUMNS // triton.next_power_of_2(max(channels, 1)), least), triton.next_power_of_2(heads))
+    return Tiles(-(-heads // some), some, channels)
 
 
 def launch(
-    kernel: Any, units: Units, count: int, columns: int, shape: tuple[int, int], *args: Any, programs: int = 1 << 31,
-    scores: int = 0, **settings: Any,
+    kernel: Any, units: Units, count: int, tiles: Tiles, *args: Any, programs: int = 1 << 31, scores: int = 0,
+    **settings: Any,
 ) -> None:  # fmt: skip
-    """Run a kernel on ``count`` units, times ``columns`` tiles of some heads and columns, in so many programs at most.
+    """Run a kernel on ``count`` units, times tiles, in so many programs for each of these at most.
 
     Kernels that make ``scores`` must make the same ones, to the last digit: they are given the same number, and so have
     tiles of the same shape, and no product is fused with the difference that follows.
     """
+    columns, heads, width = tiles
     if count == 0 or columns == 0:
         return
-    heads, width = shape
     c = triton.next_power_of_2(max(width, 1))
     r = min(max(CELLS // (c * max(heads, 1)), 1), ROWS, triton.next_power_of_2(scores or count))
     if heads:
         settings["H"] = heads
     with torch.cuda.device_of(units.first):
         kernel[(min(triton.cdiv(count, r), programs) * columns,)](
-            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c, UNROLL=UNROLL,
-            num_warps=WARPS, enable_fp_fusion=scores == 0,
+            *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c, num_warps=WARPS,
+            enable_fp_fusion=scores == 0,
         )  # fmt: skip

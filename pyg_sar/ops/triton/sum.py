@@ -20,13 +20,13 @@ def _sum(
     out, col, x, weight, perm, out_stride: tl.constexpr, x_stride: tl.constexpr, weight_stride: tl.constexpr,
     width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr, heads: tl.constexpr,
     channels: tl.constexpr, shared_x: tl.constexpr, shared_out: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, _, at, some = units_of(first, last, row, place, num_units, group, R)
     c = column * C + tl.arange(0, C)
     total = tl.zeros([R, C], type)
-    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+    for k in range(0, tl.max(end - begin, 0)):
         e = begin + k
         on = e < end
         mask = on[:, None] & (c < width)[None, :]
@@ -80,7 +80,7 @@ def add_rows(
     def run(units: Units, count: int, outs: Outs, once: bool) -> None:
         (into,) = outs
         strides = checks.stride(into), x.stride(0), checks.stride(weight)
-        launch(_sum, units, count, *tiles(width), into, col, x, weight, perm, *strides,
+        launch(_sum, units, count, tiles(width), into, col, x, weight, perm, *strides,
                width, once=once, **settings)  # fmt: skip
 
     in_units(work_of(ptr, x.size(0) if col is None else col.numel(), rows), [out], run, once)
@@ -121,14 +121,14 @@ def zeros(like: Tensor, rows: int) -> Tensor:
 def _products(
     out, col, x, y, out_stride: tl.constexpr, x_stride: tl.constexpr, y_stride: tl.constexpr, first, last, row, place,
     num_units, columns: tl.constexpr, heads: tl.constexpr, channels: tl.constexpr, shared_x: tl.constexpr,
-    type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr, UNROLL: tl.constexpr,
+    type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, i, _, some = units_of(first, last, row, place, num_units, group, R)
     h, c = column * H + tl.arange(0, H), tl.arange(0, C)
     b = head_of(y, i, y_stride, h, c, some[:, None] & (h < heads)[None, :], True, channels, type)
     j = next_of(col, begin, end, 0)
-    for k in tl.range(0, tl.max(end - begin, 0), loop_unroll_factor=UNROLL):
+    for k in range(0, tl.max(end - begin, 0)):
         e, there = edge_at(begin, end, k)
         on = there[:, None] & (h < heads)[None, :]
         following = next_of(col, begin, end, k + 1)
@@ -151,13 +151,10 @@ def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor, rows: Te
     out = checks.out("out", out, col.numel(), heads, accumulator(x.dtype), x)
     if out.numel() == 0:
         return
-    shape = head_tiles(heads, channels)
-    if shared:  # which is read once for some heads, then
-        some = min(triton.next_power_of_2(heads), max(shape[1][0], 4))
-        shape = -(-heads // some), (some, channels)
+    shape = head_tiles(heads, channels, 4 if shared else 1)  # what heads share is read for some of them together
     for units, count in ((work.rows, work.filled), (work.pieces, 0)):
         if units is not None:
-            launch(_products, units, count or units.first.numel(), *shape, out, col, x, y, out.stride(0), x.stride(0),
+            launch(_products, units, count or units.first.numel(), shape, out, col, x, y, out.stride(0), x.stride(0),
                    y.stride(0), heads=heads, channels=channels, shared_x=shared, type=type)  # fmt: skip
 
 
@@ -184,7 +181,7 @@ def row_products_(out: Tensor, x: Tensor, y: Tensor) -> None:
     out = checks.out("out", out, x.size(0), heads, accumulator(x.dtype), x)
     if out.numel() == 0:
         return
-    columns, (some, _) = head_tiles(heads, channels)
+    columns, some, _ = head_tiles(heads, channels)
     c = triton.next_power_of_2(max(channels, 1))
     r = max(CELLS // (c * some), 1)
     with torch.cuda.device_of(x):
