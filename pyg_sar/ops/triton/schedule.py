@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyg_sar.ops.reference import rows_of
 
 CUT = 512  # edges of a unit at most
-# Of 14 choices on an H100, sums and attention over 31M edges: as fast as any for sums, the fastest for attention but for
-# one of some kinds, by less than 5%. A wider program waits for its longest row, and more edges at a time take registers.
+# About the fastest of 14 choices on an H100, for sums and all kinds of attention over 31M edges: the rows of a wider
+# program wait for the longest of them, and several edges of a row at a time take registers.
 CELLS, WARPS = 256, 1  # numbers of sums that a program holds, about, and warps that share them
 ROWS = 64  # units of a program at most
 COLUMNS = 128  # of a tile at most, where columns do not depend on each other
