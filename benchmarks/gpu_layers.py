@@ -32,7 +32,7 @@ from torch import Tensor
 import pyg_sar
 
 SMALL = 20_000, 300_000  # nodes and edges of the graph on which is compared
-TOLERANCE = 1e-3  # of float32
+TOLERANCE, SEEDS = 1e-3, 3  # of float32
 WARMUPS = 2
 EACH = 16  # edges of a row of a tile of the bound
 
@@ -46,12 +46,12 @@ class Problem:
         g = torch.Generator(device).manual_seed(1)
         self.edge_type = torch.randint(8, self.edge_index[0].shape, generator=g, device=device)
 
-    def of(self, case: Case, dtype: torch.dtype) -> "Problem":
-        """Return the same graph with the features of a case."""
+    def of(self, case: Case, dtype: torch.dtype, seed: int = 0) -> "Problem":
+        """Return the same graph with features of a case."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.case, other.dtype = case, dtype
-        other.x = noise(self.num_nodes, case.inputs, 0, self.device).to(dtype)
+        other.x = noise(self.num_nodes, case.inputs, 2 * seed, self.device).to(dtype)
         return other
 
     def extra(self) -> list[Tensor]:
@@ -105,23 +105,32 @@ def results_of(job: Job) -> dict[str, Tensor]:
 
 
 def compare(name: str, chosen: list[str]) -> dict[str, str]:
-    """Compare the implementations of a case with PyG in double precision on the small graph, in a fresh process."""
+    """Compare the implementations of a case with PyG in double precision on the small graph, in a fresh process.
+
+    Medians over features, because a single score that rounds to the other side of LeakyReLU's kink is an outlier.
+    """
     case, graph, found = find(name), Problem(*SMALL), {}
     for dtype in (torch.float32, torch.bfloat16):  # which compiles them
         Bounds(graph).of(case.width, dtype)
-    reference = pyg(graph.of(case, torch.float64), "PyG")
-    for parameter in reference.parameters.values():
-        parameter.data = parameter.data.double()
-    expected = results_of(reference)
     for implementation in chosen:
         if implementation not in implementations(case) or implementation.endswith("compiled"):
             continue
-        got = results_of(make(graph.of(case, dtype_of(implementation)), implementation))
-        errors = {key: error(value, expected[key]) for key, value in got.items()}
-        worst = max(errors, key=errors.__getitem__)
-        wrong = not (errors[worst] <= TOLERANCE or implementation.endswith(BF16))
-        found[implementation] = f"{errors[worst]:.0e} ({worst}){' WRONG' * wrong}"
+        seeds = [errors(graph, case, implementation, seed) for seed in range(SEEDS)]
+        medians = {key: statistics.median(each[key] for each in seeds) for key in seeds[0]}
+        worst = max(medians, key=medians.__getitem__)
+        wrong = not (medians[worst] <= TOLERANCE or implementation.endswith(BF16))
+        found[implementation] = f"{medians[worst]:.0e} ({worst}){' WRONG' * wrong}"
     return found
+
+
+def errors(graph: Problem, case: Case, implementation: str, seed: int) -> dict[str, float]:
+    """Return the errors of the output and of all gradients, by norm."""
+    reference = pyg(graph.of(case, torch.float64, seed), "PyG")
+    for parameter in reference.parameters.values():
+        parameter.data = parameter.data.double()
+    expected = results_of(reference)
+    got = results_of(make(graph.of(case, dtype_of(implementation), seed), implementation))
+    return {key: error(value, expected[key]) for key, value in got.items()}
 
 
 def find(name: str) -> Case:
@@ -210,14 +219,14 @@ def errors_of(args: argparse.Namespace) -> dict[str, dict[str, str]]:
         return json.loads(args.errors.read_text())
     with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool:
         found = pool.starmap(compare, [(name, args.implementations) for name in args.cases], chunksize=1)
-    errors = dict(zip(args.cases, found, strict=True))
+    by_case = dict(zip(args.cases, found, strict=True))
     if args.errors is not None:
-        args.errors.write_text(json.dumps(errors))
-    return errors
+        args.errors.write_text(json.dumps(by_case))
+    return by_case
 
 
 def main(args: argparse.Namespace) -> None:
-    errors = errors_of(args)
+    found = errors_of(args)
     graph = Problem(args.nodes, args.edges)
     bounds = Bounds(graph)
     columns = ["case", "implementation", "forward ms", "backward ms", "both ms", "times pyg_sar", "peak MiB",
@@ -239,7 +248,7 @@ def main(args: argparse.Namespace) -> None:
                 times = measure(job, args.repetitions)
                 own = own or sum(times[:2])
                 bound = bounds.of(case.width, dtype_of(implementation))
-                cells[1:] = row(implementation, times, own, bound, errors[name].get(implementation, ""))
+                cells[1:] = row(implementation, times, own, bound, found[name].get(implementation, ""))
             except torch.cuda.OutOfMemoryError:
                 cells[2] = "out of memory"
             job = None

@@ -2,14 +2,12 @@
 
     python benchmarks/layers.py --out docs/results
     python benchmarks/layers.py --out /tmp --cases gat sum-400 --implementations DGL gather --repetitions 3
-    python benchmarks/layers.py --out docs/results --device cuda    # 2.4M nodes, 62M edges, as ogbn-products has
 
 Every implementation of a case lives in a child process of its own, with the same graph, weights and features; its
 output and all gradients are checked against PyG in double precision before anything is timed. Then they take turns, one
 repetition each, and the table has medians. Peaks of memory come last, in fresh processes that give freed tensors of 1
 MiB and more back to the system. The bound is a loop that only reads the rows which the aggregation must read
-(``gather.cpp``). On a GPU the bound is the time in which it copies as many bytes, peaks are those of torch's allocator,
-and what is checked is the same layer on a smaller graph.
+(``gather.cpp``). What a GPU does is measured by ``gpu_layers.py``.
 
 DGL and torch-scatter are measured where they can be imported. DGL's release 1.1.3 runs with current torch (besides what
 PyG needs, it imports scipy)::
@@ -18,7 +16,7 @@ PyG needs, it imports scipy)::
     pip install --no-deps --target DIRECTORY --no-build-isolation torch-scatter
     PYTHONPATH=DIRECTORY python benchmarks/layers.py --out docs/results
 
-Writes ``layers-cpu.md`` and ``layers-cpu.png`` (``layers-cuda.*``), with ``--order`` ``layers-cpu-ordered.*``, after
+Writes ``layers-cpu.md`` and ``layers-cpu.png``, with ``--order`` ``layers-cpu-ordered.*``, after
 every case.
 """
 
@@ -48,7 +46,6 @@ import pyg_sar
 from pyg_sar.data.datasets import community_graph
 
 TOLERANCE, TOLERANCE_BF16 = 1e-3, 2e-2
-CHECKED = 100_000  # nodes of a graph on which errors are measured on a GPU, at most
 BOUNDS = ("linear maps", "gather", "gather" + BF16)
 
 
@@ -76,14 +73,12 @@ Results = dict[str, dict[str, Result]]  # of a case's name and an implementation
 
 
 def main(args: argparse.Namespace) -> None:
-    chosen = [case for case in cases(args.device) if any(f"{case.name}-".startswith(f"{name}-") for name in args.cases)]
+    chosen = [case for case in cases() if any(f"{case.name}-".startswith(f"{name}-") for name in args.cases)]
     missing = [case for case in chosen if case.layer != "SimpleConv" and not hasattr(pyg_sar.nn, case.layer)]
     results: Results = {case.name: {"pyg_sar": Result(note=f"no {case.layer} yet")} for case in missing}
     with tempfile.TemporaryDirectory() as scratch:
         edges = write_graph(args, args.nodes, args.edges, Path(scratch) / "graph.safetensors")
-        if args.device == "cuda" and args.nodes > CHECKED:
-            write_graph(args, CHECKED, args.edges * CHECKED // args.nodes, Path(scratch) / "small.safetensors")
-        library = compile_gather(Path(scratch)) if args.device == "cpu" else "none"
+        library = compile_gather(Path(scratch))
         todo = [case for case in chosen if case not in missing]
         bar = tqdm(total=len(todo) * (args.warmups + args.repetitions + 4))
         for case in todo:
@@ -131,11 +126,9 @@ def measure(
 
         def start(name: str, **settings: str) -> Child:
             told = ["--cases", case.name, "--hold", name, "--scratch", scratch, "--threads", str(args.threads)]
-            told += ["--device", args.device]
             return stack.enter_context(Child(__file__, told, args.threads, DGLBACKEND="pytorch", **settings))
 
-        reference, small = (str(Path(scratch) / f"{name}.safetensors") for name in ("reference", "small"))
-        checked = [small] if Path(small).exists() else []
+        reference = str(Path(scratch) / "reference.safetensors")
         with start("reference") as child:
             child.ask("write", reference)
         bar.update()
@@ -161,7 +154,7 @@ def measure(
 
         for _ in ask("ready"):
             pass
-        for name, errors in ask("check", reference, *checked):
+        for name, errors in ask("check", reference):
             wrong, results[name].error = validate(name, errors)
             if wrong and name.startswith("pyg_sar"):
                 raise RuntimeError(f"{case.name}: {name} differs from PyG in double precision in {wrong}")
@@ -184,7 +177,7 @@ def measure(
 
 def skip(args: argparse.Namespace, case: Case, implementation: str, edges: int) -> str:
     """Return why an implementation cannot run here, if so."""
-    free = available() * 2**20 if args.device == "cpu" else torch.cuda.mem_get_info()[1]
+    free = available() * 2**20
     need, have = needs(case, implementation, edges) / 1e9, args.memory or free / 1e9
     return f"skipped: needs about {need:.0f} GB" if need > have else ""
 
@@ -199,7 +192,7 @@ def validate(implementation: str, errors: dict[str, float]) -> tuple[str, str]:
 
 def report(args: argparse.Namespace, edges: int, results: Results) -> str:
     """Write table and figure; return the table."""
-    name = f"layers-{args.device}{'-ordered' * args.order}"
+    name = f"layers-cpu{'-ordered' * args.order}"
     text = write(args.out, f"{name}.md", [*heading(args, edges), "", *table(results), "", *legend()])
     gat = {name: found for name, found in results.items() if name.startswith("gat-")}
     if gat:
@@ -224,8 +217,6 @@ def heading(args: argparse.Namespace, edges: int) -> list[str]:
 
 def machine(args: argparse.Namespace) -> str:
     """Return what it runs on."""
-    if args.device == "cuda":
-        return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
     return f"{processor()}, {os.cpu_count()} cores, {args.threads} threads"
 
 
@@ -286,8 +277,7 @@ def legend() -> list[str]:
         "the output and all gradients, norm of the difference from PyG in double precision by norm. "
         "*PyG CSR* is PyG with a sparse matrix instead of `edge_index`. PyG has none of its optional compiled "
         "packages, but in rows that name it, torch-scatter."
-        " DGL has graphs with 32-bit ids. On a GPU *gather* is the time in which the device copies as many "
-        "bytes, and *peak* that of torch's allocator."
+        " DGL has graphs with 32-bit ids."
     ]
 
 
@@ -324,11 +314,9 @@ def plot(path: Path, results: Results) -> None:
 
 def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    case = next(case for case in cases(args.device) if case.name == args.cases[0])
+    case = next(case for case in cases() if case.name == args.cases[0])
     scratch = Path(args.scratch)
-    small = args.hold == "reference" and (scratch / "small.safetensors").exists()
-    graph = scratch / ("small.safetensors" if small else "graph.safetensors")
-    serve(lambda: make_job(case, args.hold, str(graph), str(scratch / "gather.so"), args.device))
+    serve(lambda: make_job(case, args.hold, str(scratch / "graph.safetensors"), str(scratch / "gather.so")))
 
 
 if __name__ == "__main__":
@@ -336,9 +324,8 @@ if __name__ == "__main__":
     families = list(dict.fromkeys(case.name.split("-")[0] for case in cases()))
     parser.add_argument("--cases", nargs="+", default=families, help=f"of {families}, or single ones such as gat-2")
     parser.add_argument("--implementations", nargs="+", help="besides pyg_sar; names as in the table, default: all")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--nodes", type=int, help="default: 50,000, on a GPU 2,400,000")
-    parser.add_argument("--edges", type=int, help="default: 2,500,000, on a GPU 62,000,000")
+    parser.add_argument("--nodes", type=int, default=50_000)
+    parser.add_argument("--edges", type=int, default=2_500_000)
     parser.add_argument("--order", action="store_true", help="relabel nodes by pyg_sar.locality_order")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--warmups", type=int, default=2)
@@ -349,7 +336,4 @@ if __name__ == "__main__":
         parser.add_argument(option, help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    many = arguments.device == "cuda"
-    arguments.nodes = arguments.nodes or (2_400_000 if many else 50_000)
-    arguments.edges = arguments.edges or (62_000_000 if many else 2_500_000)
     worker(arguments) if arguments.worker else main(arguments)

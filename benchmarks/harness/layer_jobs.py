@@ -108,12 +108,12 @@ TRANSPOSED = {("GCNConv", "lin.weight")}
 class Problem:
     """Inputs of a case: ``x``, ``edge_index`` sorted by destination, ``edge_type``, and the gradient of the output."""
 
-    def __init__(self, case: Case, path: str, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, case: Case, path: str, dtype: torch.dtype) -> None:
         # Clones, because what was loaded is a mapped file.
-        tensors = {name: tensor.clone().to(device) for name, tensor in load_file(path).items()}
+        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
         self.case, self.edge_index, self.edge_type = case, tensors["edge_index"], tensors["edge_type"]
-        self.num_nodes, self.device = tensors["x"].size(0), device
-        x = noise(self.num_nodes, case.inputs, 0, device) if case.layer == "SimpleConv" else tensors["x"]
+        self.num_nodes, self.device = tensors["x"].size(0), "cpu"
+        x = noise(self.num_nodes, case.inputs, 0, self.device) if case.layer == "SimpleConv" else tensors["x"]
         self.x = x.to(dtype)
         self.dtype = dtype
 
@@ -169,7 +169,6 @@ class Job:
         self.problem, self.call, self.parameters, self.transposed = problem, call, parameters, transposed
         self.x = problem.x.requires_grad_()
         self.grad_out: Tensor | None = None
-        self.other: Callable[[str], Job] | None = None  # makes the same job on another graph
 
     def ready(self) -> bool:
         """Answer when everything is made."""
@@ -179,10 +178,8 @@ class Job:
         for leaf in (self.x, *self.parameters.values()):
             leaf.grad = None
 
-    def check(self, path: str, graph: str | None = None) -> dict[str, float]:
-        """Return the errors of the output and of all gradients against a reference, perhaps on another graph."""
-        if graph is not None and self.other is not None:
-            return self.other(graph).check(path)
+    def check(self, path: str) -> dict[str, float]:
+        """Return the errors of the output and of all gradients against a reference."""
         self.clear()
         out = self.call(self.x)
         self.grad_out = self.problem.grad(out)
@@ -191,7 +188,7 @@ class Job:
         for name, parameter in self.parameters.items():
             found[name] = parameter.grad.t() if name in self.transposed else parameter.grad
         reference = load_file(path)
-        return {name: error(tensor, reference[name].to(tensor.device)) for name, tensor in found.items()}
+        return {name: error(tensor, reference[name]) for name, tensor in found.items()}
 
     def repeat(self) -> tuple[float, float]:
         """Return the milliseconds of one forward and one backward pass."""
@@ -199,19 +196,11 @@ class Job:
         if self.grad_out is None:
             with torch.no_grad():
                 self.grad_out = self.problem.grad(self.call(self.x))
-        device = self.problem.device
-        if device == "cuda":  # the allocator gets its memory, which the others had
-            self.call(self.x).backward(self.grad_out)
-            self.clear()
-        start = clock(device)
+        start = clock("cpu")
         out = self.call(self.x)
-        middle = clock(device)
+        middle = clock("cpu")
         out.backward(self.grad_out)
-        end = clock(device)
-        if device == "cuda":
-            del out
-            self.clear()
-            torch.cuda.empty_cache()  # for the others
+        end = clock("cpu")
         return middle - start, end - middle
 
     def memory(self) -> tuple[float, float]:
@@ -266,24 +255,6 @@ class Gather:
         threads = torch.get_num_threads()
         self.function(index.data_ptr(), index.numel(), rows.data_ptr(), row, self.ahead, threads)
         return 1e3 * (time.perf_counter() - start)
-
-
-class Copy:
-    """Copies memory of a GPU: the bound is the time in which as many bytes as an aggregation must read pass by."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.bytes = problem.edge_index.size(1) * problem.case.width * problem.dtype.itemsize
-        self.one, self.other = (torch.zeros(1 << 28, device=problem.device) for _ in range(2))
-
-    def ready(self) -> bool:
-        return True
-
-    def repeat(self) -> list[float]:
-        """Return the milliseconds of the forward and of the backward pass."""
-        start = clock("cuda")
-        for _ in range(10):
-            self.one.copy_(self.other)
-        return [(clock("cuda") - start) / 10 * self.bytes / (2 * self.one.nbytes)] * 2  # read and written
 
 
 class Linear(Job):
@@ -343,20 +314,18 @@ def needs(case: Case, implementation: str, edges: int) -> float:
     return pyg_memory(case, edges) if implementation in ("PyG", SCATTER) else 0
 
 
-def make_job(case: Case, implementation: str, path: str, library: str, device: str) -> Any:
+def make_job(case: Case, implementation: str, path: str, library: str) -> Any:
     """Make what a child process holds."""
     dtype = torch.bfloat16 if implementation.endswith(BF16) else torch.float32
     if implementation == "reference":
-        return Reference(Problem(case, path, torch.float64, device))
-    problem = Problem(case, path, dtype, device)
+        return Reference(Problem(case, path, torch.float64))
+    problem = Problem(case, path, dtype)
     kind = implementation.removesuffix(BF16)
     if kind == "gather":
-        return Gather(problem, library) if device == "cpu" else Copy(problem)
+        return Gather(problem, library)
     if kind == "linear maps":
         return Linear(problem)
-    job = {"pyg_sar": ours, "DGL": dgl_job, "torch CSR": torch_csr}.get(kind, pyg)(problem, kind)
-    job.other = lambda graph: make_job(case, implementation, graph, library, device)
-    return job
+    return {"pyg_sar": ours, "DGL": dgl_job, "torch CSR": torch_csr}.get(kind, pyg)(problem, kind)
 
 
 def ours(problem: Problem, kind: str) -> Job:
