@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# What a GPU has to show, in pieces of less than ten minutes each, where 16 cores and one GPU do the work:
+#
+#     benchmarks/gpu.sh tests OUT       # everything that the default tests have for a GPU
+#     benchmarks/gpu.sh sanitize OUT    # every kernel under compute-sanitizer
+#     benchmarks/gpu.sh layers OUT      # tables of layers, the largest graphs last
+#     benchmarks/gpu.sh epochs OUT      # training steps in shards; when an ordinary edge_index is worth a graph
+#     benchmarks/gpu.sh workers OUT     # the example on one worker (NCCL) and on two that share the GPU (gloo)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+piece=$1 out=$(realpath -m "$2")
+mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+python=${PYTHON:-python3}
+
+case $piece in
+tests)
+    # Benchmarks of other people's plugins warn, and warnings are errors here.
+    "$python" -m pytest -p no:benchmark -q --tb=short -n 11 --dist worksteal -k "gpu or cuda or triton" \
+        test/ops test/nn/conv test/nn/replay test/integration/test_cuda.py test/integration/test_devices.py \
+        test/distributed/test_staging.py test/offload/test_home.py 2>&1 | tee "$out/tests.log"
+    ;;
+sanitize)
+    for tool in memcheck racecheck initcheck; do
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 180 compute-sanitizer --tool $tool "$python" test/support/every_kernel.py \
+            2>&1 | tee "$out/sanitize-$tool.log" &
+    done
+    wait
+    ;;
+layers)
+    run="$python benchmarks/gpu_layers.py --repetitions 5 --out $out --errors $out/errors.json"
+    $run --nodes 600000 --edges 15500000
+    $run --nodes 600000 --edges 15500000 --cases gat-4x32 sage gcn sum-128 --implementations "PyG compiled" --out "$out/compiled"
+    $run
+    $run --nodes 230000 --edges 114000000
+    ;;
+epochs)
+    "$python" benchmarks/gpu_break_even.py --out "$out"
+    "$python" benchmarks/shards.py --device cuda --rounds 1 --steps 3 --out "$out"
+    ;;
+workers)
+    for workers in 1 2; do
+        "$python" -m pyg_sar partition Community/20000/200000 --num-parts $workers --out "$out/parts-$workers" --overwrite
+        "$python" -m torch.distributed.run --standalone --nproc-per-node $workers examples/train.py "$out/parts-$workers" \
+            --model gat --hidden 16 --epochs 5 --dropout 0 --device cuda 2>&1 | tee "$out/workers-$workers.log"
+    done
+    ;;
+*)
+    echo "There is no piece '$piece': tests, sanitize, layers, epochs or workers." >&2
+    exit 2
+    ;;
+esac
