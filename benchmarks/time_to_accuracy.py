@@ -259,7 +259,7 @@ def draw(runs: dict[str, Any], args: argparse.Namespace, names: list[str], path:
         ax.set_ylim(bottom=100 * goal - 25)
         ax.grid(alpha=0.3)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def prepare(name: str, root: str, folder: str) -> None:
