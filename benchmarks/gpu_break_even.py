@@ -11,12 +11,12 @@ Writes ``gpu-break-even.md``.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch_geometric.nn
 from harness.device import power_law_graph
+from harness.layer_jobs import clock
 from harness.report import write
 from torch import Tensor
 from tqdm import tqdm
@@ -27,13 +27,11 @@ LAYERS = {"SAGEConv": (64,), "GCNConv": (64,), "GATConv": (16, 4), "GATv2Conv": 
 SIZES = [(2_000, 10_000), (10_000, 100_000), (50_000, 1_000_000), (200_000, 5_000_000)]
 
 
-def clock(function: Callable[[], object]) -> float:
+def timed(function: Callable[[], object]) -> float:
     """Return the milliseconds that host and device take together."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock("cuda")
     function()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
+    return clock("cuda") - start
 
 
 def step(layer: torch.nn.Module, x: Tensor, edge_index: Tensor) -> None:
@@ -55,7 +53,7 @@ def measure(name: str, nodes: int, edges: int, repetitions: int) -> tuple[float,
         lambda: step(ours, x, pyg_sar.shard(edge_index.clone(), nodes)),
     )
     for run in runs:
-        times.append(statistics.median([clock(run) for _ in range(repetitions + 3)][3:]))
+        times.append(statistics.median([timed(run) for _ in range(repetitions + 3)][3:]))
     return times[0], times[1], times[2]
 
 
