@@ -387,6 +387,7 @@ def test_real(root, tmp_path, name, num_nodes, num_edges, num_classes, num_train
 
 
 @real
+@pytest.mark.filterwarnings("ignore:Weights only load failed:UserWarning")  # PyG 2.6, of its own file
 def test_real_hetero(root):
     data = dataset("IMDB", root)
     assert len(data.node_types) == 3 and data.num_nodes == 11_616 and data.num_edges == 34_212
