@@ -56,5 +56,10 @@ def settle(device: str = "cpu") -> float:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 2**20
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     return resident("VmRSS")
+
+
+def reset_peak() -> None:
+    """Reset the high-water mark to what is used now."""
+    Path("/proc/self/clear_refs").write_text("5")

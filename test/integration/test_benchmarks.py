@@ -228,18 +228,7 @@ def test_staleness(tmp_path):
 
 @pytest.mark.grid
 def test_time_to_accuracy(tmp_path):
-    small = [
-        "--graphs",
-        "Community/300/4000",
-        "--seeds",
-        1,
-        "--seconds",
-        0.1,
-        "--hidden",
-        8,
-        "--runs",
-        tmp_path / "runs",
-    ]
+    small = ["--graphs", "small", "--seeds", 1, "--hidden", 8, "--runs", tmp_path / "runs"]
     run("time_to_accuracy", *small, "--ways", "PyG", "2 workers, 4 steps an epoch", "--out", tmp_path)
     lines = (tmp_path / "time-to-accuracy.md").read_text().splitlines()
     assert [line.split("|")[2].strip() for line in lines[-2:]] == ["PyG", "2 workers, 4 steps an epoch"]
