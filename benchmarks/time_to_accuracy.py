@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from harness.deep import MASKS, first_split, graph, partitions
 from harness.launch import GNN, answer, launch, words
-from harness.process_memory import reset_peak, resident
+from harness.process_memory import reset_peak, resident, settle
 from harness.report import processor, write
 from harness.runs import Runs, mean_and_spread
 from torch import Tensor
@@ -81,11 +81,11 @@ class Task(NamedTuple):
 
 TASKS = {
     "squirrel": Task("squirrel", 10),
-    "tolokers": Task("tolokers", 15),
+    "tolokers": Task("tolokers", 10),
     "Computers": Task("Computers", 15),
     "Computers, 20 labels a class": Task("Computers", 10, 20),
     "Physics": Task("Physics", 40),
-    "Physics, 20 labels a class": Task("Physics", 30, 20),
+    "Physics, 20 labels a class": Task("Physics", 20, 20),
     "aclanth2021": Task("aclanth2021", 40),
     # Messages of PyG's layer do not fit beside the rest.
     "1M nodes, 500 labels a class": Task("Community/1000000/10000000", 60, 500, ("PyG",)),
@@ -169,13 +169,18 @@ def steps_of(kind: str, model: Net, data: Any) -> Callable[[], Iterator[tuple[Te
     return lambda: iter([(model(x, edges)[train], y[train])])
 
 
-def fit(nn: Any, data: Any, kind: str, args: argparse.Namespace, rank: int = 0) -> dict[str, Any]:
-    """Train; return the seconds, validation and test accuracy after each epoch, and the peak of memory."""
-    torch.manual_seed(args.seed)
+def fit(
+    nn: Any, data: Any, args: argparse.Namespace, rank: int, seconds: float, rate: float, seed: int
+) -> dict[str, Any]:
+    """Train; return the seconds, validation and test accuracy at each evaluation, and what more memory training took at
+    its peak.
+    """
+    kind, before = args.kind, settle()
+    torch.manual_seed(seed)
     model = Net(nn, data, args.hidden, kind == "labels")
     pyg_sar.broadcast_parameters(model)
-    torch.manual_seed(1000 * args.seed + rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.rate)
+    torch.manual_seed(1000 * seed + rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     start = time.perf_counter()
     epoch = steps_of(kind, model, data)
     made = time.perf_counter() - start
@@ -193,7 +198,7 @@ def fit(nn: Any, data: Any, kind: str, args: argparse.Namespace, rank: int = 0) 
         spent += time.perf_counter() - start
         peak = max(peak, resident("VmHWM"))
         (slowest,) = pyg_sar.distributed.collectives.global_max(torch.tensor([spent])).tolist()
-        if slowest < min(looked + args.seconds / 100, args.seconds):
+        if slowest < min(looked + seconds / 100, seconds):
             continue
         looked = slowest
         judge.load_state_dict(model.state_dict())
@@ -201,8 +206,8 @@ def fit(nn: Any, data: Any, kind: str, args: argparse.Namespace, rank: int = 0) 
             pred = judge(data.x, data.edge_index, data.y, data.train_mask).argmax(-1)
         accuracies = [pyg_sar.accuracy(pred, data.y, data[mask]) for mask in MASKS[1:]]
         curve.append([slowest + made, *accuracies])
-        if slowest >= args.seconds:
-            return {"rank": rank, "curve": curve, "peak": peak, "epoch": spent / number}
+        if slowest >= seconds:
+            return {"curve": curve, "memory": peak - before, "epoch": spent / number}
     raise AssertionError("unreachable")
 
 
@@ -213,8 +218,11 @@ def worker(args: argparse.Namespace) -> None:
         nn = pyg_sar.nn
         if not args.workers:
             data, nn = dataset(f"{args.folder}/whole.pt"), torch_geometric.nn
-        before = resident("VmRSS")
-        answer({**fit(nn, data, args.kind, args, rank), "before": before})
+        found = []
+        for seconds, run in zip([0.0, *(args.seconds for _ in args.runs)], [args.runs[0], *args.runs], strict=True):
+            rate, seed = run.split("/")
+            found.append(fit(nn, data, args, rank, seconds, float(rate), int(seed)))
+        answer(found[1:])  # the first one, of one epoch, was to get warm
 
 
 def reached(curve: list[list[float]], goal: float) -> float:
@@ -222,17 +230,19 @@ def reached(curve: list[list[float]], goal: float) -> float:
     return next((seconds for seconds, val, _ in curve if val >= goal), math.inf)
 
 
-def train(args: argparse.Namespace, runs: Runs, folder: str, case: tuple[str, str, float, int]) -> None:
-    """Run a case that has not been run, and keep it."""
-    if (key := json.dumps(case)) in runs:
+def train(
+    args: argparse.Namespace, runs: Runs, folder: str, name: str, title: str, wanted: list[tuple[float, int]]
+) -> None:
+    """Run a way with those rates and seeds that have not been run, and keep them."""
+    todo = {key: run for run in wanted if (key := json.dumps((name, title, *run))) not in runs}
+    if not todo:
         return
-    name, title, rate, seed = case
     way = WAYS[title]
-    own = words(folder=folder, kind=way.kind, workers=way.workers, rate=rate, seed=seed, hidden=args.hidden,
-                seconds=TASKS[name].seconds)  # fmt: skip
+    own = words(folder=folder, kind=way.kind, workers=way.workers, hidden=args.hidden, seconds=TASKS[name].seconds)
+    own += ["--runs", *(f"{rate}/{seed}" for rate, seed in todo.values())]
     found = launch(__file__, way.workers, own, threads=2 // max(way.workers, 1))
-    peak = sum(one["peak"] - one["before"] for one in found)
-    runs.keep(key, {"curve": found[0]["curve"], "peak": peak, "epoch": found[0]["epoch"]})
+    for key, ranks in zip(todo, zip(*found, strict=True), strict=True):
+        runs.keep(key, {**ranks[0], "memory": sum(one["memory"] for one in ranks)})
 
 
 def best_rate(runs: dict[str, Any], name: str, way: str, goal: float) -> float:
@@ -257,7 +267,7 @@ def goal_of(runs: dict[str, Any], name: str, ways: list[str]) -> float:
 
 
 ABOUT = """Seconds of training until the validation accuracy is 99% of the best that any way reached with any
-learning rate (medians of {seeds} seeds; in brackets how many of them got there, if not all; *never*: less than half),
+learning rate (medians of {seeds} seeds; in brackets how many of them got there, if not all; *never*: at most half),
 beside seconds of an epoch, the test accuracy at the best validation accuracy, and the memory of all workers above what
 they loaded. {layers} layers of GraphSAGE, {hidden} hidden, batch normalisation, dropout 0.5, Adam; 2 cores: 2 threads,
 or 2 workers of one. Sampled: {batch} labelled nodes and {fanout} neighbors of each node in each layer. {processor}.
@@ -281,7 +291,7 @@ def table(runs: dict[str, Any], args: argparse.Namespace, names: list[str]) -> l
             told += f" ({there})" if there < len(times) else ""
             epochs = statistics.median(run["epoch"] for run in found)
             tests = [100 * max(run["curve"], key=lambda row: row[1])[2] for run in found]
-            peak = statistics.median(run["peak"] for run in found)
+            peak = statistics.median(run["memory"] for run in found)
             title = f"{name}; {TASKS[name].seconds:g}"
             cells = [title, way, rate, told, f"{epochs:.3f}", mean_and_spread(tests), f"{peak:.0f}"]
             lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -333,12 +343,11 @@ def main(args: argparse.Namespace) -> None:
             prepare(name, args.root, folder)
             ways = ways_of(name, args.ways)
             for way in tqdm(ways, leave=False):
-                for rate in RATES:
-                    train(args, runs, folder, (name, way, rate, 0))
+                train(args, runs, folder, name, way, [(rate, 0) for rate in RATES])
             goal = goal_of(runs, name, ways)
             for way in tqdm(ways, leave=False):
-                for seed in range(1, args.seeds):
-                    train(args, runs, folder, (name, way, best_rate(runs, name, way, goal), seed))
+                rate = best_rate(runs, name, way, goal)
+                train(args, runs, folder, name, way, [(rate, seed) for seed in range(1, args.seeds)])
     print(write(args.out, "time-to-accuracy.md", table(runs, args, args.graphs)))
     draw(runs, args, args.graphs, Path(args.out) / "time-to-accuracy.png")
 
@@ -349,10 +358,10 @@ if __name__ == "__main__":
         parser.add_argument("--worker", action="store_true")
         for option in ("folder", "kind"):
             parser.add_argument(f"--{option}")
-        for option in ("workers", "seed", "hidden"):
+        for option in ("workers", "hidden"):
             parser.add_argument(f"--{option}", type=int)
-        for option in ("rate", "seconds"):
-            parser.add_argument(f"--{option}", type=float)
+        parser.add_argument("--seconds", type=float)
+        parser.add_argument("--runs", nargs="+", help="rate/seed")
         worker(parser.parse_args())
         sys.exit()
     parser.add_argument("--root", default="data")

@@ -136,7 +136,7 @@ class Pool:
             context: Any = multiprocessing.get_context("spawn")
         else:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["pytest", "torch_geometric.nn"])  # which start no thread of torch
+            context.set_forkserver_preload(["pytest", "pyg_sar.nn"])  # which start no thread of torch
         self._folder = tempfile.TemporaryDirectory(prefix="pyg-sar-pool-")
         folder = Path(self._folder.name)
         for rank in range(size):
