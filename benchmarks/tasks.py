@@ -9,7 +9,6 @@ epoch; those of "link, drawn" are drawn anew, by ``pyg_sar.negative_sampling``. 
 
 import argparse
 import copy
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -19,8 +18,9 @@ import torch
 import torch.nn.functional as F
 import torch_geometric
 import torch_geometric.nn as gnn
-from harness.launch import answer, launch
+from harness.launch import answer, launch, words
 from harness.report import write
+from harness.runs import mean_and_spread
 from torch_geometric.transforms import RandomLinkSplit
 from torch_geometric.utils import negative_sampling
 
@@ -30,20 +30,23 @@ from pyg_sar.distributed.collectives import gather_objects
 
 # data set, model, epochs, seeds
 TASKS = [
-    ("DBLP", "to_hetero SAGE", 12, 3),
-    ("DBLP", "R-GCN", 12, 3),
-    ("DBLP", "HGT", 12, 3),
-    ("DBLP", "HAN", 12, 3),
+    ("DBLP", "to_hetero SAGE", 12, 5),
+    ("DBLP", "R-GCN", 12, 5),
+    ("DBLP", "HGT", 12, 5),
+    ("DBLP", "HAN", 12, 5),
+    ("IMDB", "to_hetero SAGE", 12, 5),
+    ("IMDB", "HAN", 12, 5),
     ("Planetoid/Cora", "link", 40, 3),
     ("Planetoid/Cora", "link, drawn", 40, 6),
 ]
-WIDTH, METRIC = 32, {"DBLP": "accuracy", "Planetoid/Cora": "area under ROC curve"}
+WIDTH = 32
+LABELLED = {"DBLP": "author", "IMDB": "movie"}  # the type of nodes that is classified
 
 
 def read(task: str, root: str) -> Any:
     """Return the graph; every type of nodes gets features."""
     data = dataset(task, root)
-    if task != "DBLP":
+    if task not in LABELLED:
         torch_geometric.seed_everything(0)  # negative_sampling draws from Python's generator
         split = RandomLinkSplit(num_val=0.05, num_test=0.1, is_undirected=True)
         train, _, test = split(data)
@@ -52,17 +55,18 @@ def read(task: str, root: str) -> Any:
         train.test_pairs, train.test_labels = test.edge_label_index, test.edge_label
         del train.edge_label, train.edge_label_index
         data = train
-    stores = data.node_stores if task == "DBLP" else [data]
+    stores = data.node_stores if task in LABELLED else [data]
     for store in stores:
         store.x = store.x.double() if "x" in store else torch.ones(store.num_nodes, 1, dtype=torch.float64)
     return data
 
 
 class Hetero(torch.nn.Module):
-    """Two layers between linear maps, for the nodes of type ``author``."""
+    """Two layers between linear maps, for the nodes of one type."""
 
-    def __init__(self, kind: str, data: Any) -> None:
+    def __init__(self, kind: str, data: Any, target: str) -> None:
         super().__init__()
+        self.target = target
         types, metadata = {t: x.size(1) for t, x in data.x_dict.items()}, data.metadata()
         self.embed = gnn.HeteroDictLinear(types, WIDTH)
         if kind == "to_hetero SAGE":
@@ -73,18 +77,18 @@ class Hetero(torch.nn.Module):
         else:
             conv = {"HGT": gnn.HGTConv, "HAN": gnn.HANConv}[kind]
             layers = [conv(WIDTH, WIDTH, metadata, heads=2) for _ in range(2 if kind == "HGT" else 1)]
-        self.layers, self.out = torch.nn.ModuleList(layers), torch.nn.Linear(WIDTH, 4)
+        self.layers, self.out = torch.nn.ModuleList(layers), torch.nn.Linear(WIDTH, 4)  # the most classes
 
     def forward(self, data: Any) -> torch.Tensor:
         x = {t: rows.relu() for t, rows in self.embed(data.x_dict).items()}
         for layer in self.layers:
             x = {t: rows.relu() for t, rows in layer(x, data.edge_index_dict).items() if rows is not None}
-        return self.out(x["author"])
+        return self.out(x[self.target])
 
 
-def classify(model: torch.nn.Module, data: Any, epochs: int) -> tuple[list[float], float]:
+def classify(model: Any, data: Any, epochs: int) -> tuple[list[float], float]:
     """Train for node classification; return losses and test accuracy."""
-    nodes, losses, optimizer = data["author"], [], torch.optim.Adam(model.parameters(), lr=0.01)
+    nodes, losses, optimizer = data[model.target], [], torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(epochs):
         optimizer.zero_grad()
         each = F.cross_entropy(model(data)[nodes.train_mask], nodes.y[nodes.train_mask], reduction="none")
@@ -143,12 +147,12 @@ def worker(args: argparse.Namespace) -> None:
         results = []
         for seed in range(args.seeds):
             torch.manual_seed(seed)
-            if args.task == "DBLP":
-                model = Hetero(args.kind, data).double()
+            if args.task in LABELLED:
+                model = Hetero(args.kind, data, LABELLED[args.task]).double()
             else:
                 model = gnn.GraphSAGE(data.x.size(1), WIDTH, 2, act="tanh").double()
             model = pyg_sar.nn.convert(copy.deepcopy(model)) if args.folder else model
-            if args.task == "DBLP":
+            if args.task in LABELLED:
                 results.append(classify(model, data, args.epochs))
             else:
                 results.append(predict_links(model, data, args.epochs, args.kind == "link, drawn", seed))
@@ -164,41 +168,31 @@ def main(args: argparse.Namespace) -> None:
     ]
     with tempfile.TemporaryDirectory() as scratch:
         for task, kind, epochs, seeds in TASKS:
-            common = [
-                "--task",
-                task,
-                "--root",
-                args.root,
-                "--kind",
-                kind,
-                "--epochs",
-                str(epochs),
-                "--seeds",
-                str(seeds),
-            ]
+            common = words(task=task, root=args.root, kind=kind, epochs=epochs, seeds=seeds)
             cells, losses = [], []
             for workers in (0, 1, 2, 4):
                 folder = Path(scratch) / f"{task.replace('/', '-')}-{workers}"
                 if workers and not folder.exists():
-                    pairs = () if task == "DBLP" else ("pairs", "negatives", "test_pairs")  # ids of the whole graph
+                    pairs = () if task in LABELLED else ("pairs", "negatives", "test_pairs")  # ids of the whole graph
                     levels = dict.fromkeys(pairs, "graph")
                     pyg_sar.partition(read(task, args.root), workers, folder, levels=levels)
                 where = ["--folder", str(folder)] if workers else []
                 results = launch(__file__, workers, common + where, threads=1)[0]
                 losses.append(torch.tensor([curve for curve, _ in results], dtype=torch.float64))
                 values = [100 * value for _, value in results]
-                cells.append(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}")
+                cells.append(mean_and_spread(values))
                 print(task, kind, workers, values, file=sys.stderr)
             differs = max(float((curve - losses[0]).abs().max()) for curve in losses)
             cells.append("drawn anew" if kind == "link, drawn" else f"{differs:.0e}")
-            lines.append(f"| {task} | {kind} | {METRIC[task]} | {' | '.join(cells)} |")
+            metric = "accuracy" if task in LABELLED else "area under ROC curve"
+            lines.append(f"| {task} | {kind} | {metric} | {' | '.join(cells)} |")
     print(write(args.out, "tasks.md", lines))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
-    parser.add_argument("--out", default="docs")
+    parser.add_argument("--out", default="docs/results")
     for option in ("--worker", "--folder", "--task", "--kind", "--epochs", "--seeds"):
         if option == "--worker":
             parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)

@@ -302,7 +302,8 @@ with pyg_sar.process_group(timeout=60) as rank:
 """
 
 
-@pytest.mark.parametrize("steps", [[3], pytest.param([1, 2], marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("steps", [[3], [1, 2]])
 def test_restarted_by_the_launcher(tmp_path, steps):
     """A worker is killed in some step, once or twice; what is saved at the end are the bits of a run without."""
     script, parts = tmp_path / "script.py", tmp_path / "parts"

@@ -156,7 +156,7 @@ MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 SETTINGS = [(2, 1, True), (5, 3, True), (8, 3, False)]  # chunks, alpha, and whether they are shuffled
 
 
-@pytest.mark.parametrize(("kind", "mesh"), some([*KINDS, "gat"], MESHES, every=3))
+@pytest.mark.parametrize(("kind", "mesh"), some([*KINDS, "gat"], MESHES, every=4))
 def test_one_chunk_is_exact(stages_pool, folders, kind, mesh):
     stages, parts = mesh
     found = stages_pool(trained, stages, parts, folders[parts], kind, 1, 5)
@@ -261,7 +261,7 @@ def as_the_reference(found, kind, chunks, alpha, shuffle, epochs):
             close(one[1][name], t)
 
 
-@pytest.mark.parametrize(("kind", "settings", "mesh"), some([*KINDS, "gat"], SETTINGS, MESHES, every=8))
+@pytest.mark.parametrize(("kind", "settings", "mesh"), some([*KINDS, "gat"], SETTINGS, MESHES, every=11))
 def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
     (chunks, alpha, shuffle), (stages, parts) = settings, mesh
     settings = {"history": alpha, "shuffle": shuffle}

@@ -204,20 +204,23 @@ def check(group, case):
     return len(GRID)
 
 
-def some(workers, usual):
-    """Each layer on the usual number of workers, a sum, a maximum and a softmax on all; the others are for the grid."""
+def some(workers, usual, others=()):
+    """Each layer on the usual number of workers, a sum, a maximum and a softmax on others, too; the rest is for the
+    grid.
+    """
     return [
-        pytest.param(n, case, marks=[] if case in KINDS or n == usual else pytest.mark.grid, id=f"{n}-{case}")
+        pytest.param(n, case, id=f"{n}-{case}",
+                     marks=[] if n == usual or (n in others and case in KINDS) else pytest.mark.grid)
         for case, n in itertools.product(STACKS, workers)
-    ]
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("workers", "case"), some((1, 2, 4), 2))
+@pytest.mark.parametrize(("workers", "case"), some((1, 2, 4), 2, (4,)))
 def test_equals_pyg_on_the_whole_graph(pool, workers, case):
     assert pool.run(workers, check, case) == [len(GRID)] * workers
 
 
-@pytest.mark.parametrize(("num_parts", "case"), some((1, 3), None))
+@pytest.mark.parametrize(("num_parts", "case"), some((1, 3), None, (1, 3)))
 def test_equals_pyg_in_pieces_of_one_process(num_parts, case):
     known = {}
     for mode, method, target in itertools.product((1, 2, 3), ("contiguous", "empty"), ("few", "lonely", "none")):

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import some
 from support.layers import TRAFFIC, Case
 from support.messages import started
 from support.nasty_graph import assignment, edges, share
@@ -425,8 +426,9 @@ def fail(group, where, mode, name="gat"):
     it().sum().backward()
 
 
-@pytest.mark.parametrize("mode", (1, 3))
-@pytest.mark.parametrize("where", ["forward", "backward", "exit in forward", "exit in backward"])
+@pytest.mark.parametrize(
+    ("where", "mode"), some(["forward", "backward", "exit in forward", "exit in backward"], (1, 3), every=2)
+)
 def test_others_end_with_the_first(pool, where, mode):
     """Long before the timeout of 30 seconds, in which the pool would cut them off."""
     outcomes = pool.outcomes(4, fail, where, mode, timeout=20)

@@ -59,6 +59,7 @@ def test_exception_on_one_worker_ends_all_and_is_shown(tmp_path):
     assert done.stdout == ""
 
 
+@pytest.mark.grid
 def test_one_worker_under_torchrun(tmp_path):
     text = "import pyg_sar\nwith pyg_sar.process_group() as rank:\n    print('rank', rank)\n"
     done = launch(tmp_path, "", text, workers=1)
@@ -153,12 +154,14 @@ if rank == 0:
 """
 
 
+@pytest.mark.grid
 def test_init_leaves_in_order_at_the_end(tmp_path):
     done = launch(tmp_path, "well", INIT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "totals [3, 6]\n"
 
 
+@pytest.mark.grid
 def test_init_leaves_at_once_after_an_exception(tmp_path):
     done = launch(tmp_path, "raise", INIT)
     assert done.returncode != 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import conv_zoo
+from support.cases import some
 from support.conv_zoo import CASES
 from support.layer_check import check_layer
 from support.layers import FULL, OPTIONS, inputs, leaf
@@ -167,9 +168,10 @@ def by_kernels(group, name, kwargs, parts):
         return waits(problem(name, kwargs, parts, DEVICE)[0], it)
 
 
-@pytest.mark.parametrize(("name", "kwargs"), WITH_EDGES)
-def test_kernels_never_wait(machines, name, kwargs):
+@pytest.mark.parametrize(("case",), some(WITH_EDGES, every=3))
+def test_kernels_never_wait(machines, case):
     pytest.importorskip("triton")
+    name, kwargs = case
     assert machines.run(1, by_kernels, name, kwargs, 1 if "edge_dim" in kwargs else 3) == [[]]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn as gnn
+from support.cases import some
 from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
 
 import pyg_sar
@@ -63,10 +64,9 @@ def check(group, name, mode):
     close(model(x[mine.src], mine.edge_index), reference(x, edges())[mine.dst], f"{name}: evaluation")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_pyg(pool, name):
-    for mode in (1, 3):
-        pool.run(3, check, name, mode)
+@pytest.mark.parametrize(("name", "mode"), some(MODELS, [1, 3], every=2))
+def test_models_of_pyg(pool, name, mode):
+    pool.run(3, check, name, mode)
 
 
 def test_a_converted_model_works_on_an_ordinary_edge_index():

@@ -133,6 +133,7 @@ def planned(group):
     return len(data.x.place.ranges), next(model.parameters()).grad.device.type
 
 
+@pytest.mark.grid
 def test_budget_of_a_device(machines):
     ((count, device),) = machines.run(1, planned, timeout=120)
     assert count >= 1 and device == DEVICE

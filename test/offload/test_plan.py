@@ -129,7 +129,7 @@ def test_budget_of_other_data():
         offload(data, "100MB", model)
 
 
-@pytest.mark.parametrize("hub", [False, True])
+@pytest.mark.parametrize("hub", [pytest.param(False, marks=pytest.mark.grid), True])
 def test_budget_that_nothing_fits(hub):
     """Also where all edges end at one node, and the other chunk stays long."""
     edges = torch.randint(200, (2, 900))
@@ -194,6 +194,7 @@ print(loss.item())
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not ops.KERNELS, reason="needs Linux's limits, and kernels")
+@pytest.mark.grid
 def test_budget_that_the_system_enforces(tmp_path):
     """In memory a step takes 200 MB, of which a fifth is allowed; homes are files, which do not count."""
     torch.manual_seed(0)

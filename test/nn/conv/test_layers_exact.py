@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch_geometric.nn
+from support.cases import some
 from support.layer_check import PAIRS, WORKERS, check_layer, settings
 from support.layers import FULL, OPTIONS, Case
 from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
@@ -46,10 +47,10 @@ def test_all_settings(pool, workers, case, device):
     check(pool, workers, "full", case, device)
 
 
-@pytest.mark.parametrize(("workers", "grid"), [
-    (2, "one"), (3, "one"), *(pytest.param(n, "some", marks=pytest.mark.grid) for n in (1, 2, 4))
-])  # fmt: skip
-@pytest.mark.parametrize("case", OPTIONS, ids=str)
+@pytest.mark.parametrize(("case", "workers", "grid"), [
+    *some(OPTIONS, [2, 3], ["one"], every=2),
+    *(pytest.param(*it, "some", marks=pytest.mark.grid) for it in itertools.product(OPTIONS, (1, 2, 4))),
+], ids=str)  # fmt: skip
 def test_options(pool, workers, grid, case, device):
     check(pool, workers, grid, case, device)
 

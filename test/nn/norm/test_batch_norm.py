@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn
+from support.cases import some
 from support.nasty_graph import close
 
 from pyg_sar.distributed.collectives import global_merge
@@ -85,9 +86,7 @@ def check_all(group, kind, method):
         check(group, kind, options, method)
 
 
-@pytest.mark.parametrize("kind", ["torch", "pyg"])
-@pytest.mark.parametrize("method", SIZES)
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(("workers", "method", "kind"), some([1, 2, 3, 4], SIZES, ["torch", "pyg"], every=3))
 def test_equals_the_whole(pool, workers, method, kind):
     pool.run(workers, check_all, kind, method)
 
