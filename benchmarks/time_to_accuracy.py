@@ -302,18 +302,25 @@ def draw(runs: dict[str, Any], args: argparse.Namespace, names: list[str], path:
     """Draw the validation accuracy against seconds, of one seed."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(names), figsize=(4.2 * len(names), 3.8), layout="constrained", squeeze=False)
-    for ax, name in zip(axes[0], names, strict=True):
+    lines = -(-len(names) // 4)
+    columns = -(-len(names) // lines)
+    size = 4.2 * columns, 3.2 * lines + 0.6
+    figure, grid = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    axes = list(grid.flat)
+    for ax, name in zip(axes, names, strict=False):
         ways = ways_of(name, args.ways)
         goal = goal_of(runs, name, ways)
         for way in ways:
             curve = runs[json.dumps((name, way, best_rate(runs, name, way, goal), 0))]["curve"]
-            ax.plot([row[0] for row in curve], [100 * row[1] for row in curve], label=way, linewidth=1.1)
+            mark = "." if len(curve) < 4 else ""  # or one point would not be seen
+            ax.plot([row[0] for row in curve], [100 * row[1] for row in curve], mark + "-", label=way, linewidth=1.1)
         ax.axhline(100 * goal, color="gray", linestyle=":", linewidth=1)
         ax.set(title=name, xscale="log", xlabel="seconds of training", ylabel="validation accuracy, %")
         ax.set_ylim(bottom=100 * goal - 25)
         ax.grid(alpha=0.3)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    for ax in axes[len(names) :]:
+        ax.axis("off")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
