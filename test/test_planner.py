@@ -166,6 +166,7 @@ def test_counts_of_chunks_of_workers():
 
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
+@pytest.mark.grid
 def test_plan_of_rows_at_home():
     """As `offload` chooses for such a graph."""
     torch.manual_seed(0)
