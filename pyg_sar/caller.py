@@ -36,6 +36,15 @@ def callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def script_line() -> Place | None:
+    """Return the line outside of libraries that this thread runs, if there is one.
+
+    Of this thread alone: to follow the frames of another one while it runs reads memory that it has given back.
+    """
+    frames = (f for f in callers() if package_of(f) not in (*LIBRARIES, "pyg_sar", "threading", "contextlib"))
+    return next((Place(f.f_code.co_filename, f.f_lineno) for f in frames), None)
+
+
 def package_of(frame: FrameType) -> str:
     """Return the package whose code a frame runs."""
     return frame.f_globals.get("__name__", "").partition(".")[0]

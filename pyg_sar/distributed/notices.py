@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 import time
 import traceback
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pyg_sar import running
-from pyg_sar.caller import LIBRARIES, Place, package_of, raised_at
+from pyg_sar.caller import raised_at, script_line
 
 INTERVAL = 1.0  # seconds between two signs
 SILENT = 3 * INTERVAL  # after which a worker without a new sign is not there, for one that lost it
@@ -49,7 +48,7 @@ class Sign(NamedTuple):
         steps: How many training steps it has finished.
         doing: What the last call does.
         waits: Whom it waits for in it: a rank, ``EVERYBODY``, ``NOBODY``, or None between calls.
-        line: The line of its script.
+        line: The line of its script, in the last call.
     """
 
     beat: int
@@ -79,7 +78,7 @@ class Notices:
         self.doing, self.waits = "its first lines", None  # type: str, int | None
         self.reason = ""
         self.last: deque[tuple[float, int, int, str]] = deque(maxlen=LAST)
-        self.thread, self.over = threading.get_ident(), threading.Event()
+        self.line, self.over = script_line(), threading.Event()
         self.write()
         threading.Thread(target=self.live, name="pyg_sar signs", daemon=True).start()
 
@@ -92,7 +91,7 @@ class Notices:
     def write(self) -> None:
         """Give a sign."""
         self.beat += 1
-        sign = Sign(self.beat, self.calls, self.steps, self.doing, self.waits, line_of(self.thread))
+        sign = Sign(self.beat, self.calls, self.steps, self.doing, self.waits, str(self.line or ""))
         self.store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def end(self, error: BaseException) -> None:
@@ -135,7 +134,7 @@ class Notices:
             now, left = self.signs(), self.read("left")
         except RuntimeError:
             return "the store of the group does not answer either: the process or host that keeps it is gone"
-        mine = Sign(0, self.calls, self.steps, self.doing, None, line_of(threading.get_ident()))
+        mine = Sign(0, self.calls, self.steps, self.doing, None, str(self.line or ""))
         silent = [r for r in self.others if r not in ended and r not in left and now.get(r) == before.get(r)]
         if silent:
             last = "; ".join(f"rank {r} stopped answering {now.get(r, 'before its first call')}" for r in silent)
@@ -158,7 +157,7 @@ class Notices:
         Raises:
             RuntimeError: If one ends instead, stops answering, waits for this one, or works beyond the limit.
         """
-        line = line_of(self.thread)
+        line = str(script_line() or "")
         self.store.set(f"left/{self.rank}", json.dumps(f"at {line}" if line else "its script"))
         begin, seen, count = time.monotonic(), {}, 0  # type: float, dict[int, tuple[Sign, float]], int
         waits: dict[int, int] = {}  # signs in a row that say the same
@@ -214,6 +213,7 @@ def calls(doing: str) -> None:
     if CURRENT is not None:
         CURRENT.calls += 1
         CURRENT.doing = doing
+        CURRENT.line = script_line() or CURRENT.line  # threads of autograd run no script
         CURRENT.last.append((time.time(), CURRENT.calls, CURRENT.steps, doing))
 
 
@@ -237,16 +237,6 @@ def short(error: BaseException) -> str:
     """Return what a library says, without the line of its own code and its advice."""
     said = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0])
     return re.split(r"\. (?:This|Check|Either)|, possibly", said)[0].rstrip(".")
-
-
-def line_of(thread: int) -> str:
-    """Return the line of the script that a thread runs."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if package_of(frame) not in (*LIBRARIES, "pyg_sar", "threading", "contextlib"):
-            return str(Place(frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return ""
 
 
 def layer_of(error: BaseException) -> str:
