@@ -155,3 +155,14 @@ def test_leaving_when_another_one_ended(boards):
     found, (thread,) = leaving(boards[:1], 10.0)
     thread.join(5)
     assert re.search("has finished, but rank 1 ended in step 0.*ValueError: boom", found[0])
+
+
+def test_signs_tell_the_line_of_the_last_call(boards, monkeypatch):
+    """And not that which another thread runs: its frames may be gone while they are read."""
+    monkeypatch.setattr(notices, "CURRENT", boards[0])
+    notices.calls("conv")
+    boards[0].over.set()
+    writer = threading.Thread(target=boards[0].write)
+    writer.start()
+    writer.join()
+    assert boards[1].signs()[0].line.endswith(', `notices.calls("conv")`')
