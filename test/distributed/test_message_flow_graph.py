@@ -204,7 +204,7 @@ def check(group, case):
     return len(GRID)
 
 
-def some(workers, usual, others=()):
+def some(workers, usual, others):
     """Each layer on the usual number of workers, a sum, a maximum and a softmax on others, too; the rest is for the
     grid.
     """

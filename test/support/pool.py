@@ -1,7 +1,7 @@
 """Worker processes that the multi-rank tests of a session share.
 
-To import torch and PyG takes seconds, so it happens once: workers are forked from a server process
-(multiprocessing's "forkserver") that has imported both, and then serve one test after another. They
+To import torch, PyG and this package takes seconds, so it happens once: workers are forked from a server process
+(multiprocessing's "forkserver") that has imported them, and then serve one test after another. They
 are replaced only after a failure, because the state of a process group is unknown then. Where there
 is a GPU, each of them is a fresh process.
 
