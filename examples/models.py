@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.nn import DeepGCNLayer, GENConv
+from torch_geometric.nn import DeepGCNLayer
 
 
 class GNN(torch.nn.Module):
@@ -92,13 +92,11 @@ class DeepGNN(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if kind == "resgcn":
-            middle = [residual(hidden, dropout) for _ in range(layers)]
+            middle = [residual(nn, hidden, dropout) for _ in range(layers)]
         else:
             middle = [Layer(nn, kind, hidden, k + 1, dropout) for k in range(layers)]
         first = First(in_channels, hidden, dropout, kind == "gcn2")
         self.blocks = torch.nn.ModuleList([first, *middle, Last(hidden, out_channels, dropout, kind == "resgcn")])
-        if hasattr(nn, "convert"):
-            nn.convert(self)  # GENConv, of which pyg_sar.nn has none of its own
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.blocks[0](x)
@@ -107,7 +105,7 @@ class DeepGNN(torch.nn.Module):
         return self.blocks[-1](x)
 
 
-def residual(hidden: int, dropout: float) -> torch.nn.Module:
+def residual(nn: ModuleType, hidden: int, dropout: float) -> torch.nn.Module:
     """A layer of ResGCN+: normalisation and activation come before the convolution."""
-    conv = GENConv(hidden, hidden, aggr="softmax", learn_t=True, norm="layer")
+    conv = nn.GENConv(hidden, hidden, aggr="softmax", learn_t=True, norm="layer")
     return DeepGCNLayer(conv, torch.nn.LayerNorm(hidden), torch.nn.ReLU(), block="res+", dropout=dropout)

@@ -252,7 +252,7 @@ def _stages(args: argparse.Namespace) -> None:
 def _blocks(args: argparse.Namespace) -> Any:
     """Return a deep model as blocks: a linear layer, layers with a normalisation of rows, and a linear layer."""
     import torch
-    from torch_geometric.nn import DeepGCNLayer, GENConv
+    from torch_geometric.nn import DeepGCNLayer
 
     from pyg_sar import nn
 
@@ -261,7 +261,7 @@ def _blocks(args: argparse.Namespace) -> Any:
     kinds: dict[str, Any] = {
         "sage": nn.SAGEConv, "gcn": nn.GCNConv,
         "gat": lambda a, b: nn.GATConv(a, b // args.heads, args.heads),
-        "gcn2": lambda a, b: nn.GCN2Conv(b, 0.1), "resgcn": lambda a, b: GENConv(a, b, **options),
+        "gcn2": lambda a, b: nn.GCN2Conv(b, 0.1), "resgcn": lambda a, b: nn.GENConv(a, b, **options),
     }  # fmt: skip
 
     class Both(torch.nn.Module):

@@ -5,6 +5,7 @@ from pyg_sar.nn.conv.gat_conv import GATConv
 from pyg_sar.nn.conv.gatv2_conv import GATv2Conv
 from pyg_sar.nn.conv.gcn2_conv import GCN2Conv
 from pyg_sar.nn.conv.gcn_conv import GCNConv
+from pyg_sar.nn.conv.gen_conv import GENConv
 from pyg_sar.nn.conv.gin_conv import GINConv
 from pyg_sar.nn.conv.han_conv import HANConv
 from pyg_sar.nn.conv.hgt_conv import HGTConv
@@ -37,6 +38,7 @@ __all__ = classes = [
     "GCN2Conv",
     "SAGEConv",
     "ChebConv",
+    "GENConv",
     "GINConv",
     "GATConv",
     "GATv2Conv",

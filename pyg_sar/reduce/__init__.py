@@ -13,12 +13,14 @@ Shapes in the comments of this package, for the block :math:`q` at hand:
 """
 
 from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile, divisor, head_groups
+from pyg_sar.reduce.column_softmax import ColumnSoftmax
 from pyg_sar.reduce.extremum import Extremum
 from pyg_sar.reduce.projected_softmax import ProjectedSoftmax
 from pyg_sar.reduce.softmax import Softmax
 from pyg_sar.reduce.sums import Message, Sum
 
 __all__ = [
+    "ColumnSoftmax",
     "Extremum",
     "Grads",
     "Message",

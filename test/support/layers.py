@@ -67,6 +67,7 @@ def leaf(x: Tensor, grad: bool = True) -> Tensor:
 
 S, C, A, R = "SAGEConv", "GCNConv", "GATConv", "RGCNConv"
 V, D, F, G = "GATv2Conv", "TransformerConv", "FastRGCNConv", "GINConv"
+E, ROWWISE = "GENConv", {"norm": "layer", "num_layers": 1}
 # Every way to aggregate.
 FULL = [
     *(Case(S, (8, 4), {"aggr": aggr}) for aggr in ("mean", "sum", "max", "min")),
@@ -81,6 +82,7 @@ FULL = [
     Case(D, (8, 4), {"heads": 2, "edge_dim": 3, "beta": True}, roles="a"),
     Case(R, (8, 4, 5), roles="t"),
     Case(R, (8, 4, 5), {"num_bases": 2}, roles="t"),
+    Case(E, (8, 4), {**ROWWISE, "t": 2.0, "learn_t": True}),
     Case(S, ((8, 6), 4), pair="same"),
     Case(S, ((8, 6), 4), pair="two"),
     Case(A, ((8, 6), 4), {"heads": 2}, pair="same"),
@@ -133,6 +135,14 @@ OPTIONS = [
     Case(D, ((8, 6), 4), {"edge_dim": 3, "heads": 2, "concat": False, "beta": True}, pair="two", roles="a"),
     *(Case(G, (), {"nn": (8, 4), "aggr": aggr, "train_eps": True}) for aggr in ("sum", "mean", "max", "std")),
     Case(G, (), {"nn": (8, 4)}, pair="none"),
+    Case(E, (8, 8), {**ROWWISE, "t": -1.5}),
+    Case(E, (8, 8), {**ROWWISE, "t": 500.0, "learn_t": True}),  # columns in which no exponents can be compared
+    Case(E, (8, 4), {**ROWWISE, "aggr": "softmax_sg", "t": 0.1, "msg_norm": True}),
+    *(Case(E, (8, 4), {**ROWWISE, "aggr": aggr}) for aggr in ("mean", "sum", "max", "powermean", ["max", "softmax"])),
+    Case(E, (8, 8), {**ROWWISE, "aggr": "softmax", "aggr_kwargs": {"learn": True, "channels": 8}}),
+    Case(E, (8, 4), {**ROWWISE, "edge_dim": 3, "learn_t": True}, roles="a"),
+    Case(E, ((8, 6), 4), {**ROWWISE, "learn_t": True}, pair="two"),
+    Case(E, (8, 4), {**ROWWISE, "flow": "target_to_source"}),
     *(Case(F, (8, 4, 5), {"aggr": aggr}, roles="t") for aggr in ("mean", "sum")),
     Case(F, (8, 4, 5), {"num_bases": 2}, roles="t"),
     Case(F, (8, 4, 5), {"num_blocks": 2}, roles="t"),
@@ -153,6 +163,7 @@ TRAFFIC = {
     "gcn learnt": Case(C, (8, 4), roles="w", case=2, width=4),
     "gat": Case(A, (8, 4), {"heads": 3}, case=2, width=15),
     "gat edges": Case(A, (8, 4), {"heads": 2, "edge_dim": 3}, roles="a", case=2, width=10),
+    "gen": Case(E, (8, 4), {**ROWWISE, "learn_t": True}, case=2, width=4),
     "rgcn": Case(R, (8, 4, 5), roles="t"),
     "rgcn max": Case(R, (8, 4, 5), {"aggr": "max"}, roles="t", case=2),
 }
@@ -173,6 +184,7 @@ STACKS = [
     Case(R, (8, 8, 5), {"num_bases": 2}, roles="t"),
     Case(R, (8, 8, 5), {"aggr": "max"}, roles="t"),
     Case(F, (8, 8, 5), {"num_blocks": 2}, roles="t"),
+    Case(E, (8, 8), {**ROWWISE, "learn_t": True}),
     Case(S, (8, 8), {"aggr": "std"}),  # one-shot
     Case(A, (8, 4), {"heads": 2, "aggr": "max"}),
 ]

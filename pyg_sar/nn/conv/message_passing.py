@@ -104,10 +104,14 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         """
         raise NotImplementedError
 
+    def streams(self, kwargs: dict[str, Any]) -> bool:
+        """Whether :meth:`stream` can do with these arguments of :meth:`propagate`; yes, by default."""
+        return True
+
     @gives(ROWS)
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Stream if possible, else run PyG's own code."""
-        if type(self).stream is not MessagePassing.stream:
+        if type(self).stream is not MessagePassing.stream and self.streams(kwargs):
             graph = self.streamed(edge_index, kwargs.get("x"), size)
             if graph is not None:
                 return self.stream(graph, **kwargs)

@@ -1,0 +1,161 @@
+r"""PyG's ``SoftmaxAggregation`` of source rows, as sums: no number is made for an edge."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor
+
+from pyg_sar.block import Block
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.ops import attention_, attention_grad_, empty, spmm_, zeros
+from pyg_sar.ops.reference import ADDITIVE, accumulator
+from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile, column_tiles
+
+# What exponents are relative to, [M, F] or [1, F] (None at first), and the sums [numerators | normalisers], [M, 2 * F].
+State = tuple[Tensor | None, Tensor]
+
+
+class ColumnSoftmax(Reduce):
+    r"""In each column :math:`\sum_j \alpha_{ij} v_j` with :math:`\alpha_{ij} = \mathrm{softmax}_j(t v_j)`, the softmax
+    aggregation of the `"DeeperGCN: All You Need to Train Deeper GCNs" <https://arxiv.org/abs/2006.07739>`_ paper.
+
+    A score depends on the source alone. With :math:`w_j = e^{t v_j - r}`, :math:`r` the largest score in the block, the
+    output is the quotient of the sums of :math:`w_j v_j` and of :math:`w_j` over the in-edges; exponentials are taken
+    once for each source row instead of each edge. Blocks merge as in any online softmax. Backward saves the output
+    :math:`o`, :math:`r` and the normaliser :math:`l`, makes :math:`w` again and sums over the transposed block,
+
+    .. math::
+        A_j = \sum_i \frac{g_i}{l_i}, \quad B_j = \sum_i \frac{g_i}{l_i} (o_i - c), \quad
+        \frac{\partial L}{\partial v_j} = w_j A_j + t s_j, \quad \frac{\partial L}{\partial t} = \sum_j v_j s_j, \quad
+        s_j = w_j ((v_j - c) A_j - B_j)
+
+    where a constant :math:`c` amid the values of the block cancels and keeps rounding small. Where scores lie so far
+    apart that a destination could have none but vanishing exponentials, the block runs as attention whose heads are
+    the columns, which is much slower.
+
+    Args:
+        degree: The number of in-edges of each destination.
+        t: The inverse temperature, unless it is learnt: then it is ``rows.const[0]``, of one number.
+        semi_grad: Whether :math:`\alpha` counts as constant in backward.
+    """
+
+    saves_output = True
+
+    def __init__(self, degree: Tensor, t: float = 1.0, semi_grad: bool = False) -> None:
+        self.degree, self.t, self.semi_grad = degree, t, semi_grad
+
+    def into(self, graph: ShardedGraph, start: int, end: int) -> ColumnSoftmax:
+        """Return the softmax with the degrees of these destinations."""
+        other = copy.copy(self)
+        other.degree = self.degree[start:end].to(graph.device)
+        return other
+
+    def tiles(self, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
+        """Cut columns."""
+        return column_tiles(self, like, num_blocks)
+
+    def init(self, x: Tensor, num_dst: int) -> State:
+        """Return the state of destinations that have seen nothing."""
+        return None, zeros(x, num_dst, 2 * x.size(1), dtype=accumulator(x.dtype))
+
+    def scores(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return values and scores ``[N, F]`` in the accumulator's type."""
+        x = x.to(accumulator(x.dtype))
+        if rows.const:
+            return x, x * rows.const[0].to(x.dtype)
+        return x, x if self.t == 1 else x * self.t
+
+    def step(self, state: State, block: Block, x: Tensor, rows: Rows) -> State:
+        """Merge the block into the running softmax."""
+        (top, sums), (value, score) = state, self.scores(x, rows)
+        found = exponentials(score)
+        if found is None:
+            out, total = sums.chunk(2, 1)
+            lowest = torch.full_like(total, torch.finfo(total.dtype).min)
+            top = lowest if top is None else torch.where(total > 0, top, lowest)
+            attention_(top, total, out, block.rowptr, block.col, score, value, *AS_HEADS, block.dst)
+            return top, sums
+        weight, here = found
+        both = empty(value, value.size(0), 2 * value.size(1))
+        torch.mul(weight, value, out=both[:, : value.size(1)])
+        both[:, value.size(1) :] = weight
+        del value, score, weight
+        more = sums if top is None else zeros(sums, *sums.shape)
+        spmm_(more, block.rowptr, block.col, both, None, None, False, block.dst)
+        return (here, sums) if top is None else merge(top, sums, here, more)
+
+    def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Normalise; a destination without edges gets 0."""
+        top, sums = state
+        out, total = sums.chunk(2, 1)
+        total = total.masked_fill((self.degree == 0).unsqueeze(1), 1)
+        return (out / total).to(dtype), (total if top is None else top, total)
+
+    def grad(
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+    ) -> Grads:
+        """Rebuild the exponentials and sum over the transposed block."""
+        assert x is not None
+        (top, total, result), (value, score) = saved, self.scores(x, rows)
+        found = exponentials(score)
+        if found is None:
+            d_value, d_score = (zeros(value, *value.shape) for _ in range(2))
+            top, inner = top.expand_as(total).contiguous(), result.to(total.dtype) * out
+            attention_grad_(
+                d_value, d_score, None, None, None, block.rowptr, block.col, *block.transpose, score, value, None, None,
+                None, top, total, inner, out.to(value.dtype), *AS_HEADS[3:], block.dst,
+            )  # fmt: skip
+        else:
+            weight, here = found
+            center = (value.amax(0) + value.amin(0)) / 2
+            both = empty(total, total.size(0), 2 * total.size(1))  # [M, 2 * F]
+            share, inner = both.chunk(2, 1)
+            torch.div(since(here, top), total, out=share).mul_(out)
+            torch.sub(result.to(total.dtype), center, out=inner).mul_(share)
+            sums = zeros(value, value.size(0), 2 * value.size(1))
+            ptr, row, _ = block.transpose
+            spmm_(sums, ptr, row, both, None, None, False)
+            d_value, pull = sums.chunk(2, 1)
+            d_score = (value - center).mul_(d_value).sub_(pull).mul_(weight)
+            d_value = d_value.mul_(weight)
+        if self.semi_grad:
+            return d_value.to(x.dtype), Rows()
+        const = [(value * d_score).sum().to(rows.const[0].dtype).view_as(rows.const[0])] if rows.const else []
+        t = rows.const[0].to(value.dtype) if rows.const else self.t
+        return d_value.add_(d_score.mul_(t)).to(x.dtype), Rows(const=const)
+
+
+# Of 'attention_', after the values: no queries, edges and vector; scores that are the keys; no dropout; first head.
+AS_HEADS = (None, None, None, ADDITIVE, 1.0, None, 0, 0.0, 0)
+
+
+def exponentials(score: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return :math:`e^{s - r}` and :math:`r` of each column, a whole number next to the largest score, so that
+    differences of two are exact; or None where a number would be less than the root of the least one.
+    """
+    if score.numel() == 0:
+        return score, score.new_zeros(1, score.size(1))
+    low, top = score.amin(0, keepdim=True), score.amax(0, keepdim=True).ceil_()  # 'aminmax' takes ten times as long
+    if not bool((top - low <= -math.log(torch.finfo(score.dtype).tiny) / 2).all()):  # NaN is not less either
+        return None
+    # In double precision, because what rounding takes off a large difference is the relative error of the exponential.
+    return (score.double() - top).exp_().to(score.dtype), top
+
+
+def merge(top: Tensor, sums: Tensor, here: Tensor, more: Tensor) -> State:
+    """Merge two states, the second of which is relative to a row ``here`` in common; the first one is overwritten.
+    A destination whose normaliser is 0 has seen nothing, and its reference does not count.
+    """
+    old, new = sums.chunk(2, 1)[1] > 0, more.chunk(2, 1)[1] > 0
+    both = torch.where(new, torch.where(old, torch.maximum(top, here), here), top)
+    for kept, reference in ((sums, top), (more, here)):
+        kept.view(sums.size(0), 2, -1).mul_(since(reference, both).unsqueeze(1))
+    return both, sums.add_(more)
+
+
+def since(reference: Tensor, top: Tensor) -> Tensor:
+    """Return the exponential of what a reference is below ``top``; 1 where it is above, which is nobody's."""
+    return (reference - top).clamp_(max=0).exp_()
