@@ -2,9 +2,11 @@ r"""The blocks of a model: what they take, and how many of them each stage of a 
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,10 +21,23 @@ Values = tuple[Tensor, ...]  # what a block takes and returns, tensors with a ro
 
 def call(block: torch.nn.Module, values: Values, edge_index: Any, edges: Sequence[Tensor]) -> Any:
     """Call a block by what it takes."""
-    takes = [p.kind for p in inspect.signature(block.forward).parameters.values()]
-    names = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    more = inspect.Parameter.VAR_POSITIONAL in takes or sum(kind in names for kind in takes) > 1
+    cls: Any = type(block)
+    own = "forward" in block.__dict__
+    more = arguments(block.forward) > 1 if own else arguments_of(cls) > 2  # of which 'self' is the first
     return block(unpacked(values), edge_index, *edges) if more else block(unpacked(values))
+
+
+@functools.cache
+def arguments_of(cls: Any) -> float:
+    """Return how many arguments the forward method of a class takes by position."""
+    return arguments(cls.forward)
+
+
+def arguments(function: Callable[..., Any]) -> float:
+    """Return how many arguments a function takes by position; any number, if it takes ``*args``."""
+    takes = [p.kind for p in inspect.signature(function).parameters.values()]
+    names = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return math.inf if inspect.Parameter.VAR_POSITIONAL in takes else sum(kind in names for kind in takes)
 
 
 def packed(value: Any) -> Values:

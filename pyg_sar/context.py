@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pyg_sar import running
 from pyg_sar.block import add_rows
@@ -113,17 +112,20 @@ class Saved(NamedTuple):
 
     def save(self, ctx: Any, context: Context) -> None:
         """Hand all tensors to autograd, and count those that nobody else keeps."""
-        tensors, ctx.structure = tree_flatten(self)
-        ctx.context = context
-        ctx.save_for_backward(*tensors)
+        made = [*self.finished, (self.output,), tuple(self.kept.values())]
+        groups = [*made, self.source, *self.rows]
+        ctx.context, ctx.structure = context, ([len(group) for group in groups], tuple(self.kept))
+        ctx.save_for_backward(*chain(*groups))
         if context.grads:
-            counted = tree_leaves((self.finished, self.output, self.kept, () if context.projects else self.source))
+            counted = chain(*made, () if context.projects else self.source)
             context.traffic.saved = sum(t.nbytes for t in counted if t is not None)
 
     @staticmethod
     def restore(ctx: Any) -> Saved:
         """Return what was saved."""
-        return tree_unflatten(ctx.saved_tensors, ctx.structure)
+        (lengths, blocks), tensors = ctx.structure, iter(ctx.saved_tensors)
+        *finished, (output,), kept, source, dst, edge, const = (tuple(islice(tensors, n)) for n in lengths)
+        return Saved(finished, output, dict(zip(blocks, kept, strict=True)), source, Rows(dst, edge, const))
 
 
 class Walk:

@@ -87,6 +87,7 @@ def cases(device: str = "cpu") -> list[Case]:
         Case("transformer", "TransformerConv", args, {"bias": False}, width=2 * width, linear=4 * width, messages=3.5),
         Case("sage", "SAGEConv", args[:2], linear=2 * FEATURES),
         Case("gcn", "GCNConv", args[:2], {**options, "cached": True}, linear=FEATURES, messages=3.5),
+        Case("gen", "GENConv", args[:2], {"num_layers": 1, "learn_t": True}, linear=FEATURES, messages=10),
         Case("rgcn", "RGCNConv", (FEATURES, FEATURES, RELATIONS), {"num_bases": BASES}),
     ]
     return found + [Case(f"sum-{w}", "SimpleConv", ("sum",), inputs=w, width=w) for w in (100, 128, 256, 400)]

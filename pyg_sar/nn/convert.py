@@ -14,6 +14,7 @@ from pyg_sar.nn.conv.gat_conv import GATConv
 from pyg_sar.nn.conv.gatv2_conv import GATv2Conv
 from pyg_sar.nn.conv.gcn2_conv import GCN2Conv
 from pyg_sar.nn.conv.gcn_conv import GCNConv
+from pyg_sar.nn.conv.gen_conv import GENConv
 from pyg_sar.nn.conv.gin_conv import GINConv
 from pyg_sar.nn.conv.han_conv import HANConv
 from pyg_sar.nn.conv.hgt_conv import HGTConv
@@ -39,8 +40,8 @@ from pyg_sar.whole_graph import reason
 
 OURS = (
     ARGA, ARGVA, BatchNorm, BatchNorm1d, ChebConv, CorrectAndSmooth, DeepGraphInfomax, FastRGCNConv, GAE, GATConv,
-    GATv2Conv, GCN2Conv, GCNConv, GINConv, GraphNorm, GraphSizeNorm, HANConv, HGTConv, HeteroBatchNorm, InstanceNorm,
-    LabelPropagation, LayerNorm, MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv, TransformerConv, VGAE,
+    GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, GraphNorm, GraphSizeNorm, HANConv, HGTConv, HeteroBatchNorm,
+    InstanceNorm, LabelPropagation, LayerNorm, MeanSubtractionNorm, PairNorm, RGCNConv, SAGEConv, TransformerConv, VGAE,
 )  # fmt: skip
 # By the class of PyG or torch that each of them takes the place of.
 FORMS: dict[type, type] = {

@@ -60,7 +60,9 @@ def check_layer(
     reference, layer = case.build(torch_geometric.nn, dtype), case.build(dtype=dtype)
     layer.load_state_dict(reference.state_dict(), strict=True)
     reference.load_state_dict(layer.state_dict(), strict=True)
-    layer.to(device)
+    for module in layer.to(device).modules():
+        if hasattr(module, "group"):  # statistics are over these workers alone
+            module.group = group
     x_all = tuple(torch.randn(n, w).to(dtype) for n, w in zip((num_src, num_dst), widths, strict=True))
     extra_all = inputs(case.roles, edge_index.size(1), dtype)
 

@@ -142,6 +142,7 @@ OPTIONS = [
     Case(E, (8, 8), {**ROWWISE, "aggr": "softmax", "aggr_kwargs": {"learn": True, "channels": 8}}),
     Case(E, (8, 4), {**ROWWISE, "edge_dim": 3, "learn_t": True}, roles="a"),
     Case(E, ((8, 6), 4), {**ROWWISE, "learn_t": True}, pair="two"),
+    Case(E, (8, 4), {"norm": "batch", "learn_t": True, "learn_msg_scale": True}),
     Case(E, (8, 4), {**ROWWISE, "flow": "target_to_source"}),
     *(Case(F, (8, 4, 5), {"aggr": aggr}, roles="t") for aggr in ("mean", "sum")),
     Case(F, (8, 4, 5), {"num_bases": 2}, roles="t"),

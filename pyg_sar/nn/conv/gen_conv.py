@@ -12,6 +12,7 @@ from torch_geometric.nn.aggr import SoftmaxAggregation
 from pyg_sar.aggregate import SIMPLE, aggregate, reduce_rows
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.norm.batch_norm import BatchNorm1d
 from pyg_sar.reduce import ColumnSoftmax
 
 
@@ -28,8 +29,7 @@ class GENConv(MessagePassing, torch_geometric.nn.GENConv):
     aggregation ``"softmax"`` (with one temperature for all columns) streams as sums of rows, whose exponentials are
     taken once for each node, see :class:`~pyg_sar.reduce.ColumnSoftmax`; ``"mean"``, ``"sum"``, ``"max"`` and
     ``"min"`` stream as those of :class:`SAGEConv`. With features, and for others, it streams by PyG's own code
-    (:mod:`pyg_sar.nn.replay.choose`). A normalisation over nodes inside the MLP (``norm="batch"``, PyG's default) must
-    become one of :mod:`pyg_sar.nn`, to see the rows of all workers; ``norm="layer"`` needs nothing.
+    (:mod:`pyg_sar.nn.replay.choose`). The normalisations of ``norm="batch"`` are over the rows of all workers.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -39,6 +39,12 @@ class GENConv(MessagePassing, torch_geometric.nn.GENConv):
     """
 
     streamable = (*SIMPLE, "softmax")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for module in self.mlp:
+            if type(module) is torch.nn.BatchNorm1d:
+                module.__class__ = BatchNorm1d
 
     def forward(self, x: Any, edge_index: Any, edge_attr: Tensor | None = None, size: Any = None) -> Tensor:
         """Run the forward pass."""
