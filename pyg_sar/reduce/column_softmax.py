@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -61,28 +62,25 @@ class ColumnSoftmax(Reduce):
         """Return the state of destinations that have seen nothing."""
         return None, zeros(x, num_dst, 2 * x.size(1), dtype=accumulator(x.dtype))
 
-    def scores(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return values and scores ``[N, F]`` in the accumulator's type."""
-        x = x.to(accumulator(x.dtype))
-        if rows.const:
-            return x, x * rows.const[0].to(x.dtype)
-        return x, x if self.t == 1 else x * self.t
+    def temperature(self, rows: Rows) -> Tensor | float:
+        """Return the inverse temperature."""
+        return rows.const[0] if rows.const else self.t
 
     def step(self, state: State, block: Block, x: Tensor, rows: Rows) -> State:
         """Merge the block into the running softmax."""
-        (top, sums), (value, score) = state, self.scores(x, rows)
-        found = exponentials(score)
-        if found is None:
+        (top, sums), value, t = state, x.to(accumulator(x.dtype)), self.temperature(rows)
+        here = reference(value, t)
+        if here is None:
             out, total = sums.chunk(2, 1)
             lowest = torch.full_like(total, torch.finfo(total.dtype).min)
             top = lowest if top is None else torch.where(total > 0, top, lowest)
-            attention_(top, total, out, block.rowptr, block.col, score, value, *AS_HEADS, block.dst)
+            attention_(top, total, out, block.rowptr, block.col, value * t, value, *AS_HEADS, block.dst)
             return top, sums
-        weight, here = found
-        both = empty(value, value.size(0), 2 * value.size(1))
-        torch.mul(weight, value, out=both[:, : value.size(1)])
-        both[:, value.size(1) :] = weight
-        del value, score, weight
+        both = empty(value, value.size(0), 2 * value.size(1))  # [N, 2 * F]
+        product, weight = both.chunk(2, 1)
+        for span in spans(value):
+            weight[span] = exponentials(value[span], t, here)
+            torch.mul(weight[span], value[span], out=product[span])
         more = sums if top is None else zeros(sums, *sums.shape)
         spmm_(more, block.rowptr, block.col, both, None, None, False, block.dst)
         return (here, sums) if top is None else merge(top, sums, here, more)
@@ -99,50 +97,62 @@ class ColumnSoftmax(Reduce):
     ) -> Grads:
         """Rebuild the exponentials and sum over the transposed block."""
         assert x is not None
-        (top, total, result), (value, score) = saved, self.scores(x, rows)
-        found = exponentials(score)
-        if found is None:
+        (top, total, result), value, t = saved, x.to(accumulator(x.dtype)), self.temperature(rows)
+        here = reference(value, t)
+        if here is None:
             d_value, d_score = (zeros(value, *value.shape) for _ in range(2))
             top, inner = top.expand_as(total).contiguous(), result.to(total.dtype) * out
             attention_grad_(
-                d_value, d_score, None, None, None, block.rowptr, block.col, *block.transpose, score, value, None, None,
-                None, top, total, inner, out.to(value.dtype), *AS_HEADS[3:], block.dst,
+                d_value, d_score, None, None, None, block.rowptr, block.col, *block.transpose, value * t, value, None,
+                None, None, top, total, inner, out.to(value.dtype), *AS_HEADS[3:], block.dst,
             )  # fmt: skip
         else:
-            weight, here = found
             center = (value.amax(0) + value.amin(0)) / 2
             both = empty(total, total.size(0), 2 * total.size(1))  # [M, 2 * F]
             share, inner = both.chunk(2, 1)
             torch.div(since(here, top), total, out=share).mul_(out)
             torch.sub(result.to(total.dtype), center, out=inner).mul_(share)
-            sums = zeros(value, value.size(0), 2 * value.size(1))
+            sums = zeros(value, value.size(0), 2 * value.size(1))  # [N, 2 * F]
             ptr, row, _ = block.transpose
             spmm_(sums, ptr, row, both, None, None, False)
-            d_value, pull = sums.chunk(2, 1)
-            d_score = (value - center).mul_(d_value).sub_(pull).mul_(weight)
-            d_value = d_value.mul_(weight)
+            d_value, d_score = sums.chunk(2, 1)
+            for span in spans(value):
+                weight = exponentials(value[span], t, here)
+                torch.addcmul(-d_score[span], value[span] - center, d_value[span], out=d_score[span]).mul_(weight)
+                d_value[span] *= weight
         if self.semi_grad:
-            return d_value.to(x.dtype), Rows()
-        const = [(value * d_score).sum().to(rows.const[0].dtype).view_as(rows.const[0])] if rows.const else []
-        t = rows.const[0].to(value.dtype) if rows.const else self.t
-        return d_value.add_(d_score.mul_(t)).to(x.dtype), Rows(const=const)
+            return d_value.to(x.dtype).contiguous(), Rows()
+        const = [(value * d_score).sum().to(t.dtype).view_as(t)] if isinstance(t, Tensor) else []
+        return d_value.add(d_score.mul_(t)).to(x.dtype), Rows(const=const)
 
 
 # Of 'attention_', after the values: no queries, edges and vector; scores that are the keys; no dropout; first head.
 AS_HEADS = (None, None, None, ADDITIVE, 1.0, None, 0, 0.0, 0)
 
 
-def exponentials(score: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return :math:`e^{s - r}` and :math:`r` of each column, a whole number next to the largest score, so that
-    differences of two are exact; or None where a number would be less than the root of the least one.
+def reference(x: Tensor, t: Tensor | float) -> Tensor | None:
+    """Return for each column a whole number next to its largest score ``x * t``, ``[1, F]``, so that differences of two
+    are exact; or None where an exponential relative to it would be less than the root of the least number.
     """
-    if score.numel() == 0:
-        return score, score.new_zeros(1, score.size(1))
-    low, top = score.amin(0, keepdim=True), score.amax(0, keepdim=True).ceil_()  # 'aminmax' takes ten times as long
-    if not bool((top - low <= -math.log(torch.finfo(score.dtype).tiny) / 2).all()):  # NaN is not less either
-        return None
-    # In double precision, because what rounding takes off a large difference is the relative error of the exponential.
-    return (score.double() - top).exp_().to(score.dtype), top
+    if x.size(0) == 0:
+        return x.new_zeros(1, x.size(1))
+    ends = torch.stack([x.amin(0), x.amax(0)]).mul_(t)
+    top = ends.amax(0, keepdim=True).ceil_()
+    far = top - ends.amin(0) <= -math.log(torch.finfo(x.dtype).tiny) / 2  # NaN is not less either
+    return top if bool(far.all()) else None
+
+
+def spans(x: Tensor) -> Iterator[slice]:
+    """Return ranges of rows that stay in a cache, or keep a GPU busy."""
+    step = 2**12 if x.device.type == "cpu" else 2**18
+    return (slice(k, k + step) for k in range(0, x.size(0), step))
+
+
+def exponentials(x: Tensor, t: Tensor | float, top: Tensor) -> Tensor:
+    """Return the exponentials of scores ``x * t`` relative to a row. The difference is taken in double precision,
+    because what rounding takes off a large one is the relative error of the exponential.
+    """
+    return (x * t).double().sub_(top).exp_().to(x.dtype)
 
 
 def merge(top: Tensor, sums: Tensor, here: Tensor, more: Tensor) -> State:
@@ -151,11 +161,11 @@ def merge(top: Tensor, sums: Tensor, here: Tensor, more: Tensor) -> State:
     """
     old, new = sums.chunk(2, 1)[1] > 0, more.chunk(2, 1)[1] > 0
     both = torch.where(new, torch.where(old, torch.maximum(top, here), here), top)
-    for kept, reference in ((sums, top), (more, here)):
-        kept.view(sums.size(0), 2, -1).mul_(since(reference, both).unsqueeze(1))
+    for kept, below in ((sums, top), (more, here)):
+        kept.view(sums.size(0), 2, -1).mul_(since(below, both).unsqueeze(1))
     return both, sums.add_(more)
 
 
-def since(reference: Tensor, top: Tensor) -> Tensor:
-    """Return the exponential of what a reference is below ``top``; 1 where it is above, which is nobody's."""
-    return (reference - top).clamp_(max=0).exp_()
+def since(below: Tensor, top: Tensor) -> Tensor:
+    """Return the exponential of what a reference lies below another one; 1 where it is above, which is nobody's."""
+    return (below - top).clamp_(max=0).exp_()
