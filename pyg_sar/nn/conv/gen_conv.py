@@ -11,7 +11,7 @@ from torch_geometric.nn.aggr import SoftmaxAggregation
 
 from pyg_sar.aggregate import SIMPLE, aggregate, reduce_rows
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.message_passing import MessagePassing, of_sources
 from pyg_sar.nn.norm.batch_norm import BatchNorm1d
 from pyg_sar.reduce import ColumnSoftmax
 
@@ -52,15 +52,15 @@ class GENConv(MessagePassing, torch_geometric.nn.GENConv):
 
     def streams(self, kwargs: dict[str, Any]) -> bool:
         """Whether messages are rows of sources, which the aggregation knows."""
-        if kwargs["edge_attr"] is not None:
+        if kwargs.get("edge_attr") is not None:
             return False
         it = self.aggr_module
-        plain = type(it) is SoftmaxAggregation and it.channels == 1 and kwargs["x"][0].dim() == 2
+        plain = type(it) is SoftmaxAggregation and it.channels == 1 and of_sources(kwargs["x"]).dim() == 2
         return plain or self.aggr in SIMPLE
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate the messages of ``x``."""
-        x = kwargs["x"][0].relu() + self.eps
+        x = of_sources(kwargs["x"]).relu() + self.eps
         if self.aggr in SIMPLE:
             return reduce_rows(graph, x, self.aggr, node_dim=self.node_dim)
         it: Any = self.aggr_module

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_sar.aggregate import SIMPLE, reduce_rows
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.message_passing import MessagePassing, of_sources
 
 
 class GINConv(MessagePassing, torch_geometric.nn.GINConv):
@@ -40,4 +40,4 @@ class GINConv(MessagePassing, torch_geometric.nn.GINConv):
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``."""
         assert isinstance(self.aggr, str)
-        return reduce_rows(graph, kwargs["x"][0], self.aggr, node_dim=self.node_dim)
+        return reduce_rows(graph, of_sources(kwargs["x"]), self.aggr, node_dim=self.node_dim)

@@ -161,6 +161,11 @@ def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
         raise wrong_rows(it._graph, found, f"{it.size(1)} edges", "edge_attr[data.e_id]")
 
 
+def of_sources(x: Any) -> Tensor:
+    """Return the rows of sources of a tensor, or of a pair of rows of sources and destinations."""
+    return x if isinstance(x, Tensor) else x[0]
+
+
 def loops_between_sets(layer: Any, graph: ShardedGraph, edge_index: Any) -> bool:
     """Whether PyG must add self-loops between two sets of nodes, by its rule for the smaller one."""
     return layer.add_self_loops and graph.bipartite and not isinstance(edge_index, ShardedEdgeIndex)

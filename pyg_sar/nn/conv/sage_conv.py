@@ -11,7 +11,7 @@ from torch import Tensor
 from pyg_sar.aggregate import SIMPLE, SUMS, reduce_rows, reduce_rows_async
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear
-from pyg_sar.nn.conv.message_passing import MessagePassing, add, affine
+from pyg_sar.nn.conv.message_passing import MessagePassing, add, affine, of_sources
 from pyg_sar.sources import ProjectedRows
 
 
@@ -76,4 +76,4 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``."""
         assert isinstance(self.aggr, str)
-        return reduce_rows(graph, kwargs["x"][0], self.aggr, node_dim=self.node_dim)
+        return reduce_rows(graph, of_sources(kwargs["x"]), self.aggr, node_dim=self.node_dim)

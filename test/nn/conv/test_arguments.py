@@ -113,3 +113,21 @@ def the_whole_graphs(group):
 
 def test_tensors_of_the_whole_graph_on_workers(pool):
     pool.run(3, the_whole_graphs)
+
+
+@pytest.mark.parametrize("layer", ["SAGEConv", "GINConv", "GENConv"])
+def test_forward_of_ones_own(layer):
+    """It may give 'propagate' rows instead of a pair."""
+
+    def forward(self, x, edge_index):
+        more = {"edge_attr": None} if layer == "GENConv" else {}
+        return self.propagate(edge_index, x=x, **more) + x
+
+    def subclass(library):  # of a name of its own, by which PyG finds what it has generated
+        cls = type(f"Own{layer}", (getattr(library, layer),), {"forward": forward})
+        return cls(*{"GINConv": (torch.nn.Linear(8, 8),)}.get(layer, (8, 8)))
+
+    x = torch.randn(N, 8, dtype=torch.float64)
+    expected = subclass(gnn)(x, edges())
+    for parts in (1, 2):
+        torch.testing.assert_close(subclass(nn)(x, shard(edges(), N, parts)), expected, rtol=0, atol=1e-10)
