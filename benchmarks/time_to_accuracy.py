@@ -54,6 +54,8 @@ WAYS = {
     "PyG": Way(0),
     "PyG, sampled neighbors": Way(0, "sampled"),
     "1 worker": Way(1),
+    "1 worker, message flow": Way(1, "flow"),
+    "1 worker, 4 steps an epoch": Way(1, "steps"),
     "2 workers": Way(2),
     "2 workers, cached features": Way(2, "cached"),
     "2 workers, message flow": Way(2, "flow"),
