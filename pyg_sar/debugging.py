@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OpOverloadPacket
+from torch.overrides import TorchFunctionMode
 
 from pyg_sar.distributed import notices
 from pyg_sar.distributed.group import rank_of
@@ -78,14 +79,16 @@ def debug_if_asked() -> Iterator[None]:
         yield
 
 
-class Numbers(TorchDispatchMode):
-    """Checks the arguments of this package's operators."""
+class Numbers(TorchFunctionMode):
+    """Checks the arguments of this package's operators. Below a mode of dispatch there would be no autograd, which the
+    operators in plain PyTorch use.
+    """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look, then run."""
-        if func.namespace == "pyg_sar":
-            names = [argument.name for argument in func._schema.arguments]
-            check(func._schema.name.partition("::")[2], dict(zip(names, args, strict=False)) | (kwargs or {}))
+        if isinstance(func, OpOverloadPacket) and func._qualified_op_name.startswith("pyg_sar::"):
+            names = [argument.name for argument in func.default._schema.arguments]
+            check(func.__name__, dict(zip(names, args, strict=False)) | (kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -90,12 +90,12 @@ class Problem:
 
     def run(self, data: Any) -> Run:
         """Run on a worker."""
-        for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
-            seed(0)
-        before = states()
         model, ids = self.copied(), ids_of(data)
         totals = ids_of(self.sample.one())
         self.fill_tables(model, ids, totals)
+        for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
+            seed(0)  # after the copy, for which PyG 2.6 draws weights
+        before = states()
         recorder = Recorder(model, {k: (i, totals[k].numel()) for k, i in ids.items()}, self.foreign)
         run = Run(recorder, ids)
         try:

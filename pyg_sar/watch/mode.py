@@ -31,6 +31,7 @@ ARRAYS = {"numpy", "array", "tolist"}
 POOLS = ("torch_geometric.nn.pool", "torch_geometric.nn.aggr")
 METRICS = ("torch_geometric.nn", "sklearn", "ogb")  # where rows leave torch to become a number
 LIBRARIES = ("torch", "torch_geometric", "sklearn", "ogb", "numpy", "scipy")  # which scripts call
+MODES = ("pyg_sar.watch", "pyg_sar.debugging")  # which stand between a script and torch
 KNOWING = ("pyg_sar", "torchmetrics")  # who takes the rows of all workers together
 CONVERT = "'pyg_sar.nn.convert(model)' gives a model of PyG its exact form, if there is one"
 POOL = "Take the pooling of this name in 'pyg_sar.nn', or convert the module that does it ('pyg_sar.nn.convert')"
@@ -191,8 +192,8 @@ class Path:
     """Who called: frames of libraries, and beyond these the one of a script, or of this package."""
 
     def __init__(self) -> None:
-        inner, frame = beyond("pyg_sar.watch", *LIBRARIES)
-        self.inner = [f for f in inner if not within(f, "pyg_sar.watch")]
+        inner, frame = beyond(*MODES, *LIBRARIES)
+        self.inner = [f for f in inner if not within(f, *MODES)]
         self.known = frame is None or within(frame, *KNOWING) or any(map(passes_messages, (*self.inner, frame)))
         self.file, self.line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 

@@ -217,6 +217,21 @@ def test_refused(parts: str, name: str) -> None:
         assert text.startswith(f"[rank {rank}] {__file__}, line ") and "pyg_sar.allow_local()" in text
 
 
+@pytest.mark.parametrize("name", list(REFUSED)[::5])
+def test_refused_while_numbers_are_looked_at(parts: str, name: str) -> None:
+    """As 'pyg_sar.debug' does, by a mode that stands between the script and the watch."""
+    work, says = REFUSED[name]
+
+    def looked(data: Any) -> Any:
+        with pyg_sar.debug():
+            return work(data)
+
+    for error in outcomes(f"{parts}/one", looked):
+        with pytest.raises(NotImplementedError, match=says) as caught:
+            raise error if isinstance(error, BaseException) else AssertionError(f"it ran: {error}")
+        assert f"{__file__}, line " in str(caught.value)
+
+
 def test_nothing_is_refused_without_the_watch(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyg_sar.distributed.guard.ON", False)  # as PYG_SAR_GUARDS=0 has it
 
