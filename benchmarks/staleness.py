@@ -41,7 +41,7 @@ TASKS = {
     "squirrel": {"gcn2": (0.01, 0.5, 0.0, 30), "resgcn": (0.002, 0.5, 0.0, 30)},
     "Computers": {"gcn2": (0.01, 0.2, 0.0, 30), "resgcn": (0.002, 0.5, 0.0, 30)},
 }
-WITHOUT_PYG = {("squirrel", "resgcn"), ("Computers", "resgcn")}  # a minute or more for an epoch; one chunk is exact
+WITHOUT_PYG = {("squirrel", "resgcn"), ("Computers", "resgcn")}  # its layers take too long there; one chunk is exact
 MODELS = {"gcn2": "GCNII", "resgcn": "ResGCN+"}
 LAYERS, HIDDEN = 16, 64
 COLUMNS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ ABOUT = """Test accuracy in per cent at the best validation accuracy, mean ± de
 split where there are several; their number comes last), and in brackets the median of epochs until the validation
 accuracy is within 1% of its best. {layers} layers of {hidden}, Adam, at most {epochs} epochs, fewer where nothing
 improves for 30 (not on Cora). History of ten epochs, chunks in another order in each epoch; one chunk is exact. *Not
-run*: an epoch of PyG's own layers takes a minute or more. Made by `benchmarks/staleness.py`."""
+run*: PyG's own layers take too long. Made by `benchmarks/staleness.py`."""
 RULES_ABOUT = """What each rule for old rows does, by 32 chunks if not said otherwise. *The exact pass*: history is that
 of an evaluation at the end of the epoch, without dropout. *Late*: the gradient of a row that was read as history
 arrives in the next epoch. *8 parts*: all rows of other parts are old, as if eight workers refreshed theirs every ten

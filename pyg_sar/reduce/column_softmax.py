@@ -69,7 +69,7 @@ class ColumnSoftmax(Reduce):
     def step(self, state: State, block: Block, x: Tensor, rows: Rows) -> State:
         """Merge the block into the running softmax."""
         (top, sums), value, t = state, x.to(accumulator(x.dtype)), self.temperature(rows)
-        here = reference(value, t)
+        here = reference(ends(value), t)
         if here is None:
             out, total = sums.chunk(2, 1)
             lowest = torch.full_like(total, torch.finfo(total.dtype).min)
@@ -98,7 +98,8 @@ class ColumnSoftmax(Reduce):
         """Rebuild the exponentials and sum over the transposed block."""
         assert x is not None
         (top, total, result), value, t = saved, x.to(accumulator(x.dtype)), self.temperature(rows)
-        here = reference(value, t)
+        limits = ends(value)
+        here = reference(limits, t)
         if here is None:
             d_value, d_score = (zeros(value, *value.shape) for _ in range(2))
             top, inner = top.expand_as(total).contiguous(), result.to(total.dtype) * out
@@ -107,7 +108,7 @@ class ColumnSoftmax(Reduce):
                 None, None, top, total, inner, out.to(value.dtype), *AS_HEADS[3:], block.dst,
             )  # fmt: skip
         else:
-            center = (value.amax(0) + value.amin(0)) / 2
+            center = limits.mean(0)
             both = empty(total, total.size(0), 2 * total.size(1))  # [M, 2 * F]
             share, inner = both.chunk(2, 1)
             torch.div(since(here, top), total, out=share).mul_(out)
@@ -130,16 +131,20 @@ class ColumnSoftmax(Reduce):
 AS_HEADS = (None, None, None, ADDITIVE, 1.0, None, 0, 0.0, 0)
 
 
-def reference(x: Tensor, t: Tensor | float) -> Tensor | None:
+def ends(x: Tensor) -> Tensor:
+    """Return the least and the largest value of each column, ``[2, F]``; zeros if there are no rows."""
+    return torch.stack([x.amin(0), x.amax(0)]) if x.size(0) > 0 else x.new_zeros(2, x.size(1))
+
+
+def reference(values: Tensor, t: Tensor | float) -> Tensor | None:
     """Return for each column a whole number next to its largest score ``x * t``, ``[1, F]``, so that differences of two
-    are exact; or None where an exponential relative to it would be less than the root of the least number.
+    are exact; or None where an exponential relative to it would be less than the root of the least number. ``values``
+    are the :func:`ends` of ``x``.
     """
-    if x.size(0) == 0:
-        return x.new_zeros(1, x.size(1))
-    ends = torch.stack([x.amin(0), x.amax(0)]).mul_(t)
-    top = ends.amax(0, keepdim=True).ceil_()
-    far = top - ends.amin(0) <= -math.log(torch.finfo(x.dtype).tiny) / 2  # NaN is not less either
-    return top if bool(far.all()) else None
+    scores = values * t
+    top = scores.amax(0, keepdim=True).ceil_()
+    near = top - scores.amin(0) <= -math.log(torch.finfo(scores.dtype).tiny) / 2  # NaN is not less either
+    return top if bool(near.all()) else None
 
 
 def spans(x: Tensor) -> Iterator[slice]:

@@ -64,6 +64,11 @@ def test_edge_tensors_of_another_length(name, wrong):
 def test_one_row_for_all_edges_is_no_mistake():
     layer, x, row = Shared(), torch.randn(N, 8), torch.randn(1, 3)
     torch.testing.assert_close(nn.convert(Shared())(x, shard(edges(), N, 2), row), layer(x, edges(), row))
+    torch.manual_seed(0)
+    reference, layer = (library.GENConv(8, 4, norm="layer", edge_dim=3) for library in (gnn, nn))
+    layer.load_state_dict(reference.state_dict())
+    for it in (edges(), shard(edges(), N, 2)):
+        torch.testing.assert_close(layer(x, it, row), reference(x, edges(), row))
 
 
 @pytest.mark.parametrize("layer", [nn.SAGEConv((8, 8), 4), nn.GINConv(torch.nn.Linear(8, 4)), nn.RGCNConv((8, 8), 4, 5),
