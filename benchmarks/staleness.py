@@ -128,9 +128,8 @@ def fit(
             out = predict()
         shares: Any = None
         if out is not None:
-            with pyg_sar.allow_local():  # they are all rows
-                right = (out.argmax(-1) == y).double()
-                shares = [float(right[masks[mask]].mean()) for mask in MASKS[1:]]
+            right = (out.argmax(-1) == y).double()
+            shares = [float(right[masks[mask]].mean()) for mask in MASKS[1:]]
         curve.append(tuple(tell(shares)))
         best = max(range(epoch), key=lambda k: curve[k][0])
         if epoch - 1 - best >= patience:

@@ -104,8 +104,9 @@ def load(
         seed = said[0]["seed"] + 0x9E3779B9 * k  # other masks of dropout for every edge type
         graph = assemble(rows.topology, rank, group, remat, prefetch, seed, comm_dtype, log)
         edges[it] = ShardedEdgeIndex(graph).replace(one_shot=one_shot)
-    lists = () if shard.typed else shard.attrs
-    return watch.loaded(_data(shard, edges).to(str(device)), lists)
+    data = _data(shard, edges).to(str(device))
+    # A single worker, such as that of a stage of a pipeline, has all rows.
+    return data if shard.num_parts == 1 else watch.loaded(data, () if shard.typed else shard.attrs)
 
 
 def _agree(said: list[dict[str, Any]], rank: int) -> None:

@@ -155,7 +155,8 @@ class Watch(TorchFunctionMode):
         try:
             out = function(*args, **kwargs)
             given = {kind.what for t in tensors(args, kwargs) if (kind := self.kind(t)) is not None}
-            known = what != ROWS or ROWS in given or any(sharded(args, kwargs))
+            shares = (it for it in sharded(args, kwargs) if not it._graph.exchange.alone)
+            known = what != ROWS or ROWS in given or next(shares, None) is not None
             dim = getattr(args[0], "node_dim", 0) if what == ROWS else 0
             for t in tensors(out):
                 self.mark(t, Kind(what, dim % max(t.dim(), 1)) if known else None)

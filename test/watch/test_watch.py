@@ -25,6 +25,7 @@ import pyg_sar
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
 from pyg_sar.distributed.group import Workers
+from pyg_sar.distributed.stages import mesh_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.structure import tensors
 from pyg_sar.watch import LOSS, ROWS, SAME, current, rows
@@ -263,6 +264,23 @@ def test_allow_local(parts: str) -> None:
 
     passes(f"{parts}/one", work)
     assert center(torch.ones(2, 3)).tolist() == [[0.0] * 3] * 2
+
+
+def only_of_its_group(group: Any, folder: str) -> float | None:
+    mesh = mesh_of(torch.arange(2).view(2, 1))
+    if mesh is None:
+        return None
+    with watching():
+        assert isinstance(current(), Watch)
+        data = pyg_sar.load(folder, group=mesh.get_group("graph"))
+        h = pyg_sar.nn.SAGEConv(8, C)(data.x - data.x.mean(0), data.edge_index)
+        return float((h.argmax(-1) == data.y).double().mean())
+
+
+def test_the_only_worker_of_a_group_has_all_rows(pool: Any, tmp_path: Any) -> None:
+    """Such as the last stage of a pipeline, which tells the accuracy."""
+    pyg_sar.partition(graph(), 1, tmp_path / "whole")
+    assert all(0 <= share <= 1 for share in pool.run(2, only_of_its_group, str(tmp_path / "whole")))
 
 
 def test_a_number_of_one_worker_warns_once(parts: str) -> None:
