@@ -175,8 +175,6 @@ def load_checkpoint(
         shared = _read(it, SHARED, info)
         if stage.keys() - mine["stage"].keys():
             raise ValueError(f"it holds {', '.join(mine['stage']) or 'none'} of a pipeline's {', '.join(stage)}")
-        for name, (_, load) in stage.items():
-            load(mine["stage"][name])
         for what, there in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
             if there is not None and shared[what] is None:
                 raise ValueError(f"it holds no {what}")
@@ -185,17 +183,23 @@ def load_checkpoint(
     doing = f"read '{it}'. Remove this folder to go on from the one before"
     told, shared = on_all(read, doing, group, mine=True)
     same = bool(-global_max(torch.tensor([-int(told["same"])]), group))
-    rows, states = told["local"]
-    if model is not None:
-        model.load_state_dict(shared["model"] | rows)
-    if optimizer is not None:
-        shared["optimizer"]["state"] |= states
-        optimizer.load_state_dict(shared["optimizer"])
-    if scheduler is not None:
-        scheduler.load_state_dict(shared["scheduler"])
-    for seeds, (seed, drawn) in zip(_seeds(data), told["mine"]["seeds"], strict=True):
-        seeds.seed, seeds.drawn = seed, drawn
-    _restore_generators(told["mine"]["generators"], same, rank)
+
+    def put() -> None:
+        rows, states = told["local"]
+        for name, (_, load) in stage.items():
+            load(told["mine"]["stage"][name])
+        if model is not None:
+            model.load_state_dict(shared["model"] | rows)
+        if optimizer is not None:
+            shared["optimizer"]["state"] |= states
+            optimizer.load_state_dict(shared["optimizer"])
+        if scheduler is not None:
+            scheduler.load_state_dict(shared["scheduler"])
+        for seeds, (seed, drawn) in zip(_seeds(data), told["mine"]["seeds"], strict=True):
+            seeds.seed, seeds.drawn = seed, drawn
+        _restore_generators(told["mine"]["generators"], same, rank)
+
+    on_all(put, doing, group)  # nobody begins before all have read theirs
     if not same and rank == 0:
         warnings.warn(
             f"'{it}' is of {told['info']['workers']} workers, or of another partition. Training goes on from its "

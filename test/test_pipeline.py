@@ -371,6 +371,15 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     with pytest.raises(RuntimeError, match="it holds pipeline, blocks of a pipeline's pipeline, blocks, optimizer"):
         optimizer = torch.optim.Adam(pipe.parameters())
         pyg_sar.load_checkpoint(tmp_path / "one", pipe=pipe, optimizer=optimizer)
+    other = alone(data.edge_index, 4)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1)
+    before = {name: t.clone() for name, t in other.state_dict().items()}
+    with pytest.raises(RuntimeError, match="it holds no scheduler"):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        pyg_sar.load_checkpoint(tmp_path / "one", pipe=other, scheduler=scheduler)
+    assert all(torch.equal(before[name], t) for name, t in other.state_dict().items())  # all or nothing
 
 
 def test_bytes_between_stages(stages_pool, folders):
