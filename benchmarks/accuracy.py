@@ -1,11 +1,12 @@
 """Test accuracy on real graphs: PyG in one process, and pyg_sar on several workers or with rows in files, over seeds.
 
-    python benchmarks/accuracy.py --root data
+    python benchmarks/accuracy.py --root data --runs /tmp/accuracy.jsonl --out docs/results
 
-Prints the table of the README. Every data set is loaded and partitioned once for all runs.
+``runs`` keeps what was trained. Writes ``accuracy.md``.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -14,29 +15,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from harness.launch import answer, launch
-from harness.runs import mean_and_spread
+from harness.launch import answer, launch, words
+from harness.report import write
+from harness.runs import Runs, mean_and_spread
+from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
 
-# data set, layer, hidden width, epochs, seeds
-TASKS = [
-    ("Planetoid/Cora", "gcn", 16, 100, 5),
-    ("Entities/AIFB", "rgcn", 16, 10, 5),
-    ("Entities/MUTAG", "rgcn", 16, 20, 5),
-    ("Coauthor/Physics", "gcn", 16, 10, 5),
-]
-# number of workers (0: PyG), title, what is not as usual
-COLUMNS = [
-    (0, "PyG, 1 process", "nothing"),
-    (2, "2 workers", "nothing"),
-    (4, "4 workers", "nothing"),
-    (1, "1 worker, rows in files, 8 chunks", "offload"),
-    (2, "2 workers, bf16 travels", "comm_dtype"),
-    (0, "PyG, autocast to bf16", "autocast"),
-    (2, "2 workers, autocast to bf16", "autocast"),
-]
+# Of each data set: layer, hidden width, epochs
+TASKS = {
+    "Planetoid/Cora": ("gcn", 16, 100),
+    "Entities/AIFB": ("rgcn", 16, 10),
+    "Entities/MUTAG": ("rgcn", 16, 20),
+    "Coauthor/Physics": ("gcn", 16, 10),
+}
+LAYERS = {"gcn": "GCN", "rgcn": "R-GCN"}
+# Number of workers (0: PyG), and what is not as usual
+COLUMNS = {
+    "PyG, 1 process": (0, "nothing"),
+    "2 workers": (2, "nothing"),
+    "4 workers": (4, "nothing"),
+    "1 worker, rows in files, 8 chunks": (1, "offload"),
+    "2 workers, bfloat16 travels": (2, "comm_dtype"),
+    "PyG, autocast to bfloat16": (0, "autocast"),
+    "2 workers, autocast to bfloat16": (2, "autocast"),
+}
+ABOUT = """Test accuracy in per cent, mean ± deviation over {seeds} seeds, of two layers as in PyG's own examples:
+by PyG in one process, and by the same training on workers, which draw other dropout masks. *Travels*: `comm_dtype`.
+Made by `benchmarks/accuracy.py`, which has the hyper-parameters."""
 
 
 class Net(torch.nn.Module):
@@ -90,55 +97,69 @@ def fit(nn: Any, data: Any, kind: str, hidden: int, epochs: int, seed: int, rank
 
 
 def worker(args: argparse.Namespace) -> None:
+    """Train as one of the workers, or alone, from all seeds."""
     with pyg_sar.process_group() as rank:
         torch.manual_seed(args.seeds)
         if args.folder:
-            nn, data = (
-                pyg_sar.nn,
-                pyg_sar.load(args.folder, comm_dtype=torch.bfloat16 if args.how == "comm_dtype" else None),
-            )
+            sent = torch.bfloat16 if args.how == "comm_dtype" else None
+            nn, data = pyg_sar.nn, pyg_sar.load(args.folder, comm_dtype=sent)
             if args.how == "offload":
                 data = pyg_sar.offload(data, chunks=8, home=args.folder)
         else:
             nn, data = torch_geometric.nn, dataset(args.task, args.root)
             data.total_nodes = data.num_nodes
-        settings = args.kind, args.hidden, args.epochs
-        answer([fit(nn, data, *settings, seed, rank, args.how == "autocast") for seed in range(args.seeds)])
+        casts = args.how == "autocast"
+        answer([fit(nn, data, *TASKS[args.task], seed, rank, casts) for seed in range(args.seeds)])
+
+
+def table(runs: dict[str, Any], seeds: int) -> list[str]:
+    """Return the lines of all that was trained."""
+    lines = [ABOUT.format(seeds=seeds), ""]
+    lines += [f"| graph | layer | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for name, (kind, *_) in TASKS.items():
+        cells = []
+        for title, (_, how) in COLUMNS.items():
+            accuracies = runs.get(json.dumps([name, title, seeds]))
+            told = mean_and_spread([100 * one for one in accuracies]) if accuracies else ""
+            cells.append("no features" if no_rows(name, how) else told)
+        lines.append(f"| {name} | {LAYERS[kind]} | {' | '.join(cells)} |")
+    return lines
+
+
+def no_rows(name: str, how: str) -> bool:
+    """Whether a graph has nothing that could live in files."""
+    return how == "offload" and name.startswith("Entities")
 
 
 def main(args: argparse.Namespace) -> None:
-    columns = ["graph", "layer", *(title for _, title, _ in COLUMNS)]
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    """Train what is not in ``runs`` yet, and write the table."""
+    runs = Runs(args.runs)
+    cases = [(name, title) for name in args.graphs for title in COLUMNS if not no_rows(name, COLUMNS[title][1])]
     with tempfile.TemporaryDirectory() as scratch:
-        for name, kind, hidden, epochs, seeds in TASKS:
-            if args.only and args.only not in name:
+        for name, title in tqdm(cases):
+            if (key := json.dumps([name, title, args.seeds])) in runs:
                 continue
-            common = ["--task", name, "--root", args.root, "--kind", kind, "--hidden", str(hidden)]
-            common += ["--epochs", str(epochs), "--seeds", str(seeds)]
-            cells = []
-            for workers, title, how in COLUMNS:
-                if how == "offload" and name.startswith("Entities"):
-                    cells.append("no features")
-                    continue
-                folder = Path(scratch) / f"{name.replace('/', '-')}-{workers}"
-                if workers and not folder.exists():
-                    pyg_sar.partition(dataset(name, args.root), workers, folder)
-                where = ["--how", how, *(["--folder", str(folder)] if workers else [])]
-                accs = launch(__file__, workers, common + where, threads=1 if workers else 2)[0]
-                cells.append(mean_and_spread([100 * accuracy for accuracy in accs]))
-                print(name, kind, title, accs, file=sys.stderr)
-            print(f"| {name} | {kind.upper()} | {' | '.join(cells)} |", flush=True)
+            workers, how = COLUMNS[title]
+            folder = Path(scratch) / f"{name.replace('/', '-')}-{workers}"
+            if workers and not folder.exists():
+                pyg_sar.partition(dataset(name, args.root), workers, folder)
+            own = words(task=name, root=args.root, seeds=args.seeds, how=how, folder=folder if workers else "")
+            runs.keep(key, launch(__file__, workers, own, threads=1 if workers else 2)[0])
+    print(write(args.out, "accuracy.md", table(runs, args.seeds)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    if sys.argv[1:2] == ["--worker"]:
+        parser.add_argument("--worker", action="store_true")
+        for option in ("task", "root", "how", "folder"):
+            parser.add_argument(f"--{option}")
+        parser.add_argument("--seeds", type=int)
+        worker(parser.parse_args())
+        sys.exit()
     parser.add_argument("--root", default="data")
-    parser.add_argument("--only", help="only data sets whose name contains this")
-    for option in ("--worker", "--how", "--folder", "--task", "--kind", "--hidden", "--epochs", "--seeds"):
-        number = option in ("--hidden", "--epochs", "--seeds")
-        if option == "--worker":
-            parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
-        else:
-            parser.add_argument(option, type=int if number else str, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    worker(arguments) if arguments.worker else main(arguments)
+    parser.add_argument("--graphs", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--runs", default="accuracy.jsonl", help="a file of finished runs")
+    parser.add_argument("--out", default="docs/results")
+    main(parser.parse_args())

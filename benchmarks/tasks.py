@@ -1,14 +1,16 @@
 """Heterogeneous graphs and link prediction on real graphs: PyG in one process, and pyg_sar on 1, 2 and 4 workers.
 
-    python benchmarks/tasks.py --root data
+    python benchmarks/tasks.py --root data --runs /tmp/tasks.jsonl --out docs/results
 
 All is trained in double precision without dropout, so that the losses of all epochs can be compared: the table's last
 column is the largest difference from PyG's, of any number of workers. Negative pairs of "link" are the same in every
-epoch; those of "link, drawn" are drawn anew, by ``pyg_sar.negative_sampling``. Writes ``tasks.md``.
+epoch; those of "link, drawn" are drawn anew, by ``pyg_sar.negative_sampling``. ``runs`` keeps what was trained. Writes
+``tasks.md``.
 """
 
 import argparse
 import copy
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -20,9 +22,10 @@ import torch_geometric
 import torch_geometric.nn as gnn
 from harness.launch import answer, launch, words
 from harness.report import write
-from harness.runs import mean_and_spread
+from harness.runs import Runs, mean_and_spread
 from torch_geometric.transforms import RandomLinkSplit
 from torch_geometric.utils import negative_sampling
+from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
@@ -39,8 +42,11 @@ TASKS = [
     ("Planetoid/Cora", "link", 40, 3),
     ("Planetoid/Cora", "link, drawn", 40, 6),
 ]
+WORKERS = (0, 1, 2, 4)  # 0: PyG in one process
 WIDTH = 32
 LABELLED = {"DBLP": "author", "IMDB": "movie"}  # the type of nodes that is classified
+ABOUT = """Trained in double precision, {width} hidden; mean ± deviation over seeds; METIS parts. *Losses differ by*: at
+most, between PyG and any number of workers, over all epochs and seeds. Made by `benchmarks/tasks.py`."""
 
 
 def read(task: str, root: str) -> Any:
@@ -142,6 +148,7 @@ def area(scores: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def worker(args: argparse.Namespace) -> None:
+    """Train as one of the workers, or alone, from all seeds."""
     with pyg_sar.process_group():
         data = pyg_sar.load(args.folder) if args.folder else read(args.task, args.root)
         results = []
@@ -159,45 +166,51 @@ def worker(args: argparse.Namespace) -> None:
         answer(results)
 
 
-def main(args: argparse.Namespace) -> None:
+def table(runs: dict[str, Any]) -> list[str]:
+    """Return the lines of all that was trained."""
     columns = ["graph", "model", "metric", "PyG, 1 process", "1 worker", "2 workers", "4 workers", "losses differ by"]
-    lines = [
-        f"Trained in double precision, {WIDTH} hidden; mean and spread over seeds; METIS parts. *Losses differ by*: "
-        f"at most, between PyG and any number of workers, over all epochs and seeds. Made by `benchmarks/tasks.py`.\n",
-        f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
-    ]
+    lines = [ABOUT.format(width=WIDTH), "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for task, kind, *_, seeds in TASKS:
+        found = [runs.get(json.dumps([task, kind, seeds, workers])) for workers in WORKERS]
+        if not all(found):
+            continue
+        cells = [mean_and_spread([100 * value for _, value in results]) for results in found]
+        losses = [torch.tensor([curve for curve, _ in results], dtype=torch.float64) for results in found]
+        differs = max(float((curve - losses[0]).abs().max()) for curve in losses)
+        cells.append("drawn anew" if kind == "link, drawn" else f"{differs:.0e}")
+        metric = "accuracy" if task in LABELLED else "area under ROC curve"
+        lines.append(f"| {task} | {kind} | {metric} | {' | '.join(cells)} |")
+    return lines
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train what is not in ``runs`` yet, and write the table."""
+    runs = Runs(args.runs)
     with tempfile.TemporaryDirectory() as scratch:
-        for task, kind, epochs, seeds in TASKS:
-            common = words(task=task, root=args.root, kind=kind, epochs=epochs, seeds=seeds)
-            cells, losses = [], []
-            for workers in (0, 1, 2, 4):
-                folder = Path(scratch) / f"{task.replace('/', '-')}-{workers}"
-                if workers and not folder.exists():
-                    pairs = () if task in LABELLED else ("pairs", "negatives", "test_pairs")  # ids of the whole graph
-                    levels = dict.fromkeys(pairs, "graph")
-                    pyg_sar.partition(read(task, args.root), workers, folder, levels=levels)
-                where = ["--folder", str(folder)] if workers else []
-                results = launch(__file__, workers, common + where, threads=1)[0]
-                losses.append(torch.tensor([curve for curve, _ in results], dtype=torch.float64))
-                values = [100 * value for _, value in results]
-                cells.append(mean_and_spread(values))
-                print(task, kind, workers, values, file=sys.stderr)
-            differs = max(float((curve - losses[0]).abs().max()) for curve in losses)
-            cells.append("drawn anew" if kind == "link, drawn" else f"{differs:.0e}")
-            metric = "accuracy" if task in LABELLED else "area under ROC curve"
-            lines.append(f"| {task} | {kind} | {metric} | {' | '.join(cells)} |")
-    print(write(args.out, "tasks.md", lines))
+        for task, kind, epochs, seeds, workers in tqdm([(*case, workers) for case in TASKS for workers in WORKERS]):
+            if (key := json.dumps([task, kind, seeds, workers])) in runs:
+                continue
+            folder = Path(scratch) / f"{task.replace('/', '-')}-{workers}"
+            if workers and not folder.exists():
+                pairs = () if task in LABELLED else ("pairs", "negatives", "test_pairs")  # ids of the whole graph
+                pyg_sar.partition(read(task, args.root), workers, folder, levels=dict.fromkeys(pairs, "graph"))
+            own = words(task=task, root=args.root, kind=kind, epochs=epochs, seeds=seeds)
+            own += words(folder=folder if workers else "")
+            runs.keep(key, launch(__file__, workers, own, threads=1)[0])
+    print(write(args.out, "tasks.md", table(runs)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    if sys.argv[1:2] == ["--worker"]:
+        parser.add_argument("--worker", action="store_true")
+        for option in ("folder", "task", "root", "kind"):
+            parser.add_argument(f"--{option}")
+        for option in ("epochs", "seeds"):
+            parser.add_argument(f"--{option}", type=int)
+        worker(parser.parse_args())
+        sys.exit()
     parser.add_argument("--root", default="data")
+    parser.add_argument("--runs", default="tasks.jsonl", help="a file of finished runs")
     parser.add_argument("--out", default="docs/results")
-    for option in ("--worker", "--folder", "--task", "--kind", "--epochs", "--seeds"):
-        if option == "--worker":
-            parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
-        else:
-            kind = int if option in ("--epochs", "--seeds") else str
-            parser.add_argument(option, type=kind, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    worker(arguments) if arguments.worker else main(arguments)
+    main(parser.parse_args())
