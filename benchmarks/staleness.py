@@ -152,6 +152,8 @@ def run(
         edges = it.edge_index
         if kind == "gcn2":  # takes a sparse matrix, which is symmetric here, and is faster then
             edges = to_torch_csr_tensor(edges, size=(it.num_nodes, it.num_nodes))
+            for layer in model.modules():
+                layer.cached = True  # of those that have it: the edges are normalised once
 
         def plain(epoch: int) -> None:
             optimizer.zero_grad()
