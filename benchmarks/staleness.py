@@ -153,7 +153,8 @@ def run(
         if kind == "gcn2":  # takes a sparse matrix, which is symmetric here, and is faster then
             edges = to_torch_csr_tensor(edges, size=(it.num_nodes, it.num_nodes))
             for layer in model.modules():
-                layer.cached = True  # of those that have it: the edges are normalised once
+                if isinstance(layer, torch_geometric.nn.GCN2Conv):
+                    layer.cached = True  # the edges are normalised once
 
         def plain(epoch: int) -> None:
             optimizer.zero_grad()

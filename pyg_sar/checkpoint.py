@@ -180,8 +180,7 @@ def load_checkpoint(
                 raise ValueError(f"it holds no {what}")
         return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared
 
-    doing = f"read '{it}'. Remove this folder to go on from the one before"
-    told, shared = on_all(read, doing, group, mine=True)
+    told, shared = on_all(read, f"read '{it}'. Remove this folder to go on from the one before", group, mine=True)
     same = bool(-global_max(torch.tensor([-int(told["same"])]), group))
 
     def put() -> None:
@@ -199,7 +198,7 @@ def load_checkpoint(
             seeds.seed, seeds.drawn = seed, drawn
         _restore_generators(told["mine"]["generators"], same, rank)
 
-    on_all(put, doing, group)  # nobody begins before all have read theirs
+    on_all(put, f"load '{it}'", group)  # nobody begins before all have read theirs
     if not same and rank == 0:
         warnings.warn(
             f"'{it}' is of {told['info']['workers']} workers, or of another partition. Training goes on from its "

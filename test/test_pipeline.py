@@ -379,7 +379,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     with pytest.raises(RuntimeError, match="it holds no scheduler"):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         pyg_sar.load_checkpoint(tmp_path / "one", pipe=other, scheduler=scheduler)
-    assert all(torch.equal(before[name], t) for name, t in other.state_dict().items())  # all or nothing
+    assert all(torch.equal(before[name], t) for name, t in other.state_dict().items())  # nothing was loaded
 
 
 def test_bytes_between_stages(stages_pool, folders):
