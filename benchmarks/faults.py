@@ -101,7 +101,7 @@ def strike(fault: str) -> None:
             os.environ["WORLD_SIZE"] = "3"
 
 
-def worker(folder: str, name: str, epochs: int, faults: list[tuple[str, str]]) -> None:
+def worker(folder: str, name: str, device: str, epochs: int, faults: list[tuple[str, str]]) -> None:
     """Train from the newest checkpoint, and meet the fault of this attempt on rank 1, in the second epoch."""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     phase, fault = faults[attempt] if attempt < len(faults) else ("", "")
@@ -114,8 +114,8 @@ def worker(folder: str, name: str, epochs: int, faults: list[tuple[str, str]]) -
     with pyg_sar.process_group("gloo", timeout=TIMEOUT) as rank:
         at("load")
         torch.manual_seed(0)
-        data = pyg_sar.load(f"{folder}/graph")
-        model = GNN(pyg_sar.nn, "gat", data.x.size(1), 8, data.num_classes, attention_dropout=0.2)
+        data = pyg_sar.load(f"{folder}/graph", device)
+        model = GNN(pyg_sar.nn, "gat", data.x.size(1), 8, data.num_classes, attention_dropout=0.2).to(device)
         pyg_sar.broadcast_parameters(model)
         torch.manual_seed(rank)
         optimizer = torch.optim.Adam(model.parameters())
@@ -147,14 +147,14 @@ def worker(folder: str, name: str, epochs: int, faults: list[tuple[str, str]]) -
             save_file({k: v.contiguous() for k, v in model.state_dict().items()}, f"{folder}/{name}.safetensors")
 
 
-def run(folder: str, phase: str, fault: str) -> Outcome:
-    """Return what becomes of two workers."""
+def run(folder: str, phase: str, fault: str, device: str = "cpu") -> Outcome:
+    """Return what becomes of two workers, perhaps on one GPU."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     workers: list[Any] = []
     for rank in range(2):
         env = environment(1, **address, RANK=str(rank), WORLD_SIZE="2")
-        command = [*WORKER, folder, f"saves-{phase}-{fault}", "2", f"{phase}/{fault}"]
+        command = [*WORKER, folder, f"saves-{phase}-{fault}", device, "2", f"{phase}/{fault}"]
         workers.append(
             subprocess.Popen(
                 [sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -181,7 +181,7 @@ def recover(folder: str, faults: list[tuple[str, str]]) -> bool:
     weights = []
     for name, its in (("whole", []), ("resumed", faults)):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={len(its)}"]
-        command = [*torchrun, *WORKER, folder, name, str(len(faults) + 2), *map("/".join, its)]
+        command = [*torchrun, *WORKER, folder, name, "cpu", str(len(faults) + 2), *map("/".join, its)]
         subprocess.run([sys.executable, *command], env=environment(1), check=True, capture_output=True, timeout=1800)
         weights.append(Path(f"{folder}/{name}.safetensors").read_bytes())
     return weights[0] == weights[1]
@@ -240,7 +240,7 @@ def prepare(folder: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(*sys.argv[2:4], int(sys.argv[4]), [tuple(it.split("/")) for it in sys.argv[5:]])
+        worker(*sys.argv[2:5], int(sys.argv[5]), [tuple(it.split("/")) for it in sys.argv[6:]])
         sys.exit()
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")

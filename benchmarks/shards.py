@@ -4,7 +4,9 @@
     python benchmarks/shards.py --nodes 20000 --edges 1000000 --out /tmp
 
 Three layers of GraphSAGE or GAT, forward, backward and one step of Adam. Implementations take turns; each has the whole
-device while it runs. Writes ``shards-cpu.md`` or ``shards-cuda.md``.
+device while it runs. On a GPU there are two more ways to run a step on one shard: captured in a CUDA graph, and with
+the model compiled, whose layers are what the compiler leaves as they are. Writes ``shards-cpu.md`` or
+``shards-cuda.md``.
 """
 
 import argparse
@@ -32,6 +34,8 @@ from models import GNN
 
 HIDDEN = {"sage": 256, "gat": 128}
 FEATURES, CLASSES = 100, 47
+CAPTURED, COMPILED = "captured", "compiled"
+Run = tuple[str, int, str]  # model, shards, and the way to run a step
 
 
 def make_data(args: argparse.Namespace) -> tuple[Tensor, ...]:
@@ -43,31 +47,52 @@ def make_data(args: argparse.Namespace) -> tuple[Tensor, ...]:
     return data.x, data.y, data.edge_index
 
 
-def make_step(args: argparse.Namespace, data: tuple[Tensor, ...], model: str, parts: int) -> Callable[[], float]:
+def make_step(args: argparse.Namespace, data: tuple[Tensor, ...], run: Run) -> Callable[[], float]:
     """Return a training step on so many shards, or by PyG if there are none; it returns the loss."""
+    model, parts, way = run
     x, y, edge_index = data
     torch.manual_seed(0)
     nn = pyg_sar.nn if parts else torch_geometric.nn
     net = GNN(nn, model, FEATURES, HIDDEN[model], CLASSES, args.heads, 0.0, 0.0).to(args.device)
     graph = pyg_sar.shard(edge_index, x.size(0), parts) if parts else edge_index
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, capturable=way == CAPTURED)
+    called = torch.compile(net) if way == COMPILED else net
 
-    def step() -> float:
+    def step() -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(net(x, graph), y)
+        loss = F.cross_entropy(called(x, graph), y)
         loss.backward()
         optimizer.step()
-        return loss.item()
+        return loss
 
-    return step
+    whole = captured(step) if way == CAPTURED else step
+    return lambda: whole().item()
 
 
-def measure(
-    args: argparse.Namespace, data: tuple[Tensor, ...], model: str, parts: int
-) -> tuple[list[float], list[float], float]:
+def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return what runs a step again from a CUDA graph; it has taken two steps before, and one is captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.empty_cache()  # of the other stream
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def again() -> Tensor:
+        graph.replay()
+        return loss
+
+    return again
+
+
+def measure(args: argparse.Namespace, data: tuple[Tensor, ...], run: Run) -> tuple[list[float], list[float], float]:
     """Return losses, the seconds of every step but the first, and the peak in MiB above what was there before."""
     before = settle(args.device)
-    step = make_step(args, data, model, parts)
+    step = make_step(args, data, run)
     losses, times = [step()], []  # the first makes what is made once
     for _ in range(args.steps):
         start = clock(args.device)
@@ -81,25 +106,27 @@ def main(args: argparse.Namespace) -> None:
     columns = ["model", "implementation", "shards", "seconds a step (min to max)", "times one shard", "peak MiB"]
     columns.append("last loss")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    runs = [(model, parts) for model in args.models for parts in (*args.parts, 0)]
-    found: dict[tuple[str, int], list] = {run: [[], [], 0.0] for run in runs}
-    full: set[tuple[str, int]] = set()  # what ran out of memory
+    ways = [(parts, "") for parts in (*args.parts, 0)] + [(1, way) for way in args.ways]
+    runs = [(model, *way) for model in args.models for way in ways]
+    found: dict[Run, list] = {run: [[], [], 0.0] for run in runs}
+    full: set[Run] = set()  # what ran out of memory
     for _ in range(args.rounds):
         for run in tqdm(runs):
             if run in full:
                 continue
             try:
-                losses, times, memory = measure(args, tensors, *run)
+                losses, times, memory = measure(args, tensors, run)
             except torch.cuda.OutOfMemoryError:
                 full.add(run)
                 continue
             found[run] = [losses, [*found[run][1], *times], max(memory, found[run][2])]
-    for model, parts in runs:
-        name, shards = ("pyg_sar", str(parts)) if parts else ("PyG", "")
+    for run in runs:
+        model, parts, way = run
+        name, shards = (f"pyg_sar{way and ', ' + way}", str(parts)) if parts else ("PyG", "")
         cells = [model, name, shards, "out of memory", "", "", ""]
-        if (model, parts) not in full:
-            losses, times, memory = found[model, parts]
-            middle, one = statistics.median(times), (model, args.parts[0])
+        if run not in full:
+            losses, times, memory = found[run]
+            middle, one = statistics.median(times), (model, args.parts[0], "")
             times_one = "" if one in full else f"{middle / statistics.median(found[one][1]):.2f}"
             cells[3:] = [f"{middle:.3f} ({min(times):.3f} to {max(times):.3f})", times_one, f"{memory:.0f}"]
             cells.append(f"{losses[-1]:.5f}")
@@ -117,6 +144,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--models", nargs="+", default=list(HIDDEN), choices=list(HIDDEN))
     parser.add_argument("--parts", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--ways", nargs="*", default=[], choices=[CAPTURED, COMPILED])
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--nodes", type=int, default=2_400_000)
     parser.add_argument("--edges", type=int, default=62_000_000)

@@ -137,30 +137,32 @@ def train(data, model, ids):
     loss = 0.0
     for t in sorted(out):
         weight = torch.randn(NODES[t], out[t].size(1), generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-        loss = loss + (out[t] * weight[ids[t]]).sum()
+        loss = loss + (out[t] * weight[ids[t].cpu()].to(out[t].device)).sum()
     loss.backward()
     return out, x
 
 
-def check(group, folder, name, mode):
-    data, whole = pyg_sar.load(folder, group=group, remat=mode == 1), graph()
+def check(group, folder, name, mode, device="cpu"):
+    data, whole = pyg_sar.load(folder, device, group, remat=mode == 1), graph()
     if mode == 3:
         for it in EDGES:
             data[it].edge_index = data[it].edge_index.merge()
     reference = make(name, whole)
-    model = convert(copy.deepcopy(reference), group)
+    model = convert(copy.deepcopy(reference), group).to(device)
     expected, every = train(whole, reference, {t: torch.arange(n) for t, n in NODES.items()})
     out, mine = train(data, model, data.n_id_dict)
     assert out.keys() == expected.keys()
+    own = {t: data[t].n_id.cpu() for t in NODES}
     for t in out:
-        close(out[t], expected[t][data[t].n_id], f"{name}: output {t}")
+        assert out[t].device.type == device
+        close(out[t].cpu(), expected[t][own[t]], f"{name}: output {t}")
     for t in mine:
-        grad = None if every[t].grad is None else every[t].grad[data[t].n_id]
-        close(mine[t].grad, grad, f"{name}: gradient of {t}")
+        found, grad = (None if g is None else g.cpu() for g in (mine[t].grad, every[t].grad))
+        close(found, None if grad is None else grad[own[t]], f"{name}: gradient of {t}")
     for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
         dist.all_reduce(grad, group=group)
-        close(grad, q.grad, f"{name}: gradient of {key}")
+        close(grad.cpu(), q.grad, f"{name}: gradient of {key}")
     assert "one-shot" not in describe(model)
 
 
@@ -174,9 +176,9 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "way"), some(MODELS, [(1, 1), (3, 3), (2, 1), (3, 1)], every=2))
-def test_models_equal_pyg(pool, folders, name, way):
+def test_models_equal_pyg(pool, folders, name, way, device):
     size, mode = way
-    pool.run(size, check, folders[size], name, mode)
+    pool.run(size, check, folders[size], name, mode, device)
 
 
 def loaded(group, folder):

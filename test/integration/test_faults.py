@@ -23,8 +23,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("phase", "fault"), CASES)
-def test_fault(folder, phase, fault):
-    outcome = faults.run(folder, phase, fault)
+def test_fault(folder, phase, fault, device):
+    outcome = faults.run(folder, phase, fault, device)
     assert outcome.seconds < 3 * faults.TIMEOUT + 6, outcome
     if (phase, fault) == ("leave", "exit 0"):  # a script that ends well
         assert outcome.codes == (0, 0), outcome

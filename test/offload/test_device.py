@@ -1,6 +1,7 @@
 """Rows at home that a device computes on: the simulated accelerator, whose memory is counted."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -29,21 +30,21 @@ def machines():
     pool.close()
 
 
-def equals(group, kind, folder):
+def equals(group, kind, folder, device=DEVICE):
     data, given = inputs()
     whole, whole_given = inputs()
     norm = ("batch", "layer")[list(LAYERS).index(kind) % 2]
-    with pretence():
+    with pretence() if device == DEVICE else nullcontext():
         reference = network(kind, norm)
         expected = reference(whole.x, whole.edge_index, whole_given)
         F.cross_entropy(expected[whole.mask], whole.y[whole.mask]).backward()
         data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
         data.x = data.x.detach()
-        data = offload(data, chunks=4, device=DEVICE, home=folder)
+        data = offload(data, chunks=4, device=device, home=folder)
         data.x.requires_grad_()
-        model = convert(network(kind, norm).to(DEVICE))
+        model = convert(network(kind, norm).to(device))
         out = model(data.x, data.edge_index, given)
-        assert data.y.device.type == data.mask.device.type == out.device.type == data.x.device.type == DEVICE
+        assert data.y.device.type == data.mask.device.type == out.device.type == data.x.device.type == device
         taken = out[data.mask]
         F.cross_entropy(taken, data.y[data.mask]).backward()
         close(taken.cpu(), expected[whole.mask], "output")
@@ -62,6 +63,12 @@ SOME = ("sage", "gcn, weights", "gat, edges", "rgcn", "pna")
 @pytest.mark.parametrize("kind", [k if k in SOME else pytest.param(k, marks=pytest.mark.grid) for k in LAYERS])
 def test_equals_pyg(machines, kind, tmp_path):
     machines.run(1, equals, kind, str(tmp_path) if kind == "gat" else None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LAYERS)
+def test_equals_pyg_on_a_gpu(pool, kind, tmp_path):
+    pool.run(1, equals, kind, str(tmp_path) if kind == "gat" else None, "cuda")
 
 
 class Net(torch.nn.Module):

@@ -34,7 +34,7 @@ if DEVICE == "cpu":
     interpreter.InterpretedFunction.__call__ = call
     # The interpreter is as fast for many units at a time as for one: fewer steps with more units. Small pieces make
     # hubs of most rows, and hubs of the pieces of hubs.
-    schedule.CUT, schedule.CELLS, schedule.ROWS = 8, 1 << 14, 1 << 10
+    schedule.CUT, schedule.MEANS, schedule.CELLS, schedule.ROWS = 8, 0, 1 << 14, 1 << 10
 
 
 def needs_rounding(dtype: torch.dtype) -> None:

@@ -27,7 +27,6 @@ from pyg_sar.ops.triton.tiles import (
     factor_of,
     head_of,
     keys_of,
-    next_of,
     number,
     places,
     program,
@@ -57,11 +56,9 @@ def _attention(
     where = out + places(at, out_stride, h, c, channels)
     mean = tl.load(where, mask, 0)
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
-    j = next_of(col, begin, end, 0)
     for k in range(0, tl.max(end - begin, 0)):
         e, there = edge_at(begin, end, k)
-        on = there[:, None] & (h < heads)[None, :]
-        following = next_of(col, begin, end, k + 1)
+        on, j = there[:, None] & (h < heads)[None, :], tl.load(col + e)
         x = head_of(value, j, value_stride, h, c, on, True, channels, type)
         it = x if kind == GATV2 else head_of(key, j, key_stride, h, c, on, wide, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, wide, channels, type)
@@ -75,7 +72,6 @@ def _attention(
         top, norm = new, norm * decay + weight
         weight *= factor_of(e_id, e, there, of_edges, of_heads, threshold, scale, type, R, H)
         mean = mean * decay[:, :, None] + weight[:, :, None] * x
-        j = following
     tl.store(peak + (at * peak_stride)[:, None] + h[None, :], top, those)
     tl.store(total + (at * total_stride)[:, None] + h[None, :], norm, those)
     tl.store(where, mean, mask)

@@ -1,7 +1,8 @@
 r"""The gradient of a block of an online softmax, see :class:`pyg_sar.reduce.Softmax`.
 
 Coefficients are rebuilt edge by edge where the gradient of values is summed, by source: whose values are at hand, so
-that per edge only that of the output is fetched. The gradient of scores is left behind for the sums by destination.
+that per edge only that of the output is fetched. The gradient of scores is left behind for the sums by destination, or,
+where the output is not known, the products that it is made of, of which numbers alone are read once more.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from pyg_sar.ops.triton.tiles import (
     DOT,
     GATV2,
     VARYING,
+    add_up,
     dropout,
     edge_at,
+    edges_of,
     exp,
     factor_of,
     head_of,
     keys_of,
-    next_of,
     number,
     places,
     program,
@@ -64,11 +66,10 @@ def _sources(
     a = vector_of(att, h, c, heads, channels, type)
     to_value, to_key = tl.zeros([R, H, C], type), tl.zeros([R, H, C] if kind == DOT else [R, H], type)
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
-    i, e = next_of(dst, begin, end, 0), next_of(perm, begin, end, 0).to(tl.int64)
     for k in range(0, tl.max(end - begin, 0)):
-        _, there = edge_at(begin, end, k)
+        p, there = edge_at(begin, end, k)
         on = there[:, None] & (h < heads)[None, :]
-        next_i, next_e = next_of(dst, begin, end, k + 1), next_of(perm, begin, end, k + 1).to(tl.int64)
+        i, e = tl.load(dst + p), tl.load(perm + p).to(tl.int64)
         q = head_of(query, i, query_stride, h, c, on, wide, channels, type)
         features = head_of(edge, e, edge_stride, h, c, on, wide, channels, type)
         g = head_of(grad, i, grad_stride, h, c, on, True, channels, type)
@@ -81,10 +82,13 @@ def _sources(
         norm = tl.where(on, number(total, i, total_stride, h, on, type), 1.0)
         alpha = tl.where(on, exp(score - top) / norm, 0.0)
         factor = factor_of(e_id, e, there, of_edges, of_heads, threshold, scale, type, R, H)
-        of_row = number(inner, i, inner_stride, h, on, type)
-        # Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a
-        # difference of two large products.
-        d = tl.where(on, tl.where(alpha == 1, 0.0, alpha) * (product * factor - of_row), 0.0)
+        if inner is None:
+            d = alpha * (product * factor)
+        else:
+            of_row = number(inner, i, inner_stride, h, on, type)
+            # Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a
+            # difference of two large products.
+            d = tl.where(on, tl.where(alpha == 1, 0.0, alpha) * (product * factor - of_row), 0.0)
         to_value += (alpha * factor)[:, :, None] * g
         if kind == DOT:
             back = (d * parameter)[:, :, None] * q
@@ -95,7 +99,7 @@ def _sources(
         elif kind == GATV2:
             back = d[:, :, None] * tl.where(sums > 0, a, a * parameter)
             to_value += back
-        else:
+        elif inner is not None:
             back = tl.where(sums > 0, d, d * parameter)
             d = back
             to_key += back
@@ -109,7 +113,6 @@ def _sources(
             else:
                 where = d_edge + (e * d_edge_stride)[:, None] + h[None, :]
                 tl.store(where, tl.load(where, on, 0) + back, on)
-        i, e = next_i, next_e
     mask = those[:, :, None] & inside
     where = d_value + places(at, d_value_stride, h, c, channels)
     if not once:
@@ -118,40 +121,44 @@ def _sources(
     if kind == DOT:
         where = d_key + places(at, d_key_stride, h, c, channels)
         tl.store(where, tl.load(where, mask, 0) + to_key, mask)
-    elif kind == ADDITIVE:
+    elif kind == ADDITIVE and inner is not None:
         where = d_key + (at * d_key_stride)[:, None] + h[None, :]
         tl.store(where, tl.load(where, those, 0) + to_key, those)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _inner(
-    out, col, key, value, query, edge, peak, grad, out_stride: tl.constexpr, key_stride: tl.constexpr,
-    value_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr, peak_stride: tl.constexpr,
-    grad_stride: tl.constexpr, e_id, seed_low, seed_high, first_head, first, last, row, place, num_units,
-    columns: tl.constexpr, parameter: tl.constexpr, threshold: tl.constexpr, scale: tl.constexpr, heads: tl.constexpr,
-    channels: tl.constexpr, type: tl.constexpr, R: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+def _scores(
+    d_query, d_score, col, key, query, edge, peak, total, inner, d_query_stride: tl.constexpr,
+    d_score_stride: tl.constexpr, key_stride: tl.constexpr, query_stride: tl.constexpr, edge_stride: tl.constexpr,
+    peak_stride: tl.constexpr, total_stride: tl.constexpr, inner_stride: tl.constexpr, first, last, row, place,
+    num_units, columns: tl.constexpr, parameter: tl.constexpr, heads: tl.constexpr, type: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
-    begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
-    h, c = column * H + tl.arange(0, H), tl.arange(0, C)
+    begin, end, i, some = edges_of(first, last, row, num_units, group, R, K)
+    h = column * H + tl.arange(0, H)
     those = some[:, None] & (h < heads)[None, :]
-    q = head_of(query, i, query_stride, h, c, those, False, channels, type)
-    g = head_of(grad, i, grad_stride, h, c, those, True, channels, type)
-    top, inner = number(peak, i, peak_stride, h, those, type), number(out, at, out_stride, h, those, type)
-    of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
-    j = next_of(col, begin, end, 0)
-    for k in range(0, tl.max(end - begin, 0)):
+    q = head_of(query, i, query_stride, h, None, those, False, C, type)
+    top, norm = number(peak, i, peak_stride, h, those, type), number(total, i, total_stride, h, those, type)
+    of_row, to_query = number(inner, i, inner_stride, h, those, type), tl.zeros([R * K, H], type)
+    for k in range(0, tl.max(end - begin, 0), K):
         e, there = edge_at(begin, end, k)
-        on = there[:, None] & (h < heads)[None, :]
-        following = next_of(col, begin, end, k + 1)
-        x = head_of(value, j, value_stride, h, c, on, True, channels, type)
-        it = head_of(key, j, key_stride, h, c, on, False, channels, type)
-        features = head_of(edge, e, edge_stride, h, c, on, False, channels, type)
-        score, _ = score_of(it, q, features, None, ADDITIVE, parameter)
-        factor = factor_of(e_id, e, there, of_edges, of_heads, threshold, scale, type, R, H)
-        inner += tl.where(on, exp(score - top) * factor * tl.sum(g * x, 2), 0.0)
-        j = following
-    tl.store(out + (at * out_stride)[:, None] + h[None, :], inner, those)
+        on, j = there[:, None] & (h < heads)[None, :], tl.load(col + e)
+        it = number(key, j, key_stride, h, on, type)
+        features = head_of(edge, e, edge_stride, h, None, on, False, C, type)
+        score, sums = score_of(it, q, features, None, ADDITIVE, parameter)
+        alpha = tl.where(on, exp(score - top) / norm, 0.0)
+        d = number(d_score, e, d_score_stride, h, on, type) - alpha * of_row
+        d = tl.where(alpha == 1, 0.0, d)  # as in _sources
+        d = tl.where(sums > 0, d, d * parameter)
+        tl.store(d_score + (e.to(tl.int64) * d_score_stride)[:, None] + h[None, :], d, on)
+        to_query += tl.where(on, d, 0.0)
+    if d_query is not None:
+        to_query = add_up(to_query, R, K, H)
+        _, _, _, at, some = units_of(first, last, row, place, num_units, group, R)
+        those = some[:, None] & (h < heads)[None, :]
+        where = d_query + (at * d_query_stride)[:, None] + h[None, :]
+        tl.store(where, tl.load(where, those, 0) + to_query, those)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -170,11 +177,9 @@ def _gatv2_queries(
         those = some[:, None] & (h < heads)[None, :]
         q = head_of(query, i, query_stride, h, c, those, True, channels, type)
         to_query = tl.zeros([R, H, C], type)
-        j = next_of(col, begin, end, 0)
         for k in range(0, tl.max(end - begin, 0)):
             e, there = edge_at(begin, end, k)
-            on = there[:, None] & (h < heads)[None, :]
-            following = next_of(col, begin, end, k + 1)
+            on, j = there[:, None] & (h < heads)[None, :], tl.load(col + e)
             it = head_of(key, j, key_stride, h, c, on, True, channels, type)
             features = head_of(edge, e, edge_stride, h, c, on, True, channels, type)
             _, total = score_of(it, q, features, a, GATV2, parameter)
@@ -183,7 +188,6 @@ def _gatv2_queries(
             to_query += back * a
             if d_att is not None:
                 to_att += tl.where(on[:, :, None], back * total, 0.0)
-            j = following
         if d_query is not None:
             where = d_query + places(at, d_query_stride, h, c, channels)
             mask = those[:, :, None] & (c < channels)[None, None, :]
@@ -235,16 +239,17 @@ def additive_grad_(
     type = accumulator(value.dtype)
     call = _Call(ptr, rows, col, src_ptr, dst, perm, key, value, query, edge, None, e_id, reference.ADDITIVE, peak)
     checks.out("value", value, call.num_src, value.size(1), value.dtype, value)
-    call.take(peak, total, torch.zeros_like(peak), grad)
+    call.take(peak, total, None, grad)
     call.give(d_key, d_query, d_edge)
     call.settings = {
         "kind": reference.ADDITIVE, "parameter": parameter, **dropout(call.given["e_id"], p, seed, head, type)
     }  # fmt: skip
-    call.add_inner()
-    d_score = call.to_sources(value, d_key, d_edge, d_query is not None, once=True)
-    if d_score is not None:
-        assert d_query is not None
-        add_rows(d_query, call.ptr, d_score, rows=rows)
+    d_score = call.to_sources(value, None, None, True, once=True)
+    assert d_score is not None
+    call.to_scores(d_score, d_query)
+    add_rows(d_key, call.src_ptr, d_score, col=call.perm)
+    if d_edge is not None:
+        d_edge.add_(d_score)
 
 
 class _Call:
@@ -257,7 +262,7 @@ class _Call:
     ) -> None:  # fmt: skip
         heads = checks.width_of("peak", peak)
         self.ptr, self.col, _ = checks.edges(ptr, col, None, value)
-        self.num_dst = checks.count_of(rows, self.ptr, peak)
+        self.num_dst, self.rows = checks.count_of(rows, self.ptr, peak), rows
         self.given = inputs(key, value, query, edge, att, e_id, kind, heads, self.num_dst, self.col)
         self.heads, self.channels, self.num_src = heads, value.size(1) // heads, value.size(0)
         self.src_ptr, self.dst, self.perm = checks.edges(src_ptr, dst, perm, value)
@@ -270,17 +275,18 @@ class _Call:
         self.settings: dict[str, Any] = {}
         self.scores = scores_of(value, self.ptr, col)
 
-    def take(self, peak: Tensor, total: Tensor, inner: Tensor, grad: Tensor) -> None:
+    def take(self, peak: Tensor, total: Tensor, inner: Tensor | None, grad: Tensor) -> None:
         """Check what is known of destinations."""
         value, num_dst = self.given["value"], self.num_dst
         type = accumulator(value.dtype)
         for name, t in (("peak", peak), ("total", total), ("inner", inner)):
             self.given[name] = checks.rows(name, t, num_dst, self.heads, type, value)
         # What an edge reads of its destination stands together: each of them apart would be as many sectors of memory.
-        names = ["peak", "total", "inner", *["query"] * (self.width == self.heads and self.given["query"] is not None)]
+        names = ["peak", "total", "inner", *["query"] * (self.width == self.heads)]
         packed = value.new_empty(num_dst, 4, self.heads, dtype=type)
         for k, name in enumerate(names):
-            self.given[name] = packed[:, k].copy_(self.given[name])
+            if self.given[name] is not None:
+                self.given[name] = packed[:, k].copy_(self.given[name])
         self.given["grad"] = checks.rows("grad", grad, num_dst, value.size(1), value.dtype, value)
 
     def give(self, d_key: Tensor | None, d_query: Tensor | None, d_edge: Tensor | None) -> None:
@@ -293,7 +299,9 @@ class _Call:
     def to_sources(
         self, d_value: Tensor, d_key: Tensor | None, d_edge: Tensor | None, scores: bool, once: bool = False
     ) -> Tensor | None:
-        """Add to the gradients of sources and edges; return those of scores, if they are wanted."""
+        """Add to the gradients of sources and edges; return those of scores, if they are wanted, or what these are made
+        of where the products of output and gradient are not known.
+        """
         d_score = self.given["peak"].new_empty(self.col.numel(), self.heads) if scores else None
         tensors = [self.given[n] for n in ("key", "value", "query", "edge", "att", "peak", "total", "inner", "grad")]
         # Rows without edges are written, too, and the numbers of a first edge are read whether there is one or not.
@@ -307,17 +315,20 @@ class _Call:
         in_units(self.by_source, [d_value, d_key], run, once)
         return d_score
 
-    def add_inner(self) -> None:
-        """Add up the products of output and gradient."""
-        tensors = [self.given[n] for n in ("key", "value", "query", "edge", "peak", "grad")]
-        settings = {name: value for name, value in self.settings.items() if name != "kind"}
+    def to_scores(self, d_score: Tensor, d_query: Tensor | None) -> None:
+        """Make the gradients of scores, and add to those of queries: the products of coefficients, values and gradients
+        add up, over the edges of a destination, to that of its output and its gradient.
+        """
+        inner = torch.zeros_like(self.given["peak"])
+        add_rows(inner, self.ptr, d_score, rows=self.rows)
+        tensors = [self.given[n] for n in ("key", "query", "edge", "peak", "total")]
 
         def run(units: Units, count: int, outs: Outs, once: bool) -> None:
-            launch(_inner, units, count, self.tiles, *outs, self.col, *tensors,
-                   *map(stride, (*outs, *tensors)), scores=self.scores, **self.common, **settings)  # fmt: skip
+            launch(_scores, units, count, head_tiles(self.heads, 1), *outs, d_score, self.col, *tensors, inner,
+                   *map(stride, (*outs, d_score, *tensors, inner)), parameter=self.settings["parameter"],
+                   heads=self.heads, type=self.common["type"], scores=self.scores)  # fmt: skip
 
-        in_units(self.work, [self.given["inner"]], run)
-        self.given["inner"].div_(self.given["total"])
+        in_units(self.work, [d_query], run)
 
     def of_gatv2(self, d_score: Tensor, d_query: Tensor | None, d_att: Tensor | None) -> None:
         """Add to the gradients of queries and of ``att``."""

@@ -2,8 +2,9 @@ r"""How edges are shared out to programs of a GPU.
 
 A program takes a few *units* in lockstep, of which each is a row's edges, and sums in their order: there are no atomic
 additions, so results are the same in every run. Rows are taken in the order of their degree: units of a program are
-about equally long, and the longest ones start first. What has more than :data:`CUT` edges is a *hub*, cut into pieces
-that are units of their own; their results are merged by the same kernels, as edges from pieces to hubs.
+about equally long, and the longest ones start first. What has many edges is a *hub*, cut into pieces that are units of
+their own; their results are merged by the same kernels, as edges from pieces to hubs. Where an edge reads a few numbers
+only, some edges of a unit are taken at a time, by threads that would idle.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.ops.reference import rows_of
 
-CUT = 512  # edges of a unit at most
+# A hub has more than so many edges, and more than so many times the mean, so that there are fewer pieces than rows.
+# Pieces of 512 edges took as long as a tenth of all rows.
+CUT, MEANS = 128, 2
 # About the fastest of 14 choices on an H100, for sums and all kinds of attention over 31M edges: the rows of a wider
 # program wait for the longest of them, and several edges of a row at a time take registers.
 CELLS, WARPS = 256, 1  # numbers of sums that a program holds, about, and warps that share them
 ROWS = 64  # units of a program at most
 COLUMNS = 128  # of a tile at most, where columns do not depend on each other
+NARROW = 16  # numbers of a tile at most for which as many edges of a unit are taken at a time
 
 Outs = Sequence[Any]  # tensors, or None for those that nobody wants
 
@@ -92,22 +96,24 @@ def work_of(ptr: Tensor, num_edges: int, rows: Tensor | None = None) -> Work:
 
 def share_out(ptr: Tensor, numbers: Tensor | None = None) -> Work:
     """Sort rows by degree and cut hubs."""
-    if ptr.numel() > 0 and ptr.dtype == torch.int32 and int(ptr[-1]) > (1 << 31) - 1 - CUT:
+    degree, num_edges = ptr.diff(), int(ptr[-1])
+    order = degree.argsort(descending=True, stable=True)
+    filled = int((degree > 0).sum())
+    cut = max(CUT, MEANS * -(-num_edges // max(filled, 1)))
+    if ptr.dtype == torch.int32 and num_edges > (1 << 31) - 1 - cut - NARROW:
         ptr = ptr.long()  # lockstep goes past the last edge
-    degree = ptr.diff()
-    sorted_degree, order = degree.sort(descending=True, stable=True)
-    num_hubs, filled = ((sorted_degree > n).sum().item() for n in (CUT, 0))
+    num_hubs = int((degree > cut).sum())
     hubs, order = order[:num_hubs], order[num_hubs:].to(ptr.dtype)
     row = order if numbers is None else numbers[order.long()].to(ptr.dtype)
     rows = Units(ptr[:-1][order.long()], ptr[1:][order.long()], row, row)
-    work = Work(rows, int(filled - num_hubs))
+    work = Work(rows, filled - num_hubs)
     if num_hubs:
-        count = -(-degree[hubs] // CUT)
+        count = -(-degree[hubs] // cut)
         work.pieces_ptr = torch.cat([count.new_zeros(1), count.cumsum(0)]).to(ptr.dtype)
         place = torch.arange(int(count.sum()), device=ptr.device, dtype=ptr.dtype)
         hub = rows_of(work.pieces_ptr, place)
-        first = ptr[hubs][hub] + (place - work.pieces_ptr[hub]) * CUT
-        last = torch.minimum(first + CUT, ptr[hubs + 1][hub])
+        first = ptr[hubs][hub] + (place - work.pieces_ptr[hub]) * cut
+        last = torch.minimum(first + cut, ptr[hubs + 1][hub])
         work.hubs = hubs = hubs if numbers is None else numbers[hubs].long()
         work.pieces, work.hub_of = Units(first, last.to(ptr.dtype), hubs[hub].to(ptr.dtype), place), hub
     return work
@@ -150,13 +156,18 @@ def launch(
     """Run a kernel on ``count`` units, times tiles, in so many programs for each of these at most.
 
     Kernels that make ``scores`` must make the same ones, to the last digit: they are given the same number, and so have
-    tiles of the same shape, and no product is fused with the difference that follows.
+    tiles of the same shape, and no product is fused with the difference that follows. Those that know of a number of
+    edges at a time, ``K``, are given one.
     """
     columns, heads, width = tiles
     if count == 0 or columns == 0:
         return
     c = triton.next_power_of_2(max(width, 1))
-    r = min(max(CELLS // (c * max(heads, 1)), 1), ROWS, triton.next_power_of_2(scores or count))
+    cells = c * max(heads, 1)
+    if "K" in kernel.arg_names:
+        settings["K"] = NARROW if cells <= NARROW else 1
+        cells *= settings["K"]
+    r = min(max(CELLS // cells, 1), ROWS, triton.next_power_of_2(scores or count))
     if heads:
         settings["H"] = heads
     with torch.cuda.device_of(units.first):

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
 from pyg_sar.ops.triton.schedule import CELLS, Outs, Units, Work, head_tiles, launch, tiles, work_of
-from pyg_sar.ops.triton.tiles import VARYING, edge_at, head_of, next_of, program, tile, units_of
+from pyg_sar.ops.triton.tiles import VARYING, add_up, edge_at, edges_of, head_of, program, tile, units_of
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -20,13 +20,13 @@ def _sum(
     out, col, x, weight, perm, out_stride: tl.constexpr, x_stride: tl.constexpr, weight_stride: tl.constexpr,
     width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr, heads: tl.constexpr,
     channels: tl.constexpr, shared_x: tl.constexpr, shared_out: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
-    begin, end, _, at, some = units_of(first, last, row, place, num_units, group, R)
+    begin, end, _, _ = edges_of(first, last, row, num_units, group, R, K)
     c = column * C + tl.arange(0, C)
-    total = tl.zeros([R, C], type)
-    for k in range(0, tl.max(end - begin, 0)):
+    total = tl.zeros([R * K, C], type)
+    for k in range(0, tl.max(end - begin, 0), K):
         e = begin + k
         on = e < end
         mask = on[:, None] & (c < width)[None, :]
@@ -41,6 +41,8 @@ def _sum(
             if weight is not None:
                 value *= tl.load(weight + (p * weight_stride)[:, None] + (c // channels)[None, :], mask, 0)
             total += value
+    total = add_up(total, R, K, C)
+    _, _, _, at, some = units_of(first, last, row, place, num_units, group, R)
     where = out + (at * out_stride)[:, None] + c[None, :]
     mask = some[:, None] & (c < width)[None, :]
     if not once:
@@ -127,17 +129,14 @@ def _products(
     begin, end, i, _, some = units_of(first, last, row, place, num_units, group, R)
     h, c = column * H + tl.arange(0, H), tl.arange(0, C)
     b = head_of(y, i, y_stride, h, c, some[:, None] & (h < heads)[None, :], True, channels, type)
-    j = next_of(col, begin, end, 0)
     for k in range(0, tl.max(end - begin, 0)):
         e, there = edge_at(begin, end, k)
-        on = there[:, None] & (h < heads)[None, :]
-        following = next_of(col, begin, end, k + 1)
+        on, j = there[:, None] & (h < heads)[None, :], tl.load(col + e)
         if shared_x:
             a = tile(x, j, x_stride, c, there[:, None] & (c < channels)[None, :], type)[:, None, :]
         else:
             a = head_of(x, j, x_stride, h, c, on, True, channels, type)
         tl.store(out + (e.to(tl.int64) * out_stride)[:, None] + h[None, :], tl.sum(a * b, 2), on)
-        j = following
 
 
 def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor, rows: Tensor | None = None) -> None:

@@ -32,6 +32,22 @@ def units_of(first, last, row, place, num_units, group, R: tl.constexpr):
 
 
 @triton.jit
+def edges_of(first, last, row, num_units, group, R: tl.constexpr, K: tl.constexpr):
+    """Return, for ``K`` edges at a time of each of a group of units: where they begin and end, the row, and which there
+    are, ``[R * K]``.
+    """
+    u, k = group * R + tl.arange(0, R * K) // K, tl.arange(0, R * K) % K
+    some = u < num_units
+    return tl.load(first + u, some, 0) + k, tl.load(last + u, some, 0), tl.load(row + u, some, 0), some
+
+
+@triton.jit
+def add_up(sums, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """Return the sums of units, ``[R, C]``, of those of their edges."""
+    return tl.sum(tl.reshape(sums, (R, K, C)), 1) if K > 1 else sums
+
+
+@triton.jit
 def edge_at(begin, end, k):
     """Return the edge of each unit in step ``k``, its last one when it has no more, and which still have one.
 
@@ -39,13 +55,6 @@ def edge_at(begin, end, k):
     loops where rows and numbers of units come together.
     """
     return tl.maximum(tl.minimum(begin + k, end - 1), 0), begin + k < end
-
-
-@triton.jit
-def next_of(index, begin, end, k):
-    """Return the numbers of rows of step ``k``: asked for a step ahead, or each step would wait for memory twice."""
-    e, _ = edge_at(begin, end, k)
-    return tl.load(index + e)
 
 
 @triton.jit

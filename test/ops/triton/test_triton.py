@@ -51,6 +51,7 @@ def test_half_precision(dtype):
 def test_any_cut_gives_the_same_numbers(monkeypatch, cut):
     """And the same bits each time."""
     monkeypatch.setattr(schedule, "CUT", cut)
+    monkeypatch.setattr(schedule, "MEANS", 0)
     wanted = ("spmm_ 2 weights ", "extremum_ True", "attention_ gatv2 query edge", "attention_ dot query gradient all")
     for call in calls(block("mixed"), 2, 3):
         if call.title in wanted:
@@ -63,15 +64,21 @@ def test_any_cut_gives_the_same_numbers(monkeypatch, cut):
 # How edges are shared out.
 
 
+@pytest.mark.parametrize("means", [0, 2])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_every_edge_is_in_one_unit(name):
+def test_every_edge_is_in_one_unit(name, means, monkeypatch):
+    """And there are fewer pieces than rows, if units may be as long as twice the mean."""
+    monkeypatch.setattr(schedule, "MEANS", means)
     ptr = block(name).ptr
     it = schedule.share_out(ptr)
+    filled = int((ptr.diff() > 0).sum())
+    cut = max(schedule.CUT, means * -(-int(ptr[-1]) // max(filled, 1)))
+    assert it.pieces is None or not means or it.pieces.first.numel() < filled
     seen = torch.zeros(block(name).sizes[2], dtype=torch.long)
     for units in filter(None, (it.rows, it.pieces)):
         assert units.first.numel() == units.last.numel() == units.row.numel() == units.place.numel()
         for first, last, row in zip(units.first, units.last, units.row, strict=True):
-            assert 0 <= last - first <= schedule.CUT and ptr[row] <= first <= last <= ptr[row + 1]
+            assert 0 <= last - first <= cut and ptr[row] <= first <= last <= ptr[row + 1]
             seen[first:last] += 1
     assert (seen == 1).all()
     lengths = it.rows.last - it.rows.first
@@ -157,7 +164,7 @@ def compile(self, *args, grid, warmup, **kwargs):
 JITFunction.run = compile
 from pyg_sar.ops import triton
 from pyg_sar.ops.triton import schedule
-schedule.CUT = 8
+schedule.CUT, schedule.MEANS = 8, 0
 warnings.simplefilter("error")
 wanted = {"spmm_ 2 weights by source", "spmm_ to shared columns", "sddmm_", "extremum_ True", "extremum_grad_"}
 for kind in ("additive", "gatv2", "dot"):
@@ -184,5 +191,5 @@ def test_kernels_compile_without_a_gpu(tmp_path, target, dtype):
     command = [sys.executable, "-c", COMPILE, str(root), str(root / "test"), *target, dtype]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    names = "_attention _extremum _extremum_grad _gatv2_queries _inner _products _sources _sum"
+    names = "_attention _extremum _extremum_grad _gatv2_queries _products _scores _sources _sum"
     assert done.stdout.split() == names.split()
