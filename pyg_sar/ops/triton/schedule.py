@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyg_sar.ops.reference import rows_of
 
 # A hub has more than so many edges, and more than so many times the mean, so that there are fewer pieces than rows.
-# Pieces of 512 edges took as long as a tenth of all rows.
-CUT, MEANS = 128, 2
+# Pieces of 512 take as long as a tenth of all rows, pieces of 128 many more launches.
+CUT, MEANS = 256, 2
 # About the fastest of 14 choices on an H100, for sums and all kinds of attention over 31M edges: the rows of a wider
 # program wait for the longest of them, and several edges of a row at a time take registers.
 CELLS, WARPS = 256, 1  # numbers of sums that a program holds, about, and warps that share them
