@@ -103,9 +103,6 @@ def measure(args: argparse.Namespace, data: tuple[Tensor, ...], run: Run) -> tup
 
 def main(args: argparse.Namespace) -> None:
     tensors = make_data(args)
-    columns = ["model", "implementation", "shards", "seconds a step (min to max)", "times one shard", "peak MiB"]
-    columns.append("last loss")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     ways = [(parts, "") for parts in (*args.parts, 0)] + [(1, way) for way in args.ways]
     runs = [(model, *way) for model in args.models for way in ways]
     found: dict[Run, list] = {run: [[], [], 0.0] for run in runs}
@@ -118,9 +115,18 @@ def main(args: argparse.Namespace) -> None:
                 losses, times, memory = measure(args, tensors, run)
             except torch.cuda.OutOfMemoryError:
                 full.add(run)
-                continue
-            found[run] = [losses, [*found[run][1], *times], max(memory, found[run][2])]
-    for run in runs:
+            else:
+                found[run] = [losses, [*found[run][1], *times], max(memory, found[run][2])]
+            text = write(args.out, f"shards-{args.device}.md", table(args, found, full, tensors[2].size(1)))
+    print(text)
+
+
+def table(args: argparse.Namespace, found: dict[Run, list], full: set[Run], edges: int) -> list[str]:
+    """Return what was found until now."""
+    columns = ["model", "implementation", "shards", "seconds a step (min to max)", "times one shard", "peak MiB"]
+    columns.append("last loss")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for run in (run for run, (losses, *_) in found.items() if losses or run in full):
         model, parts, way = run
         name, shards = (f"pyg_sar{way and ', ' + way}", str(parts)) if parts else ("PyG", "")
         cells = [model, name, shards, "out of memory", "", "", ""]
@@ -133,10 +139,10 @@ def main(args: argparse.Namespace) -> None:
         lines.append(f"| {' | '.join(cells)} |")
     head = (
         f"A training step of three layers (hidden {HIDDEN['sage']} for sage, {args.heads} x {HIDDEN['gat']} for gat) "
-        f"in one process on {machine(args)}: {args.nodes:,} nodes, {tensors[2].size(1):,} edges, {FEATURES} features; "
+        f"in one process on {machine(args)}: {args.nodes:,} nodes, {edges:,} edges, {FEATURES} features; "
         f"torch {torch.__version__}. Made by `benchmarks/shards.py`."
     )
-    print(write(args.out, f"shards-{args.device}.md", [head, "", *lines]))
+    return [head, "", *lines]
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.ops.reference import rows_of
 
-# A hub has more than so many edges, and more than so many times the mean, so that there are fewer pieces than rows.
-# Pieces of 512 take as long as a tenth of all rows, pieces of 128 many more launches.
-CUT, MEANS = 256, 2
+# A hub has more than so many edges, and more than so many times the mean, so that there are fewer pieces than rows; but
+# a few long rows are cut, too. Pieces of 512 take as long as a tenth of all rows, pieces of 128 many more launches.
+CUT, MEANS, LONGEST = 256, 2, 1024
 # About the fastest of 14 choices on an H100, for sums and all kinds of attention over 31M edges: the rows of a wider
 # program wait for the longest of them, and several edges of a row at a time take registers.
 CELLS, WARPS = 256, 1  # numbers of sums that a program holds, about, and warps that share them
@@ -99,7 +99,7 @@ def share_out(ptr: Tensor, numbers: Tensor | None = None) -> Work:
     degree, num_edges = ptr.diff(), int(ptr[-1])
     order = degree.argsort(descending=True, stable=True)
     filled = int((degree > 0).sum())
-    cut = max(CUT, MEANS * -(-num_edges // max(filled, 1)))
+    cut = max(CUT, min(MEANS * -(-num_edges // max(filled, 1)), LONGEST))
     if ptr.dtype == torch.int32 and num_edges > (1 << 31) - 1 - cut - NARROW:
         ptr = ptr.long()  # lockstep goes past the last edge
     num_hubs = int((degree > cut).sum())

@@ -64,16 +64,24 @@ def test_any_cut_gives_the_same_numbers(monkeypatch, cut):
 # How edges are shared out.
 
 
+def test_a_few_long_rows_are_cut(monkeypatch):
+    """Or a sum into them would be a few programs."""
+    monkeypatch.setattr(schedule, "MEANS", 2)
+    it = schedule.share_out(torch.tensor([0, 1 << 20, 1 << 21]))
+    assert it.pieces.first.numel() == (1 << 21) // schedule.LONGEST
+
+
 @pytest.mark.parametrize("means", [0, 2])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_edge_is_in_one_unit(name, means, monkeypatch):
-    """And there are fewer pieces than rows, if units may be as long as twice the mean."""
+    """And there are fewer pieces than rows, if units may be twice as long as the mean."""
     monkeypatch.setattr(schedule, "MEANS", means)
     ptr = block(name).ptr
     it = schedule.share_out(ptr)
     filled = int((ptr.diff() > 0).sum())
-    cut = max(schedule.CUT, means * -(-int(ptr[-1]) // max(filled, 1)))
-    assert it.pieces is None or not means or it.pieces.first.numel() < filled
+    mean = -(-int(ptr[-1]) // max(filled, 1))
+    cut = max(schedule.CUT, min(means * mean, schedule.LONGEST))
+    assert it.pieces is None or cut < means * mean or not means or it.pieces.first.numel() < filled
     seen = torch.zeros(block(name).sizes[2], dtype=torch.long)
     for units in filter(None, (it.rows, it.pieces)):
         assert units.first.numel() == units.last.numel() == units.row.numel() == units.place.numel()
