@@ -5,7 +5,7 @@
 #     benchmarks/gpu.sh sanitize OUT    # every kernel under compute-sanitizer
 #     benchmarks/gpu.sh layers OUT      # tables of layers, the largest graphs last
 #     benchmarks/gpu.sh epochs OUT      # training steps in shards; when an ordinary edge_index is worth a graph
-#     benchmarks/gpu.sh workers OUT     # the example on one worker (NCCL) and on two that share the GPU (gloo)
+#     benchmarks/gpu.sh workers OUT     # the example on one worker (NCCL) and on two that share the GPU (gloo); a trace
 set -euo pipefail
 cd "$(dirname "$0")/.."
 piece=$1 out=$(realpath -m "$2")
@@ -44,6 +44,7 @@ workers)
         "$python" -m torch.distributed.run --standalone --nproc-per-node $workers examples/train.py "$out/parts-$workers" \
             --model gat --hidden 16 --epochs 5 --dropout 0 --device cuda 2>&1 | tee "$out/workers-$workers.log"
     done
+    "$python" benchmarks/gpu_overlap.py --out "$out"
     ;;
 *)
     echo "There is no piece '$piece': tests, sanitize, layers, epochs or workers." >&2

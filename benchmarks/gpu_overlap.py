@@ -27,7 +27,7 @@ from pyg_sar.data.datasets import community_graph
 
 Spans = list[tuple[float, float]]
 HEADS, HIDDEN, FEATURES, CLASSES = 4, 32, 100, 47
-COLORS = {"kernels": "tab:blue", "copies": "tab:orange", "messages": "tab:green", "host waits": "tab:red"}
+COLORS = {"kernels": "tab:blue", "copies": "tab:orange", "messages": "tab:green", "waiting": "tab:red"}
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -57,7 +57,7 @@ def worker(args: argparse.Namespace) -> None:
         spans = {
             **of_device(seen),
             "messages": [(span.posted + clock, span.end + clock) for span in waits],
-            "host waits": [(span.start + clock, span.end + clock) for span in waits],
+            "waiting": [(span.start + clock, span.end + clock) for span in waits],
         }
         answer({"rank": rank, "start": host.start + clock, "end": host.end + clock, "spans": spans})
 
