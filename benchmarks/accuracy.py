@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from harness.launch import answer, launch, words
+from harness.launch import answer, asked, launch, words
 from harness.report import write
 from harness.runs import Runs, mean_and_spread
 from tqdm import tqdm
@@ -149,14 +149,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    if sys.argv[1:2] == ["--worker"]:
-        parser.add_argument("--worker", action="store_true")
-        for option in ("task", "root", "how", "folder"):
-            parser.add_argument(f"--{option}")
-        parser.add_argument("--seeds", type=int)
-        worker(parser.parse_args())
+    if mine := asked(task=str, root=str, how=str, folder=str, seeds=int):
+        worker(mine)
         sys.exit()
+    parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
     parser.add_argument("--graphs", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5)

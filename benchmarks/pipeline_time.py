@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness.deep import graph, partitions
-from harness.launch import DeepGNN, answer, environment, launch, results, words
+from harness.launch import DeepGNN, answer, asked, environment, launch, results, words
 from harness.process_memory import resident
 from harness.report import processor, write
 from hosts import Hosts
@@ -264,15 +264,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    if sys.argv[1:2] == ["--worker"]:
-        parser.add_argument("--worker", action="store_true")
-        for option in ("folder", "kind"):
-            parser.add_argument(f"--{option}")
-        for option in ("stages", "chunks", "workers", "epochs", "layers", "way", "count"):
-            parser.add_argument(f"--{option}", type=int)
-        worker(parser.parse_args())
+    if mine := asked(
+        folder=str, kind=str, stages=int, chunks=int, workers=int, epochs=int, layers=int, way=int, count=int
+    ):
+        worker(mine)
         sys.exit()
+    parser = argparse.ArgumentParser()
     parser.add_argument("--of", nargs="+", default=list(TABLES), choices=list(TABLES))
     parser.add_argument("--graphs", nargs="+", default=["squirrel", LARGE])
     parser.add_argument("--models", nargs="+", default=["gcn", "gcn2"])

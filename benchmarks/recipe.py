@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from harness.deep import MASKS, graph
-from harness.launch import GNN, answer, launch, words
+from harness.launch import GNN, answer, asked, launch, words
 from harness.report import write
 from harness.runs import Runs, mean_and_spread
 from sklearn.metrics import roc_auc_score
@@ -96,8 +96,8 @@ def fit(nn: Any, data: Any, name: str, seed: int, labels: bool, rank: int) -> li
         model.train()
         optimizer.zero_grad()
         given = MaskLabel.ratio_mask(train, 0.5)
-        asked = train & ~given if labels else train
-        losses = F.cross_entropy(model(data, given)[asked], data.y[asked], reduction="none")
+        wanted = train & ~given if labels else train
+        losses = F.cross_entropy(model(data, given)[wanted], data.y[wanted], reduction="none")
         pyg_sar.global_mean(losses).backward()
         pyg_sar.sum_gradients(model)
         optimizer.step()
@@ -158,15 +158,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    if sys.argv[1:2] == ["--worker"]:
-        parser.add_argument("--worker", action="store_true")
-        for option in ("folder", "task"):
-            parser.add_argument(f"--{option}")
-        for option in ("seeds", "workers"):
-            parser.add_argument(f"--{option}", type=int)
-        worker(parser.parse_args())
+    if mine := asked(folder=str, task=str, seeds=int, workers=int):
+        worker(mine)
         sys.exit()
+    parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
     parser.add_argument("--graphs", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5)

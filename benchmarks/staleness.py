@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from harness.deep import MASKS, graph
-from harness.launch import DeepGNN, answer, launch, words
+from harness.launch import DeepGNN, answer, asked, launch, words
 from harness.report import write
 from harness.runs import Runs, mean_and_spread
 from torch import Tensor
@@ -264,15 +264,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    if sys.argv[1:2] == ["--worker"]:
-        parser.add_argument("--worker", action="store_true")
-        for option in ("folder", "task", "kind"):
-            parser.add_argument(f"--{option}")
-        for option in ("stages", "seed", "epochs"):
-            parser.add_argument(f"--{option}", type=int)
-        worker(parser.parse_args())
+    if mine := asked(folder=str, task=str, kind=str, stages=int, seed=int, epochs=int):
+        worker(mine)
         sys.exit()
+    parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
     parser.add_argument("--graphs", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))

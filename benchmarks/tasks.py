@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric
 import torch_geometric.nn as gnn
-from harness.launch import answer, launch, words
+from harness.launch import answer, asked, launch, words
 from harness.report import write
 from harness.runs import Runs, mean_and_spread
 from torch_geometric.transforms import RandomLinkSplit
@@ -201,15 +201,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    if sys.argv[1:2] == ["--worker"]:
-        parser.add_argument("--worker", action="store_true")
-        for option in ("folder", "task", "root", "kind"):
-            parser.add_argument(f"--{option}")
-        for option in ("epochs", "seeds"):
-            parser.add_argument(f"--{option}", type=int)
-        worker(parser.parse_args())
+    if mine := asked(folder=str, task=str, root=str, kind=str, epochs=int, seeds=int):
+        worker(mine)
         sys.exit()
+    parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
     parser.add_argument("--runs", default="tasks.jsonl", help="a file of finished runs")
     parser.add_argument("--out", default="docs/results")

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from harness.deep import MASKS, first_split, graph, partitions
-from harness.launch import GNN, answer, launch, words
+from harness.launch import GNN, answer, asked, launch, words
 from harness.process_memory import reset_peak, resident, settle
 from harness.report import processor, write
 from harness.runs import Runs, mean_and_spread
@@ -360,17 +360,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    if sys.argv[1:2] == ["--worker"]:
-        parser.add_argument("--worker", action="store_true")
-        for option in ("folder", "kind"):
-            parser.add_argument(f"--{option}")
-        for option in ("workers", "hidden"):
-            parser.add_argument(f"--{option}", type=int)
-        parser.add_argument("--seconds", type=float)
-        parser.add_argument("--runs", nargs="+", help="rate/seed")
-        worker(parser.parse_args())
+    if mine := asked(folder=str, kind=str, workers=int, hidden=int, seconds=float, runs=[str]):
+        worker(mine)
         sys.exit()
+    parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="data")
     parser.add_argument("--graphs", nargs="+", default=[name for name in TASKS if name != "small"], choices=list(TASKS))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))

@@ -1,5 +1,6 @@
 """Run a benchmark script on some workers and read what its ranks print."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -34,6 +35,22 @@ def launch(script: str, workers: int, args: list[str], threads: int = 1, **setti
 def words(**options: Any) -> list[str]:
     """Return options as arguments of a worker."""
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def asked(**options: Any) -> argparse.Namespace | None:
+    """Return what a worker was told by :func:`words`, if this process is one; ``options`` are types, ``[type]`` for
+    several values.
+    """
+    if sys.argv[1:2] != ["--worker"]:
+        return None
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker", action="store_true")
+    for name, kind in options.items():
+        if isinstance(kind, list):
+            parser.add_argument(f"--{name}", nargs="+", type=kind[0])
+        else:
+            parser.add_argument(f"--{name}", type=kind)
+    return parser.parse_args()
 
 
 def environment(threads: int = 1, **settings: str) -> dict[str, str]:
