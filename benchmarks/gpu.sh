@@ -15,8 +15,8 @@ python=${PYTHON:-python3}
 
 case $piece in
 tests)
-    # Benchmarks of other people's plugins warn, and warnings are errors here.
-    "$python" -m pytest -p no:benchmark -q --tb=short -n 11 --dist worksteal -k "gpu or cuda or triton" \
+    # Plugins of benchmarks warn, and warnings are errors here. What failed is told at once, should time be up.
+    "$python" -m pytest -p no:benchmark -v --tb=short -n 11 --dist worksteal -k "gpu or cuda or triton" \
         test/ops test/nn/conv test/nn/replay test/integration/test_cuda.py test/integration/test_devices.py \
         test/distributed/test_staging.py test/offload test/data/test_hetero.py test/integration/test_faults.py 2>&1 | tee "$out/tests.log"
     ;;
