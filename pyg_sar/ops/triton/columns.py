@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
+from pyg_sar.ops.triton.schedule import power_of_2
 from pyg_sar.ops.triton.tiles import VARYING, program, tile
 
 ROWS, COLUMNS = 32, 64  # of a tile
@@ -131,12 +132,12 @@ def column_affine_(
     x = checks.rows("x", x, -1, width, x.dtype, x)
     grad = checks.rows("grad", grad, x.size(0), width, x.dtype, x)
     vectors = {"center": center, "scale": scale, "shift": shift, "factor": factor}
-    columns = triton.cdiv(width, COLUMNS)
+    columns = -(-width // COLUMNS)
     out = checks.out("out", out, x.size(0), width, x.dtype, x)
     if out.numel() == 0:
         return
     with torch.cuda.device_of(x):
-        _affine[(triton.cdiv(x.size(0), ROWS) * columns,)](
+        _affine[(-(-x.size(0) // ROWS) * columns,)](
             out, x, grad, *(vector(*it, width, type, x) for it in vectors.items()), out.stride(0), x.stride(0),
             checks.stride(grad), x.size(0), width, columns, checks.type_of(x), ROWS, COLUMNS,
         )  # fmt: skip
@@ -150,7 +151,7 @@ def vector(name: str, t: Any, width: int, dtype: torch.dtype, like: Tensor) -> A
 
 def grid_of(x: Tensor) -> tuple[tuple[int], int, int, int]:
     """Return the grid, the tiles of a unit of rows, and how many units and column tiles there are."""
-    all_tiles, columns = max(triton.cdiv(x.size(0), ROWS), 1), max(triton.cdiv(x.size(1), COLUMNS), 1)
-    tiles = triton.next_power_of_2(max(TILES, triton.cdiv(all_tiles, 1024)))
-    units = triton.cdiv(all_tiles, tiles)
+    all_tiles, columns = max(-(-x.size(0) // ROWS), 1), max(-(-x.size(1) // COLUMNS), 1)
+    tiles = power_of_2(max(TILES, -(-all_tiles // 1024)))
+    units = -(-all_tiles // tiles)
     return (units * columns,), tiles, units, columns

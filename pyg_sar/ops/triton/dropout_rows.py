@@ -39,9 +39,9 @@ def dropout_rows_(out: Tensor, x: Tensor, id: Tensor, seed: int, p: float) -> No
     out = checks.out("out", out, x.size(0), width, x.dtype, x)
     if out.numel() == 0:
         return
-    columns = triton.cdiv(width, COLUMNS)
+    columns = -(-width // COLUMNS)
     with torch.cuda.device_of(x):
-        _dropout_rows[(triton.cdiv(x.size(0), ROWS) * columns,)](
+        _dropout_rows[(-(-x.size(0) // ROWS) * columns,)](
             out, x, out_stride=out.stride(0), x_stride=x.stride(0), num_rows=x.size(0), width=width, columns=columns,
             type=checks.type_of(x), R=ROWS, C=COLUMNS, **dropout(id, p, seed, 0, x.dtype),
         )  # fmt: skip

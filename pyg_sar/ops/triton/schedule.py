@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -124,6 +123,11 @@ def scores_of(value: Tensor, ptr: Tensor, col: Tensor) -> int:
     return max(value.size(0), ptr.numel()) + col.numel() // CUT
 
 
+def power_of_2(n: int) -> int:
+    """Return the next power of 2; Triton's own, and its ``cdiv``, are functions of kernels, which take microseconds."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 class Tiles(NamedTuple):
     """What programs take of the columns of a unit.
 
@@ -145,7 +149,7 @@ def tiles(width: int) -> Tiles:
 
 def head_tiles(heads: int, channels: int, least: int = 1) -> Tiles:
     """Return tiles of as many heads as have about :data:`COLUMNS` columns, or ``least``, if there are so many."""
-    some = min(max(COLUMNS // triton.next_power_of_2(max(channels, 1)), least), triton.next_power_of_2(heads))
+    some = min(max(COLUMNS // power_of_2(channels), least), power_of_2(heads))
     return Tiles(-(-heads // some), some, channels)
 
 
@@ -162,16 +166,16 @@ def launch(
     columns, heads, width = tiles
     if count == 0 or columns == 0:
         return
-    c = triton.next_power_of_2(max(width, 1))
+    c = power_of_2(width)
     cells = c * max(heads, 1)
     if "K" in kernel.arg_names:
         settings["K"] = NARROW if cells <= NARROW else 1
         cells *= settings["K"]
-    r = min(max(CELLS // cells, 1), ROWS, triton.next_power_of_2(scores or count))
+    r = min(max(CELLS // cells, 1), ROWS, power_of_2(scores or count))
     if heads:
         settings["H"] = heads
     with torch.cuda.device_of(units.first):
-        kernel[(min(triton.cdiv(count, r), programs) * columns,)](
+        kernel[(min(-(-count // r), programs) * columns,)](
             *args, **units._asdict(), num_units=count, columns=columns, **settings, R=r, C=c, num_warps=WARPS,
             enable_fp_fusion=scores == 0,
         )  # fmt: skip

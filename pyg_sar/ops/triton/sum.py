@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
-from pyg_sar.ops.triton.schedule import CELLS, Outs, Units, Work, head_tiles, launch, tiles, work_of
+from pyg_sar.ops.triton.schedule import CELLS, Outs, Units, Work, head_tiles, launch, power_of_2, tiles, work_of
 from pyg_sar.ops.triton.tiles import VARYING, add_up, edge_at, edges_of, head_of, program, tile, units_of
 
 
@@ -181,10 +181,10 @@ def row_products_(out: Tensor, x: Tensor, y: Tensor) -> None:
     if out.numel() == 0:
         return
     columns, some, _ = head_tiles(heads, channels)
-    c = triton.next_power_of_2(max(channels, 1))
+    c = power_of_2(channels)
     r = max(CELLS // (c * some), 1)
     with torch.cuda.device_of(x):
-        _row_products[(triton.cdiv(x.size(0), r) * columns,)](
+        _row_products[(-(-x.size(0) // r) * columns,)](
             out, x, y, out.stride(0), x.stride(0), y.stride(0), x.size(0), columns, heads, channels, type, r, some, c,
             num_warps=1,
         )  # fmt: skip

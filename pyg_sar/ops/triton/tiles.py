@@ -173,6 +173,8 @@ def factor_of(
 
 def dropout(e_id: Tensor | None, p: float, seed: int, head: int, type: torch.dtype) -> dict[str, Any]:
     """Return the arguments of :func:`factor_of`."""
+    if e_id is None:
+        return {"e_id": None, "seed_low": 0, "seed_high": 0, "first_head": 0, "threshold": 0, "scale": 1.0}
     scale = 0.0 if p >= 1 else (torch.ones((), dtype=type, device="cpu") / (1 - p)).item()
     # As words with a sign, because the type of an argument is a matter of its size.
     low, high = (((seed >> shift & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for shift in (0, 32))
