@@ -3,6 +3,7 @@
 #
 #     benchmarks/gpu.sh tests OUT       # everything that the default tests have for a GPU
 #     benchmarks/gpu.sh sanitize OUT    # every kernel under compute-sanitizer
+#     benchmarks/gpu.sh profile OUT     # kernels of attention and of a sum under Nsight Compute
 #     benchmarks/gpu.sh layers OUT      # tables of layers, the largest graphs last
 #     benchmarks/gpu.sh epochs OUT      # training steps in shards; when an ordinary edge_index is worth a graph
 #     benchmarks/gpu.sh workers OUT     # the example on one worker (NCCL) and on two that share the GPU (gloo); a trace
@@ -27,6 +28,12 @@ sanitize)
     done
     wait
     ;;
+profile)
+    sections="SpeedOfLight MemoryWorkloadAnalysis Occupancy WarpStateStats SchedulerStats LaunchStats"
+    ncu --profile-from-start off $(printf -- "--section %s " $sections) \
+        -k 'regex:_attention|_sources|_scores|_gatv2_queries|_sum' "$python" benchmarks/gpu_layers.py --profile \
+        --nodes 600000 --edges 15500000 --cases gat-2 gatv2 sum-128 >"$out/profile.log" 2>&1
+    ;;
 layers)
     run="$python benchmarks/gpu_layers.py --repetitions 5 --out $out --errors $out/errors.json"
     $run --nodes 600000 --edges 15500000
@@ -47,7 +54,7 @@ workers)
     "$python" benchmarks/gpu_overlap.py --out "$out"
     ;;
 *)
-    echo "There is no piece '$piece': tests, sanitize, layers, epochs or workers." >&2
+    echo "There is no piece '$piece': tests, sanitize, profile, layers, epochs or workers." >&2
     exit 2
     ;;
 esac

@@ -3,6 +3,7 @@
     python benchmarks/gpu_layers.py --out docs/results    # 2.4M nodes, 62M edges, as ogbn-products has
     python benchmarks/gpu_layers.py --nodes 230000 --edges 114000000 --out docs/results    # as Reddit has
     python benchmarks/gpu_layers.py --nodes 600000 --edges 15500000 --out docs/results    # where PyG fits
+    ncu --profile-from-start off python benchmarks/gpu_layers.py --profile --cases gat-2 sum-128    # of a step of ours
 
 First all kernels are compiled, by some processes together, on a smaller graph, where the output and all gradients are
 compared with PyG in double precision, too. Then one process measures one implementation after the other, forward and
@@ -226,6 +227,20 @@ def errors_of(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     return by_case
 
 
+def profile(args: argparse.Namespace) -> None:
+    """Show a profiler one step of each case, after two."""
+    graph = OnDevice(args.nodes, args.edges)
+    for name in args.cases:
+        job = make(graph.of(find(name), torch.float32), "pyg_sar")
+        for _ in range(2):
+            results_of(job)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        results_of(job)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
 def main(args: argparse.Namespace) -> None:
     found = errors_of(args)
     graph = OnDevice(args.nodes, args.edges)
@@ -271,4 +286,6 @@ if __name__ == "__main__":
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--errors", type=Path, help="where errors are kept from one size to the next")
     parser.add_argument("--out", type=Path, default=Path("docs"))
-    main(parser.parse_args())
+    parser.add_argument("--profile", action="store_true", help="run a step of each case, for a profiler, and no more")
+    given = parser.parse_args()
+    profile(given) if given.profile else main(given)
