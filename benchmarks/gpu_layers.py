@@ -235,10 +235,9 @@ def profile(args: argparse.Namespace) -> None:
         for _ in range(2):
             results_of(job)
         torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        results_of(job)
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        with torch.cuda.profiler.profile():
+            results_of(job)
+            torch.cuda.synchronize()
 
 
 def main(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ Writes ``gpu-overlap.md`` and ``gpu-overlap.png``.
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness.launch import GNN, answer, launch, words
+from harness.launch import GNN, answer, asked, launch, words
 from harness.report import write
 from harness.timeline import WAITING, watch
 from torch.profiler import ProfilerActivity, profile
@@ -146,14 +147,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    if mine := asked(folder=str, device=str):
+        worker(mine)
+        sys.exit()
     parser = argparse.ArgumentParser()
-    parser.add_argument("--worker", action="store_true")
-    parser.add_argument("--folder")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--nodes", type=int, default=100_000)
     parser.add_argument("--edges", type=int, default=4_000_000)
     parser.add_argument("--method", default="random")
     parser.add_argument("--out", default="docs")
-    given = parser.parse_args()
-    (worker if given.worker else main)(given)
+    main(parser.parse_args())

@@ -121,7 +121,7 @@ def _sources(
     if kind == DOT:
         where = d_key + places(at, d_key_stride, h, c, channels)
         tl.store(where, tl.load(where, mask, 0) + to_key, mask)
-    elif kind == ADDITIVE and inner is not None:
+    elif d_key is not None:
         where = d_key + (at * d_key_stride)[:, None] + h[None, :]
         tl.store(where, tl.load(where, those, 0) + to_key, those)
 
