@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--self-loops", action="store_true", help="add a self-loop where there is none")
     add("--gcn-norm", action="store_true", help="add self-loops and store GCN's edge_weight")
     add("--features", choices=["bfloat16", "float16", "float32"], help="type to store the node features x in")
+    add("--split", type=int, metavar="K", help="keep one of several splits, whose masks have a column for each")
     add("--level", action="append", default=[], metavar="NAME=LEVEL", help="what an attribute is, if it does not tell")
     add("--seed", type=int, default=0, help="seed of the method (default: 0)")
     add("--overwrite", action="store_true", help="replace the partition that OUT holds")
@@ -94,6 +95,7 @@ def _partition(args: argparse.Namespace) -> None:
         self_loops=args.self_loops,
         gcn_norm=args.gcn_norm,
         features=getattr(torch, args.features) if args.features else None,
+        split=args.split,
     )
     report = partition(
         data,

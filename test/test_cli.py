@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.sample_graphs import put_together, read_part
+from torch_geometric.data import Data
 
 from pyg_sar.cli import main
 from pyg_sar.data import store
@@ -101,6 +102,16 @@ def test_features(tmp_path):
     assert make(tmp_path / "graph", "--features", "bfloat16", "--method", "fennel") == 0
     shard = read_part(tmp_path / "graph", 1)
     assert shard.node_attrs["x"].equal(community_graph(200, 2000).x.bfloat16()[shard.topology.src_id])
+
+
+def test_split(tmp_path, capsys):
+    edges, masks = torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.eye(4, dtype=torch.bool)
+    torch.save(Data(edge_index=edges, num_nodes=4, y=torch.arange(4), train_mask=masks[:, :3]), tmp_path / "graph.pt")
+    argv = ["partition", str(tmp_path / "graph.pt"), "--num-parts", "1", "--out", str(tmp_path / "parts")]
+    assert main([*argv, "--split", "3"]) == 2
+    assert "the graph has 3 splits" in capsys.readouterr().err
+    assert main([*argv, "--split", "1", "--order", "id"]) == 0
+    assert read_part(tmp_path / "parts", 0).node_attrs["train_mask"].equal(masks[1])
 
 
 def test_existing_folder(tmp_path, capsys):

@@ -299,8 +299,9 @@ def prepare(
     self_loops: bool = False,
     gcn_norm: bool = False,
     features: torch.dtype | None = None,
+    split: int | None = None,
 ) -> Data | HeteroData:
-    """Apply PyG's transforms that change edges, and choose the type of features, in the order of the arguments.
+    r"""Apply PyG's transforms of edges, in the order of the arguments, and choose the type of features and a split.
 
     Args:
         data (torch_geometric.data.Data): The graph; it is not modified.
@@ -314,16 +315,20 @@ def prepare(
         features (torch.dtype, optional): The floating-point type to store the node features :obj:`x` in;
             :obj:`torch.bfloat16` halves their memory and bytes. Train on them in a model of that type or under
             :class:`torch.autocast`. (default: :obj:`None`, the type that they have)
+        split (int, optional): Which column to keep of masks :math:`(|\mathcal{V}|, S)` that hold :math:`S` splits.
+            (default: :obj:`None`, all)
 
     Returns:
         The transformed graph; what does not change shares its memory with ``data``.
 
     Raises:
-        ValueError: If added self-loops would lack an edge attribute, if ``x`` cannot have that type, or if a transform
-            is asked of a heterogeneous graph that is not for it.
+        ValueError: If added self-loops would lack an edge attribute, if ``x`` cannot have that type, if there is no
+            such split, or if a transform is asked of a heterogeneous graph that is not for it.
     """
     if isinstance(data, HeteroData) and (self_loops or gcn_norm or features is not None):
-        raise ValueError("Of the transforms, only 'to_undirected' is for a HeteroData; apply others before.")
+        raise ValueError("Of these, only 'to_undirected' and 'split' are for a HeteroData; apply others before.")
+    if split is not None:
+        data = _one_split(data, split)
     if to_undirected:
         data = transforms.ToUndirected()(copy.copy(data))
     if isinstance(data, HeteroData):
@@ -345,6 +350,20 @@ def prepare(
             raise ValueError(f"Node features 'x' (got {type(x).__name__}) cannot be stored as {features}.")
         data = copy.copy(data)
         data.x = x.to(features)
+    return data
+
+
+def _one_split(data: Data | HeteroData, column: int) -> Data | HeteroData:
+    """Keep one column of the masks of several splits; a mask of one dimension is for all of them."""
+    data = copy.copy(data)
+    masks = [(store, key, plain(store[key])) for store in data.node_stores for key in store if key.endswith("_mask")]
+    masks = [found for found in masks if isinstance(found[2], Tensor) and found[2].dim() == 2]
+    splits = min((mask.size(1) for *_, mask in masks), default=0)
+    if not 0 <= column < splits:
+        told = f"has {splits} splits, numbered from 0" if splits else "has no mask of several splits"
+        raise ValueError(f"Got split={column}, but the graph {told}. Take one of them, or leave it out.")
+    for store, key, mask in masks:
+        store[key] = mask[:, column].clone()
     return data
 
 

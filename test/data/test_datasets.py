@@ -291,7 +291,7 @@ def test_hetero_data_is_returned_as_it_is(monkeypatch):
     data["a"].x = torch.ones(2, 1)
     monkeypatch.setattr(torch_geometric.datasets, "Mock", made_up(data), raising=False)
     assert dataset("Mock").to_dict() == data.to_dict()
-    with pytest.raises(ValueError, match="only 'to_undirected' is for a HeteroData"):
+    with pytest.raises(ValueError, match="only 'to_undirected' and 'split' are for a HeteroData"):
         prepare(data, self_loops=True)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.sample_graphs import GRAPHS, graph, put_together, random_edges, read_part
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.data import partition as module
 from pyg_sar.data import store
@@ -421,6 +421,22 @@ def test_prepare_refuses_features(x, features):
     data.x = x
     with pytest.raises(ValueError, match=r"Node features 'x' \(got .*\) cannot be stored as torch"):
         prepare(data, features=features)
+
+
+@pytest.mark.parametrize("hetero", [False, True])
+def test_prepare_split(hetero):
+    data = HeteroData() if hetero else random_data()
+    store = data["paper"] if hetero else data
+    store.train_mask, store.test_mask = torch.rand(60, 3) < 0.5, torch.ones(60, dtype=torch.bool)
+    kept = prepare(data, split=2)
+    own = kept["paper"] if hetero else kept
+    assert own.train_mask.equal(store.train_mask[:, 2]) and store.train_mask.dim() == 2
+    assert own.test_mask.equal(store.test_mask)
+    for split in (-1, 3):
+        with pytest.raises(ValueError, match=rf"Got split={split}, but the graph has 3 splits, numbered from 0"):
+            prepare(data, split=split)
+    with pytest.raises(ValueError, match="the graph has no mask of several splits"):
+        prepare(kept, split=0)
 
 
 def test_node_ids_that_stay_global_are_named(tmp_path):
