@@ -53,7 +53,9 @@ def unpacked(values: Values | None) -> Any:
 def even_cut(blocks: int, stages: int) -> list[int]:
     """Return numbers of blocks as equal as possible, the larger ones first."""
     if blocks < stages:
-        raise ValueError(f"[rank {rank_of()}] Expected a block for each of the {stages} stages (got {blocks})")
+        raise ValueError(
+            f"[rank {rank_of()}] Expected a block for each of the {stages} stages (got {blocks}). Take fewer stages."
+        )
     return [blocks // stages + (k < blocks % stages) for k in range(stages)]
 
 

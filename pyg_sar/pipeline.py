@@ -17,7 +17,7 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.blocks import Values, call, even_cut, packed, unpacked
+from pyg_sar import running, watch
+from pyg_sar.blocks import Values, call, packed, unpacked
 from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_reduce, sum_gradients
 from pyg_sar.distributed.group import rank_of, size_of
@@ -34,12 +35,8 @@ from pyg_sar.distributed.stages import Shape, Stages
 from pyg_sar.distributed.traffic import Traffic, record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.offload.schedule import ranges
-from pyg_sar.watch import allow_local
-
-# Normalisations whose statistics are those of all rows, by the names of their classes or of what these derive from.
-OVER_ALL_ROWS = {
-    "_BatchNorm", "HeteroBatchNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm", "MeanSubtractionNorm", "PairNorm",
-}  # fmt: skip
+from pyg_sar.pipeline_checks import check, check_edges, check_loss, described, fingerprint
+from pyg_sar.watch.mode import watching
 
 
 @dataclass
@@ -112,12 +109,18 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.stages = Stages(mesh, comm_dtype)
         self.group = None if mesh is None else mesh.get_group("graph")
-        settings = {"chunks": chunks, "history": history, "shuffle": shuffle, "cut": cut, "seed": seed}
+        settings = {
+            "chunks": chunks, "history": history, "shuffle": shuffle, "cut": cut, "seed": seed, "comm_dtype": comm_dtype
+        }  # fmt: skip
         told = [f"{name}={value}" for name, value in settings.items()] + described(blocks)
         agree("the settings of a pipeline", told, self.group)
         if self.stages.size > 1:
             agree("the settings of a pipeline", told, self.stages.channel.group)
         self.cut = check(blocks, edge_index, self.stages, self.group, chunks, history, cut)
+        self.fingerprint = fingerprint(edge_index.graph)
+        if self.stages.size > 1:
+            which = [f"part {rank_of(self.group)} {self.fingerprint}"]
+            agree("the graph, which all stages load", which, self.stages.channel.group)
         self.edge_index, self.shuffle, self.alpha, self.seed = edge_index, shuffle, history, seed
         first = sum(self.cut[: self.stages.rank])
         self.first, self.blocks = first, torch.nn.ModuleList(list(blocks)[first : first + self.cut[self.stages.rank]])
@@ -186,10 +189,9 @@ class Pipeline:
 
     def identity(self) -> str:
         """Return what histories depend on, and which stage this is."""
-        chunks, graph = 1 if self.history is None else len(self.history.chunks), self.edge_index.graph
-        nodes = zlib.crc32(b"" if graph.n_id is None else graph.n_id.cpu().numpy().tobytes())
+        chunks = 1 if self.history is None else len(self.history.chunks)
         shape = f"{self.cut} blocks, {size_of(self.group)} workers a stage, {chunks} chunks: stage {self.stages.rank}"
-        return f"{shape} with {graph.num_dst} nodes (checksum {nodes:08x})"
+        return f"{shape} {self.fingerprint}"
 
     def checkpoint(self) -> dict[str, Any]:
         """Return what this worker needs to go on besides parameters and optimizer: the epoch, and all histories."""
@@ -237,25 +239,37 @@ class Pipeline:
         Raises:
             ValueError: If a loss is no number, or a block returns other rows.
         """
-        if self.epoch == 0 and self.history is not None:
-            self.fill(x, edges)
-        self.epoch += 1
-        self.stages.begin()
-        with kept_generator():
-            if self.history is None:
-                graph = self.edge_index.graph
-                loss = self.passes(x, loss_fn, edges, [(None, slice(0, graph.num_dst))])
-            else:
-                order = self.order()
-                self.history.begin(order)
-                chunks = [self.history.chunks[k] for k in order]
-                self.stale = self.count_stale()
-                loss = self.passes(x, loss_fn, edges, [(it, it.span) for it in chunks])
-                self.history.end(self.epoch % self.alpha == 0)
+        check_edges(edges)
+        with self.watched():
+            if self.epoch == 0 and self.history is not None:
+                self.fill(x, edges)
+            self.epoch += 1
+            self.stages.begin()
+            with kept_generator():
+                loss = self.forward_and_backward(x, loss_fn, edges)
         sum_gradients(self.blocks, group=self.group)
         if self.seen is not None:
             size, numbers = size_of(self.group), [p for p in self.parameters() if p.grad is not None]
             self.seen.parameters += 2 * (size - 1) * sum(p.nbytes for p in numbers) // size
+        return loss
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Watch the first step of chunks, which have a part of the rows also in a process of its own."""
+        first = self.epoch == 0 and self.history is not None and watch.current() is None
+        return watching(part=True) if first else nullcontext()
+
+    def forward_and_backward(
+        self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor]
+    ) -> Tensor:
+        """Run all chunks of an epoch, or all rows at once; return the loss."""
+        if self.history is None:
+            return self.passes(x, loss_fn, edges, [(None, slice(0, self.edge_index.graph.num_dst))])
+        order = self.order()
+        self.history.begin(order)
+        chunks = [self.history.chunks[k] for k in order]
+        self.stale = self.count_stale()
+        loss = self.passes(x, loss_fn, edges, [(it, it.span) for it in chunks])
+        self.history.end(self.epoch % self.alpha == 0)
         return loss
 
     def order(self) -> list[int]:
@@ -339,7 +353,7 @@ class Pipeline:
             with self.timed("forward", it):
                 out = self.run(values, self.edge_index, edges, it)
                 if stages.last:
-                    with allow_local():  # it is this worker's share
+                    with watch.allow_local():  # it is this worker's share
                         loss = loss_fn(unpacked(out), span)
                     check_loss(loss)
                     total += loss.detach().double()
@@ -373,19 +387,15 @@ class Pipeline:
     def run(self, values: Values, edge_index: Any, edges: Sequence[Tensor], it: Chunk | None) -> Values:
         """Run the blocks of this stage, on all rows or on a chunk."""
         if it is not None:
-            assert self.history is not None
             edge_index, edges = ShardedEdgeIndex(it.graph), [t[it.edges] for t in edges]
+        values = self.marked(values, it)
         for k, block in enumerate(self.blocks, self.first):
             if torch.is_grad_enabled() or it is not None:  # what is drawn depends on neither stages nor chunks before
                 number = -1 if it is None else it.number
                 seed_generators(mixed(self.seed, self.epoch, number, rank_of(self.group), k))
-            if it is None or self.history is None:
-                out = packed(call(block, values, edge_index, edges))
-            else:
-                it.graph.seeds.manual_seed(mixed(self.seed, self.epoch, k))
-                self.history.enter(k)
-                out = packed(call(block, values, edge_index, edges))
-                self.history.leave()
+                edge_index.graph.seeds.manual_seed(mixed(self.seed, self.epoch, k))
+            with self.on_chunk(k, it):
+                out = self.marked(packed(call(block, values, edge_index, edges)), it)
             for t in out:
                 if t.size(0) != values[0].size(0):
                     raise ValueError(
@@ -394,6 +404,22 @@ class Pipeline:
                     )
             values = out
         return values
+
+    @contextmanager
+    def on_chunk(self, block: int, it: Chunk | None) -> Iterator[None]:
+        """Have a block find its sites."""
+        if it is None or self.history is None:
+            yield
+            return
+        with running.on_chunk():
+            self.history.enter(block)
+            yield
+            self.history.leave()
+
+    def marked(self, values: Values, it: Chunk | None) -> Values:
+        """Report that these are some of all rows, if they are."""
+        some = it is not None or size_of(self.group) > 1
+        return tuple(map(watch.rows, values)) if some else values
 
 
 def last_first(count: int) -> Iterator[int]:
@@ -429,55 +455,3 @@ def kept_generator() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
-
-
-def check_loss(loss: Any) -> None:
-    """Raise unless a loss is one number."""
-    if not isinstance(loss, Tensor) or loss.dim() > 0:
-        found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"[rank {rank_of()}] Expected 'loss_fn' to return a single number as a tensor (got {found})")
-
-
-def described(blocks: Sequence[torch.nn.Module]) -> list[str]:
-    """Return what workers compare of a model."""
-    return [f"block {k}: {name} {list(p.shape)}" for k, b in enumerate(blocks) for name, p in b.named_parameters()]
-
-
-def check(
-    blocks: Sequence[torch.nn.Module], edge_index: Any, stages: Stages, group: Any, chunks: int, history: int,
-    cut: Sequence[int] | None,
-) -> list[int]:  # fmt: skip
-    """Raise for what no pipeline can do; return the number of blocks of each stage."""
-    rank, count = f"[rank {rank_of()}]", len(blocks)
-    if not isinstance(edge_index, ShardedEdgeIndex) or not edge_index.streams or edge_index.graph.bipartite:
-        raise TypeError(f"{rank} Expected the 'edge_index' of one set of nodes that 'pyg_sar.load' returned")
-    workers = edge_index.graph.exchange.routes.size
-    if workers != size_of(group):
-        raise ValueError(
-            f"{rank} Expected a graph of {size_of(group)} parts, one for each worker of a stage (got {workers}). Load "
-            f"it with 'group=mesh.get_group(\"graph\")'."
-        )
-    for name, value in (("chunks", chunks), ("history", history)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{rank} Expected '{name}' to be 1 or more (got {value!r})")
-    cut = even_cut(count, stages.size) if cut is None else cut
-    if len(cut) != stages.size or sum(cut) != count or min(cut) < 1:
-        raise ValueError(f"{rank} Expected 'cut' to be {stages.size} numbers of blocks that sum to {count} (got {cut})")
-    seen: dict[Any, int] = {}
-    for k, block in enumerate(blocks):
-        stage = next(s for s in range(stages.size) if k < sum(cut[: s + 1]))
-        for name, p in block.named_parameters():
-            if seen.setdefault(p, stage) != stage:
-                raise ValueError(f"{rank} Parameter '{name}' of block {k} is that of a block of another stage, too")
-        for name, module in block.named_modules() if chunks > 1 else ():
-            names = {kind.__name__ for kind in type(module).__mro__}
-            if names & OVER_ALL_ROWS or ("LayerNorm" in names and getattr(module, "mode", "node") == "graph"):
-                raise ValueError(
-                    f"{rank} '{type(module).__name__}' ('{name}' of block {k}) looks at all rows, of which a chunk is "
-                    f"a part. Take LayerNorm(mode='node'), or 'chunks=1'."
-                )
-            if getattr(module, "cached", False):
-                raise ValueError(
-                    f"{rank} 'cached=True' of '{name}' (block {k}) would keep the edges of one chunk for all"
-                )
-    return list(cut)

@@ -1,11 +1,13 @@
-r"""Which layer of a model is running: what workers tell each other, so that none takes part in another's layer."""
+r"""Which layer of a model is running: what workers tell each other, so that none takes part in another's layer; and
+whether it runs on a chunk of a pipeline.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-_here = threading.local()  # the `layer` of this thread, and whether its parameters are `told`
+# The `layer` of this thread, whether its parameters are `told`, and whether its rows are those of a `chunk`
+_here = threading.local()
 LAYERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -72,6 +75,21 @@ def name() -> str:
     """Return what the present layer is called, or nothing."""
     module = present()
     return "" if module is None else LAYERS[module].name
+
+
+@contextmanager
+def on_chunk() -> Iterator[None]:
+    """Say that what runs within the context has the rows of a chunk alone."""
+    _here.chunk = True
+    try:
+        yield
+    finally:
+        _here.chunk = False
+
+
+def chunked() -> bool:
+    """Whether a chunk is running."""
+    return getattr(_here, "chunk", False)
 
 
 def named_range(layer: str, what: str) -> AbstractContextManager[Any]:

@@ -57,6 +57,7 @@ LEVELS = """
     offload.data
 
     blocks distributed.stages distributed.history
+    pipeline_checks
     pipeline
     pipeline_planner
 

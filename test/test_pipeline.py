@@ -1,10 +1,14 @@
 """A pipeline of layers: exact with one chunk, and with more what a reference in plain PyG says."""
 
+import gc
+import importlib.util
 import itertools
 import os
 import random
 import re
 import signal
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +16,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn
 from support.cases import some
-from support.pool import Pool
+from support.pool import Pool, RankError
 from torch_geometric.data import Data
 from torch_geometric.nn import DeepGCNLayer, GENConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import softmax
 
 import pyg_sar
+from pyg_sar import checkpoint
 from pyg_sar.distributed.stages import mesh_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*most wait")
 NODES, WIDTH, CLASSES, BLOCKS = 40, 6, 6, 4
-KINDS = ["gcn", "sage", "gen", "gcn2"]
+KINDS = ["gcn", "sage", "gen", "gcn2", "gat", "two", "weighted"]
 
 
 def inputs():
@@ -31,11 +37,13 @@ def inputs():
     edge_index = torch.cat([edge_index, torch.tensor([[3, 3, 7, 7], [3, 3, 9, 9]])], 1)  # loops, parallel edges
     x = torch.randn(NODES, WIDTH, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (NODES,), generator=generator)
-    return Data(x=x, y=y, edge_index=edge_index, train_mask=torch.rand(NODES, generator=generator) < 0.6)
+    mask = torch.rand(NODES, generator=generator) < 0.6
+    edge_weight = torch.rand(edge_index.size(1), generator=generator, dtype=torch.float64)
+    return Data(x=x, y=y, edge_index=edge_index, edge_weight=edge_weight, train_mask=mask)
 
 
 class Block(torch.nn.Module):
-    """A layer, a normalisation of rows or over all rows, and a residual."""
+    """A layer or two, a normalisation of rows or over all rows, and a residual."""
 
     def __init__(self, nn, kind, k, norm="layer"):
         super().__init__()
@@ -46,16 +54,20 @@ class Block(torch.nn.Module):
             "gat": lambda: nn.GATConv(WIDTH, out, 2, concat=False),
             "gcn2": lambda: nn.GCN2Conv(WIDTH, 0.2, 0.5, k + 1, shared_weights=k % 2 == 0),
             "gen": lambda: torch_geometric.nn.GENConv(WIDTH, out, num_layers=1, learn_t=True, aggr="softmax"),
+            "two": lambda: nn.SAGEConv(WIDTH, out),
+            "weighted": lambda: torch_geometric.nn.GraphConv(WIDTH, out),
         }[kind]()
-        if kind == "gen" and nn is pyg_sar.nn:
+        self.other = nn.SAGEConv(WIDTH, out, aggr="max") if kind == "two" else None
+        if kind in ("gen", "weighted") and nn is pyg_sar.nn:
             pyg_sar.nn.convert(self)
         self.norm = torch.nn.LayerNorm(out) if norm == "layer" else nn.BatchNorm(out)
         self.last, self.initial = k == BLOCKS - 1, kind == "gcn2"
 
-    def forward(self, x, edge_index):
+    def forward(self, x, edge_index, *edges):
         if self.initial:
             return self.finish(x, self.conv(*x, edge_index))
-        return self.finish(x, self.conv(x, edge_index))
+        out = self.conv(x, edge_index, *edges)
+        return self.finish(x, out if self.other is None else out + self.other(x, edge_index))
 
     def finish(self, x, out):
         """With a residual, or the first rows beside."""
@@ -66,6 +78,19 @@ class Block(torch.nn.Module):
 
 def start(x, kind):
     return (x, x.tanh()) if kind == "gcn2" else x
+
+
+def edges_of(data, kind):
+    return [data.edge_weight] if kind == "weighted" else []
+
+
+def grads_of(pipe):
+    """Gradients of all blocks, by the names of their states."""
+    mine = {}
+    for name, p in pipe.blocks.named_parameters():
+        block, _, rest = name.partition(".")
+        mine[f"{pipe.first + int(block)}.{rest}"] = p.grad
+    return {name: grad for one in pipe.stages.gather(mine) for name, grad in one.items()}
 
 
 def blocks_of(nn, kind, norm="layer"):
@@ -82,23 +107,27 @@ def loss_of(out, y, mask, total):
     return F.cross_entropy(out[mask], y[mask], reduction="sum") / total
 
 
-def trained(group, stages, parts, folder, kind, chunks, epochs, norm="layer", **settings):
-    """Losses, states and outputs of a pipeline."""
+def trained(group, stages, parts, folder, kind, chunks, epochs, norm="layer", frozen=0, modes=(),
+            labels=None, **settings):  # fmt: skip
+    """Losses, states and outputs of a pipeline whose first blocks may be frozen, and the gradients of the last step."""
     mesh = mesh_of(torch.arange(stages * parts).view(stages, parts))
     if mesh is None:
         return None
-    data = pyg_sar.load(folder, group=mesh.get_group("graph"))
-    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, kind, norm), data.edge_index, mesh, chunks, **settings)
+    data, blocks = pyg_sar.load(folder, group=mesh.get_group("graph"), **dict(modes)), blocks_of(pyg_sar.nn, kind, norm)
+    blocks[:frozen].requires_grad_(False)
+    pipe = pyg_sar.Pipeline(blocks, data.edge_index, mesh, chunks, **settings)
     optimizer = optimizer_of(pipe.parameters(), norm)
-    x, total, losses = start(data.x, kind), int(inputs().train_mask.sum()), []
+    x, total, losses = start(data.x, kind), labels or int(inputs().train_mask.sum()), []
     for _ in range(epochs):
         optimizer.zero_grad()
-        loss = pipe.step(x, lambda out, rows: loss_of(out, data.y[rows], data.train_mask[rows], total))
+        loss = pipe.step(
+            x, lambda out, rows: loss_of(out, data.y[rows], data.train_mask[rows], total), *edges_of(data, kind)
+        )
         optimizer.step()
         losses.append(loss.item())
-    out = pipe.eval()(x)
+    out, grads = pipe.eval()(x, *edges_of(data, kind)), grads_of(pipe)
     chunk_of = None if pipe.history is None else pipe.history.chunk_of[: data.num_nodes]
-    return losses, pipe.state_dict(), out, data.n_id, chunk_of, pipe.stale
+    return losses, pipe.state_dict(), out, data.n_id, chunk_of, pipe.stale, grads
 
 
 def exact(kind, epochs, norm="layer", data=None):
@@ -108,7 +137,7 @@ def exact(kind, epochs, norm="layer", data=None):
         optimizer.zero_grad()
         x = start(data.x, kind)
         for block in blocks:
-            x = block(x, data.edge_index)
+            x = block(x, data.edge_index, *edges_of(data, kind))
         loss = loss_of(x, data.y, data.train_mask, int(data.train_mask.sum()))
         loss.backward()
         optimizer.step()
@@ -116,8 +145,8 @@ def exact(kind, epochs, norm="layer", data=None):
     blocks.eval()
     x = start(data.x, kind)
     for block in blocks:
-        x = block(x, data.edge_index)
-    return losses, blocks.state_dict(), x.detach()
+        x = block(x, data.edge_index, *edges_of(data, kind))
+    return losses, blocks, x.detach()
 
 
 def close(found, expected, tol=1e-10):
@@ -141,31 +170,54 @@ def folders(tmp_path):
     return made
 
 
-def compare(found, expected):
-    losses, state, out = expected
+def compare(found, losses, blocks):
+    """Losses, states and the gradients of the last step; a state is one that plain PyG loads."""
+    grads = {name: p.grad for name, p in blocks.named_parameters()}
     for one in found:
         close(torch.tensor(one[0], dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
-        assert one[1].keys() == state.keys()
-        for name, t in state.items():
+        for name, t in blocks.state_dict().items():
             close(one[1][name], t)
+        assert one[6].keys() == grads.keys()
+        for name, grad in grads.items():
+            close(one[6][name], grad)
+        blocks.load_state_dict(one[1], strict=True)
+
+
+def compare_outputs(found, out):
+    assert any(one[2] is not None for one in found)
+    for one in found:
         if one[2] is not None:
             close(one[2], out[one[3]])
 
 
 MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
-SETTINGS = [(2, 1, True), (5, 3, True), (8, 3, False)]  # chunks, alpha, and whether they are shuffled
+# Chunks, alpha, and whether they are shuffled
+SETTINGS = list(itertools.product((2, 5, 8), (1, 3), (True, False)))
+MODES = [{}, {"remat": False}, {"prefetch": 2}, {"one_shot": True}]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), some([*KINDS, "gat"], MESHES, every=4))
+@pytest.mark.parametrize(("kind", "mesh"), some(KINDS, MESHES, every=4))
 def test_one_chunk_is_exact(stages_pool, folders, kind, mesh):
     stages, parts = mesh
+    losses, blocks, out = exact(kind, 5)
     found = stages_pool(trained, stages, parts, folders[parts], kind, 1, 5)
-    compare(found, exact(kind, 5))
+    compare_outputs(found, out)
+    compare(found, losses, blocks)
 
 
-def test_batch_norm_with_one_chunk(stages_pool, folders):
-    found = stages_pool(trained, 2, 2, folders[2], "sage", 1, 5, "batch")
-    compare(found, exact("sage", 5, "batch"))
+@pytest.mark.parametrize(("kind", "mesh"), some(KINDS, MESHES[1:], every=8))
+def test_batch_norm_with_one_chunk(stages_pool, folders, kind, mesh):
+    stages, parts = mesh
+    losses, blocks, out = exact(kind, 5, "batch")
+    found = stages_pool(trained, stages, parts, folders[parts], kind, 1, 5, "batch")
+    compare_outputs(found, out)
+    compare(found, losses, blocks)
+
+
+@pytest.mark.parametrize("modes", MODES[1:])
+def test_modes_with_one_chunk(stages_pool, folders, modes):
+    losses, blocks, _ = exact("gat", 3)
+    compare(stages_pool(trained, 2, 2, folders[2], "gat", 1, 3, "layer", 0, tuple(modes.items())), losses, blocks)
 
 
 # What chunks compute, in plain PyG: sources of stale edges are moved behind the fresh rows.
@@ -191,9 +243,9 @@ def gcn2(conv, fresh, old, edge_index, stale):
     return out @ one + first @ ((1 - conv.beta) * eye + conv.beta * conv.weight2)
 
 
-def any_conv(conv, fresh, old, edge_index, stale):
+def any_conv(conv, fresh, old, edge_index, stale, *edges):
     moved = torch.stack([edge_index[0] + NODES * stale, edge_index[1]])
-    return conv((torch.cat([fresh, old]), fresh), moved)
+    return conv((torch.cat([fresh, old]), fresh), moved, *edges)
 
 
 def projected(conv, x):
@@ -218,9 +270,10 @@ def read_rows(kind, conv, x):
     return tuple(t.detach() for t in rows) if isinstance(rows, tuple) else rows.detach()
 
 
-def reference(kind, chunk_of, chunks, alpha, shuffle, epochs):
+def reference(kind, chunk_of, chunks, alpha, shuffle, epochs, data=None, frozen=0):
     """Train as `Pipeline` says that it does."""
-    data, blocks = inputs(), blocks_of(torch_geometric.nn, kind)
+    data, blocks = data or inputs(), blocks_of(torch_geometric.nn, kind)
+    blocks[:frozen].requires_grad_(False)
     if kind in ("gcn", "gcn2", "gat"):  # which add loops of their own
         data.edge_index = torch_geometric.utils.remove_self_loops(data.edge_index)[0]
     aggregate = {"gcn": gcn, "gcn2": gcn2, "gat": gat}.get(kind, any_conv)
@@ -238,7 +291,9 @@ def reference(kind, chunk_of, chunks, alpha, shuffle, epochs):
         for k, block in enumerate(blocks):
             seen.append(read_rows(kind, block.conv, x))
             old = seen[k] if history is None else history[k]
-            x = block.finish(x, aggregate(block.conv, x, old, data.edge_index, stale))
+            edges = data.edge_index, stale, *edges_of(data, kind)
+            out = sum(aggregate(conv, x, old, *edges) for conv in (block.conv, block.other) if conv is not None)
+            x = block.finish(x, out)
         if epoch % alpha == 0:
             history = seen
         if epoch > 0:
@@ -247,28 +302,24 @@ def reference(kind, chunk_of, chunks, alpha, shuffle, epochs):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return losses, blocks.state_dict(), float(stale.double().mean())
+    return losses, blocks
 
 
-def as_the_reference(found, kind, chunks, alpha, shuffle, epochs):
+def as_the_reference(found, kind, chunks, alpha, shuffle, epochs, **more):
     chunk_of = torch.empty(NODES, dtype=torch.long)
     for one in found:
         chunk_of[one[3]] = one[4]
-    losses, state, _ = reference(kind, chunk_of, chunks, alpha, shuffle, epochs)
-    for one in found:
-        close(torch.tensor(one[0], dtype=torch.float64), torch.tensor(losses, dtype=torch.float64))
-        for name, t in state.items():
-            close(one[1][name], t)
+    compare(found, *reference(kind, chunk_of, chunks, alpha, shuffle, epochs, **more))
 
 
-@pytest.mark.parametrize(("kind", "settings", "mesh"), some([*KINDS, "gat"], SETTINGS, MESHES, every=11))
-def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
-    (chunks, alpha, shuffle), (stages, parts) = settings, mesh
+@pytest.mark.parametrize(("case",), some(list(itertools.product(KINDS, SETTINGS, MESHES)), every=53))
+def test_chunks_do_what_they_say(stages_pool, folders, case):
+    kind, (chunks, alpha, shuffle), (stages, parts) = case
     settings = {"history": alpha, "shuffle": shuffle}
     epochs = 2 * alpha + 2
     found = stages_pool(with_settings, stages, parts, folders[parts], kind, chunks, epochs, settings)
     as_the_reference(found, kind, chunks, alpha, shuffle, epochs)
-    if kind in ("sage", "gen"):  # others have loops besides
+    if kind in ("sage", "gen", "two"):  # others have loops besides
         assert sum(one[5] for one in found[:parts]) > 0
 
 
@@ -276,11 +327,12 @@ def test_chunks_do_what_they_say(stages_pool, folders, kind, settings, mesh):
 def test_four_stages_of_two(folders):
     """Exact with one chunk, and as the reference with five."""
     pool = Pool(8)
-    for kind in [*KINDS, "gat"]:
-        compare(pool.run(8, trained, 4, 2, folders[2], kind, 1, 5, timeout=120), exact(kind, 5))
+    for kind in KINDS:
+        losses, blocks, _ = exact(kind, 5)
+        compare(pool.run(8, trained, 4, 2, folders[2], kind, 1, 5, timeout=120), losses, blocks)
         settings = {"history": 2, "shuffle": True}
-        found = pool.run(8, with_settings, 4, 2, folders[2], kind, 5, 6, settings, timeout=120)
-        as_the_reference(found, kind, 5, 2, True, 6)
+        found = pool.run(8, with_settings, 4, 2, folders[2], kind, 8, 6, settings, timeout=120)
+        as_the_reference(found, kind, 8, 2, True, 6)
     pool.close()
 
 
@@ -289,6 +341,24 @@ def test_a_worker_without_nodes(stages_pool, tmp_path, stages):
     pyg_sar.partition(inputs(), 2, tmp_path / "parts", method=torch.zeros(NODES, dtype=torch.long))
     found = stages_pool(with_settings, stages, 2, str(tmp_path / "parts"), "sage", 5, 6, {"history": 2})
     as_the_reference(found, "sage", 5, 2, True, 6)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_frozen_first_blocks(stages_pool, folders, stages):
+    """Of which the first stage has nothing to learn; its neighbour sends zeros."""
+    settings = {"history": 2, "frozen": BLOCKS // stages}
+    found = stages_pool(with_settings, stages, 1, folders[1], "sage", 8, 6, settings)
+    as_the_reference(found, "sage", 8, 2, True, 6, frozen=BLOCKS // stages)
+
+
+def test_rows_that_are_carried_through_stages(stages_pool, folders):
+    """GCNII's first rows have a gradient in each block, which stages add up in another order."""
+    (expected,) = stages_pool(with_settings, 1, 1, folders[1], "gcn2", 8, 4, {"history": 2})
+    for stages in (2, 4):
+        for losses, state, *_ in stages_pool(with_settings, stages, 1, folders[1], "gcn2", 8, 4, {"history": 2}):
+            close(torch.tensor(losses), torch.tensor(expected[0]), 1e-13)
+            for name, t in expected[1].items():
+                close(state[name], t, 1e-13)
 
 
 def with_settings(group, stages, parts, folder, kind, chunks, epochs, settings):
@@ -342,11 +412,12 @@ def with_dropout(group, stages, folder, ends=(), chunks=5, **settings):
     return losses, pipe.state_dict(), seen, pipe.stale
 
 
-def test_the_same_bits_for_any_number_of_stages_and_after_a_resume(stages_pool, folders):
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_the_same_bits_for_any_number_of_stages_and_after_a_resume(stages_pool, folders, chunks):
     """With dropout, shuffled; within and at a refresh."""
-    (expected,) = stages_pool(with_dropout, 1, folders[1])
+    (expected,) = stages_pool(with_dropout, 1, folders[1], (), chunks)
     for stages, ends in ((2, ()), (4, ()), (1, (2, 3)), (2, (3, 5))):
-        for losses, state, *_ in stages_pool(with_dropout, stages, folders[1], ends):
+        for losses, state, *_ in stages_pool(with_dropout, stages, folders[1], ends, chunks):
             assert losses == expected[0], (stages, ends)
             assert all(torch.equal(state[name], t) for name, t in expected[1].items())
 
@@ -359,10 +430,10 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     pyg_sar.save_checkpoint(tmp_path / "one", pipe=pipe)
     with pytest.raises(
         RuntimeError,
-        match=r"of \[4\] blocks, 1 workers a stage, 4 chunks: stage 0 with 40 nodes .*, and this one.* 5 chunks",
+        match=r"of \[4\] blocks, 1 workers a stage, 4 chunks: stage 0 with 40 nodes and .*, and this one.* 5 chunks",
     ):
         pyg_sar.load_checkpoint(tmp_path / "one", pipe=alone(data.edge_index, 5))
-    with pytest.raises(ValueError, match=r"with 40 nodes \(checksum .* with 39 nodes"):
+    with pytest.raises(ValueError, match=r"with 40 nodes and 164 edges \(checksum .* with 39 nodes"):
         other = data.edge_index[:, (data.edge_index < NODES - 1).all(0)]
         blocks = blocks_of(pyg_sar.nn, "sage")
         pyg_sar.Pipeline(blocks, pyg_sar.shard(other, NODES - 1), None, 4).restore(pipe.checkpoint())
@@ -531,16 +602,17 @@ def steps(pipe, data, count=4):
 
 
 @pytest.mark.parametrize("how", ["disjoint", "acyclic"])
-def test_exact_where_nothing_is_stale(how):
+@pytest.mark.parametrize("chunks", [2, 4, 8])
+def test_exact_where_nothing_is_stale(how, chunks):
     data = inputs()
     row = torch.arange(NODES).repeat(2)
     if how == "disjoint":  # of equal sizes, as chunks are
-        source = row // 10 * 10 + (row + torch.arange(2).repeat_interleave(NODES) * 3 + 1) % 10
+        source = row // 5 * 5 + (row + torch.arange(2).repeat_interleave(NODES) * 2 + 1) % 5
     else:
         source = (torch.rand(2 * NODES) * (row + 1)).long()
     data.edge_index = torch.stack([source, row])
-    pipe = alone(data.edge_index, 4, shuffle=how == "disjoint")
-    assert [it.span.stop for it in pipe.history.chunks] == [10, 20, 30, 40]
+    pipe = alone(data.edge_index, chunks, shuffle=how == "disjoint")
+    assert [it.span.stop for it in pipe.history.chunks] == [NODES // chunks * (k + 1) for k in range(chunks)]
     expected, *_ = exact("sage", 4, data=data)
     close(torch.tensor(steps(pipe, data)), torch.tensor(expected))
     assert pipe.stale == 0
@@ -615,16 +687,22 @@ def test_gradients_are_those_of_the_frozen_history(turned, monkeypatch):
     assert pipe.stale > 0.2
 
 
-@pytest.mark.parametrize("chunks", [3, NODES, 3 * NODES])
-def test_chunks_without_rows_edges_or_labels(chunks):
-    data = inputs()
+@pytest.mark.parametrize(("chunks", "mesh"), [(3, (1, 2)), (3, (2, 2)), (NODES, (1, 1))])
+def test_chunks_without_rows_edges_or_labels(stages_pool, tmp_path, chunks, mesh):
+    data, (stages, parts) = inputs(), mesh
     data.edge_index = data.edge_index[:, data.edge_index[1] > 30]
-    data.train_mask = torch.arange(NODES) < 2
-    losses = steps(alone(data.edge_index, chunks), data, 3)
-    assert losses[-1] < losses[0]
+    data.edge_weight, data.train_mask = data.edge_weight[: data.num_edges], torch.arange(NODES) < 2
+    pyg_sar.partition(data, parts, tmp_path / "parts", method=torch.arange(NODES) // 39 % parts)
+    found = stages_pool(trained_on, stages, parts, str(tmp_path / "parts"), chunks)
+    as_the_reference(found, "sage", chunks, 10, True, 4, data=data)
 
 
-def test_frozen_first_blocks_and_gradients_of_features():
+def trained_on(group, stages, parts, folder, chunks):
+    """On two labels; of two parts one has a single node."""
+    return trained(group, stages, parts, folder, "sage", chunks, 4, labels=2)
+
+
+def test_gradients_of_features():
     data = inputs()
     blocks = blocks_of(pyg_sar.nn, "sage")
     blocks[0].requires_grad_(False)
@@ -643,14 +721,25 @@ def test_frozen_first_blocks_and_gradients_of_features():
     close(found, data.x.grad)
 
 
+def norm_named(name):
+    given = {"PairNorm": (), "MeanSubtractionNorm": (), "GraphSizeNorm": ()}
+    return getattr(torch_geometric.nn, name)(*given.get(name, (WIDTH,)))
+
+
 WRONG = {
     "chunks": (lambda: {"chunks": 0}, "'chunks' to be 1 or more"),
     "history": (lambda: {"history": 0}, "'history' to be 1 or more"),
     "cut": (lambda: {"cut": [3]}, "'cut' to be 1 numbers of blocks that sum to 4"),
     "norm": (lambda: {"blocks": blocks_of(pyg_sar.nn, "sage", "batch")}, "'BatchNorm.*looks at all rows"),
-    "cached": (lambda: {"blocks": [pyg_sar.nn.GCNConv(WIDTH, WIDTH, cached=True)]}, "'cached=True'.*one chunk"),
+    "cached": (lambda: {"blocks": [torch_geometric.nn.SGConv(WIDTH, WIDTH, cached=True)]}, "'cached=True'.*'chunks=1'"),
     "graph norm": (lambda: {"blocks": [torch_geometric.nn.LayerNorm(WIDTH)]}, "'LayerNorm'.*looks at all rows"),
-    "no blocks": (lambda: {"blocks": []}, "Expected a block for each"),
+    "no blocks": (lambda: {"blocks": []}, "Expected a block for each.*Take fewer stages"),
+    "nodes": (lambda: {"chunks": NODES + 1}, "at most a chunk for each of 40 nodes"),
+    **{
+        name: (lambda norm=norm: {"blocks": [norm]}, f"'{name}'.*looks at all rows")
+        for name in ("GraphNorm", "PairNorm", "InstanceNorm", "MeanSubtractionNorm", "GraphSizeNorm")
+        for norm in [norm_named(name)]
+    },
 }
 
 
@@ -660,8 +749,77 @@ def test_what_no_pipeline_can_do(what):
     settings = {"blocks": blocks_of(pyg_sar.nn, "sage"), "chunks": 3, **given()}
     with pytest.raises(ValueError, match=error):
         pyg_sar.Pipeline(edge_index=pyg_sar.shard(inputs().edge_index, NODES), mesh=None, **settings)
-    with pytest.raises(TypeError, match="'edge_index' of one set of nodes"):
-        pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), inputs().edge_index)
+
+
+def test_graphs_that_no_pipeline_takes():
+    whole = pyg_sar.shard(inputs().edge_index, NODES)
+    flow = pyg_sar.message_flow_graphs(whole, torch.arange(NODES) < 5, 2)
+    of_types = pyg_sar.shard(torch.tensor([[0, 1], [2, 0]]), (4, 3))
+    for edge_index in (inputs().edge_index, of_types, flow.edge_indices[0], flow.edge_indices):
+        for chunks in (1, 3):
+            with pytest.raises(TypeError, match="'edge_index' of one set of nodes"):
+                pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), edge_index, chunks=chunks)
+
+
+def test_cached_where_it_has_no_effect():
+    blocks = torch.nn.ModuleList(pyg_sar.nn.GCNConv(WIDTH, WIDTH, cached=True) for _ in range(2)).double()
+    steps(alone(inputs().edge_index, 3, blocks=blocks), inputs(), 2)
+
+
+class Reads(torch.nn.Module):
+    """Adds something that is of all rows to each."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.lin, self.read = torch.nn.Linear(WIDTH, WIDTH), read
+
+    def forward(self, x, edge_index):
+        return self.lin(x) + self.read(x)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("read", [
+    lambda x: torch_geometric.nn.global_mean_pool(x, None), lambda x: pyg_sar.nn.global_mean_pool(x, None),
+    lambda x: torch_geometric.nn.aggr.MeanAggregation()(x), lambda x: x.mean(0),
+])  # fmt: skip
+def test_what_reads_out_a_chunk(read, after):
+    """In a process of its own, too; where rows come from a layer, and where they are what a block is called with."""
+    data, blocks = inputs(), torch.nn.ModuleList([Reads(read)]).double()
+    if after:
+        blocks.insert(0, pyg_sar.nn.SAGEConv(WIDTH, WIDTH).double())
+    with pytest.raises(NotImplementedError, match=r"all rows, of which a chunk is a part|nodes or edges,? of (which )?this worker"):
+        steps(alone(data.edge_index, 3, blocks=blocks), data, 1)
+    steps(alone(data.edge_index, 1, blocks=blocks), data, 1)
+
+
+class OntoSources(torch.nn.Module):
+    """Adds what destinations have onto the sources of their edges, or sends messages the other way round."""
+
+    def __init__(self, turned):
+        super().__init__()
+        self.conv = pyg_sar.nn.SAGEConv(WIDTH, WIDTH, flow="target_to_source").double() if turned else None
+
+    def forward(self, x, edge_index):
+        if self.conv is not None:
+            return self.conv(x, edge_index)
+        return torch_geometric.utils.scatter(x[edge_index[1]], edge_index[0], dim_size=x.size(0))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_sources_of_other_chunks(turned):
+    data, blocks = inputs(), [OntoSources(turned)]
+    data.x.requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"Block 0 .*(adds onto the sources|other rows).*'chunks=1'"):
+        alone(data.edge_index, 3, blocks=blocks).step(data.x, lambda out, rows: out.sum())
+    alone(data.edge_index, 1, blocks=blocks).step(data.x, lambda out, rows: out.sum())
+
+
+def test_edges_that_need_a_gradient():
+    data, blocks = inputs(), blocks_of(pyg_sar.nn, "weighted")
+    with pytest.raises(ValueError, match="Tensor 0 of edges needs a gradient"):
+        alone(data.edge_index, 3, blocks=blocks).step(
+            data.x, lambda out, rows: out.sum(), data.edge_weight.requires_grad_()
+        )
 
 
 class Shorter(torch.nn.Module):
@@ -713,7 +871,10 @@ def test_blocks_that_take_another_way():
         alone(data.edge_index, 3, blocks=[Checkpointed()]).step(data.x, lambda out, rows: out.sum())
 
 
-MODELS = {"gcn": torch_geometric.nn.GCN, "sage": torch_geometric.nn.GraphSAGE, "gin": torch_geometric.nn.GIN}
+MODELS = {
+    "gcn": torch_geometric.nn.GCN, "sage": torch_geometric.nn.GraphSAGE, "gin": torch_geometric.nn.GIN,
+    "gat": torch_geometric.nn.GAT,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("act_first", [False, True])
@@ -732,6 +893,23 @@ def test_blocks_of_models_of_pyg(kind, act_first):
         pyg_sar.nn.blocks(MODELS[kind](WIDTH, WIDTH, 3, CLASSES, jk="cat"))
     with pytest.raises(TypeError, match="got Linear"):
         pyg_sar.nn.blocks(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gcn2", "resgcn"])
+def test_the_model_of_the_example(kind):
+    """In plain PyG its forward is the loop over the blocks of the pipeline."""
+    path = Path(__file__).parents[1] / "examples" / "models.py"
+    spec = importlib.util.spec_from_file_location("models", path)
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    data, made = inputs(), []
+    for nn in (torch_geometric.nn, pyg_sar.nn):
+        torch.manual_seed(0)
+        made.append(models.DeepGNN(nn, kind, WIDTH, 8, CLASSES, 4).double())
+    with torch.no_grad():
+        expected = made[0].eval()(data.x, data.edge_index)
+    pipe = alone(data.edge_index, 1, blocks=pyg_sar.nn.convert(made[1]).blocks)
+    close(pipe.eval()(data.x), expected)
 
 
 def residuals():
@@ -755,13 +933,13 @@ def test_deep_gcn_layers():
 
 
 def failing(group, folder, where, how):
-    """The second stage raises or is killed in some phase, or takes another number of chunks."""
+    """The second stage raises or is killed in some phase."""
     mesh = mesh_of(torch.arange(2).view(2, 1))
     if mesh is None:
         return None
     rank, calls = mesh.get_local_rank("stage"), []
     data = pyg_sar.load(folder, group=mesh.get_group("graph"))
-    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), data.edge_index, mesh, 4 + rank * (where == "settings"))
+    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), data.edge_index, mesh, 4)
 
     turn = {"first pass": 1, "evaluation": 1}.get(where, 3)
 
@@ -809,14 +987,149 @@ def test_a_stage_that_fails(folders, where, how):
     assert re.search(LOST[where], first[2]), first
 
 
-def test_stages_with_other_settings(folders):
+def one_raises(group, folder):
+    """One of two workers of the last stage raises in a block."""
+    mesh = mesh_of(torch.arange(4).view(2, 2))
+    data = pyg_sar.load(folder, group=mesh.get_group("graph"))
+    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), data.edge_index, mesh, 4)
+    pipe.step(data.x, lambda out, rows: out.sum())
+    if dist.get_rank() == 3:
+        pipe.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    pipe.step(data.x, lambda out, rows: out.sum())
+
+
+def test_one_worker_of_a_stage_that_raises(folders):
     pool = Pool(4)
     try:
-        for outcome in pool.outcomes(4, failing, folders[1], "settings", "raises")[:2]:
-            assert outcome[0] == "error" and "differ in the settings of a pipeline" in outcome[2], outcome
-            assert "chunks=4" in outcome[2] and "chunks=5" in outcome[2]
+        *others, last = pool.outcomes(4, one_raises, folders[2])
     finally:
         pool._kill()
+    assert last[:2] == ("error", "ZeroDivisionError"), last
+    assert all(one[:2] == ("error", "LostWorkers") and one[3] < 20 for one in others), others
+    assert "rows of chunk" in others[2][2] or "layer" in others[2][2], others
+
+
+def twice_in_one_chunk(group, folder):
+    """One of two workers of a stage aggregates twice for its first chunk."""
+    mesh = mesh_of(torch.arange(2).view(1, 2))
+    if mesh is None:
+        return None
+    data, blocks = pyg_sar.load(folder, group=mesh.get_group("graph")), blocks_of(pyg_sar.nn, "sage")
+    pipe, calls = pyg_sar.Pipeline(blocks, data.edge_index, mesh, 4), []
+
+    def again(module, args, out):
+        calls.append(0)
+        return module.forward(*args) if len(calls) == 3 and dist.get_rank() == 1 else out
+
+    blocks[0].conv.register_forward_hook(again)
+    pipe.step(data.x, lambda out, rows: out.sum())
+
+
+def test_a_layer_that_is_called_twice_in_one_chunk(folders):
+    pool = Pool(4)
+    try:
+        found = pool.outcomes(4, twice_in_one_chunk, folders[2])[:2]
+    finally:
+        pool._kill()
+    assert all(one[0] == "error" and one[3] < 20 for one in found), found
+    assert any(re.search("This worker runs layer 'conv'|Block 0 aggregated 2 times", one[2]) for one in found), found
+
+
+def differing(group, folders, what):
+    """The second stage is started with something else than the first one."""
+    mesh = mesh_of(torch.arange(2).view(2, 1))
+    if mesh is None:
+        return None
+    odd = mesh.get_local_rank("stage") == 1
+    blocks = blocks_of(pyg_sar.nn, "sage")
+    settings = {"chunks": 4, "history": 10, "shuffle": True, "seed": 0, "comm_dtype": None}
+    other = {"chunks": 5, "history": 1, "shuffle": False, "seed": 1, "comm_dtype": torch.bfloat16}
+    if odd and what in other:
+        settings[what] = other[what]
+    if odd and what == "model":
+        blocks[1].conv.project = True
+    folder = folders["other" if odd and what == "folder" else 1]
+    data = pyg_sar.load(folder, group=mesh.get_group("graph"))
+    pyg_sar.Pipeline(blocks, data.edge_index, mesh, **settings)
+
+
+DIFFERS = {"chunks": "chunks=4.*chunks=5", "history": "history=1,? .*history=10|history=1", "shuffle": "shuffle=False",
+           "seed": "seed=0, seed=1", "comm_dtype": "comm_dtype=None", "model": "SAGEConv .*'project': True",
+           "folder": "the graph, which all stages load.*part 0 with 40 nodes"}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DIFFERS)
+def test_stages_that_differ(stages_pool, folders, tmp_path, what):
+    data = inputs()
+    data.edge_index = data.edge_index.flip(0)
+    folders["other"] = str(tmp_path / "other")
+    pyg_sar.partition(data, 1, folders["other"], order="id")
+    with pytest.raises(RankError, match=f"(?s)workers differ in .*({DIFFERS[what]})"):
+        stages_pool(differing, folders, what)
+
+
+def refused(group):
+    """What two stages of two workers cannot be."""
+    mesh, blocks = mesh_of(torch.arange(4).view(2, 2)), blocks_of(pyg_sar.nn, "sage")
+    whole = pyg_sar.shard(inputs().edge_index, NODES)
+    with pytest.raises(ValueError, match=r"a graph of 2 parts.*\(got 1\). Load it with 'group=mesh"):
+        pyg_sar.Pipeline(blocks, whole, mesh)
+    mesh = mesh_of(torch.arange(4).view(4, 1))
+    with pytest.raises(ValueError, match=r"Expected a block for each of the 4 stages \(got 3\). Take fewer stages"):
+        pyg_sar.Pipeline(blocks[:3], whole, mesh)
+    with pytest.warns(UserWarning, match="Of 4 stages most wait where there are only 7 chunks. Take 8 or more"):
+        pyg_sar.Pipeline(blocks, whole, mesh, 7)
+    blocks[3].conv.lin_l.weight = blocks[0].conv.lin_l.weight
+    with pytest.raises(ValueError, match=r"Parameter 'conv.lin_l.weight' of block 3 is that of .* another stage"):
+        pyg_sar.Pipeline(blocks, whole, mesh)
+    return True
+
+
+def test_stages_that_cannot_be(stages_pool):
+    assert stages_pool(refused) == [True] * 4
+
+
+def owned(group, folder):
+    """How many blocks live on, and how many are this stage's."""
+    mesh = mesh_of(torch.arange(2).view(2, 1))
+    if mesh is None:
+        return None
+    data, blocks = pyg_sar.load(folder, group=mesh.get_group("graph")), list(blocks_of(pyg_sar.nn, "sage"))
+    known = [weakref.ref(block) for block in blocks]
+    pipe = pyg_sar.Pipeline(blocks, data.edge_index, mesh, 4)
+    del blocks
+    gc.collect()
+    return sum(ref() is not None for ref in known), len(pipe.blocks)
+
+
+def test_blocks_of_other_stages_are_freed(stages_pool, folders):
+    assert stages_pool(owned, folders[1]) == [(2, 2), (2, 2)]
+
+
+def killed_while_saving(group, folder, saves):
+    """The second stage dies before its part of a checkpoint is on the disk."""
+    mesh = mesh_of(torch.arange(2).view(2, 1))
+    if mesh is None:
+        return None
+    data = pyg_sar.load(folder, group=mesh.get_group("graph"))
+    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), data.edge_index, mesh, 4)
+    pipe.step(data.x, lambda out, rows: out.sum())
+    where = {"path": saves, "pipe": pipe, "group": mesh.get_group("stage")}
+    pyg_sar.save_checkpoint(epoch=1, **where)
+    if mesh.get_local_rank("stage") == 1:
+        checkpoint.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    pyg_sar.save_checkpoint(epoch=2, **where)
+
+
+def test_killed_while_saving(folders, tmp_path):
+    pool = Pool(4)
+    try:
+        first, second, *_ = pool.outcomes(4, killed_while_saving, folders[1], str(tmp_path / "saves"))
+    finally:
+        pool._kill()
+    assert second[:2] == ("died", -signal.SIGKILL) and first[:2] == ("error", "LostWorkers"), (first, second)
+    assert first[3] < 20
+    assert [f.name for f in (tmp_path / "saves").iterdir() if not f.name.startswith(".")] == ["checkpoint-000001"]
 
 
 def no_mesh(group):

@@ -295,7 +295,10 @@ class ChunkExchange(Local):
 
     def reroute(self, routes: Routes, exact: bool = False) -> NoReturn:
         """Refuse: what other rows would be is not known."""
-        raise RuntimeError("A layer asks for other rows than those that a chunk of a pipeline reads. Take 'chunks=1'.")
+        raise NotImplementedError(
+            f"[rank {rank_of()}] Block {self.history.block} asks for other rows than those that a chunk of a pipeline "
+            f"reads. Take 'chunks=1'."
+        )
 
     def order(self, tiles: int, backward: bool = False, fetches: bool = True) -> Schedule:
         """Return all shards, for each tile."""
@@ -321,8 +324,13 @@ class ChunkExchange(Local):
                 yield 1, self.history.read(self.chunk, self.at.tiles[tile])
 
     def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> ChunkSink:
-        """Return what takes gradients."""
+        """Return what takes gradients; refuse those of rows that were never read."""
         assert self.at is not None
+        if not self.at.tiles:
+            raise NotImplementedError(
+                f"[rank {rank_of()}] Block {self.history.block} of a pipeline adds onto the sources of edges, which "
+                f"other chunks have. Take 'chunks=1'."
+            )
         return ChunkSink(self, self.at, meter, receiver)
 
 

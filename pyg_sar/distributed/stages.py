@@ -92,16 +92,16 @@ class Stages:
         """Begin what all stages do once in an epoch."""
         self.channel.begin(None, (), torch.device("cpu"), self.traffic.forward)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "what all stages tell") -> list[Any]:
         """Return the values of all stages."""
         if self.size == 1:
             return [value]
-        with talking("waiting for what other stages tell", self.channel.group):
+        with talking(f"waiting for {what}", self.channel.group):
             return gather_objects(value, self.channel.group)
 
     def tell(self, value: Any, stage: int) -> Any:
         """Return the value of a stage to all."""
-        return self.gather(value if self.rank == stage else None)[stage]
+        return self.gather(value if self.rank == stage else None, f"what stage {stage} tells")[stage]
 
     def send(self, rows: Sequence[Tensor], to: int, what: str) -> None:
         """Start to send."""

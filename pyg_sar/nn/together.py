@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch_geometric.data.data import BaseData
 
+from pyg_sar import running
 from pyg_sar.caller import running_modules
 from pyg_sar.distributed.collectives import grouped
+from pyg_sar.distributed.group import rank_of
 from pyg_sar.operations import sharded
 
 
@@ -19,7 +21,15 @@ def together(group: Any) -> bool:
     It must, unless a module that is running was given an ordinary ``edge_index`` and none a sharded one: then the rows
     are those of a graph that this process holds as a whole, and the others may do something else. A module that is
     called on rows alone cannot know, and asks.
+
+    Raises:
+        NotImplementedError: On a chunk of a pipeline, which has a part of the rows.
     """
+    if running.chunked():
+        raise NotImplementedError(
+            f"[rank {rank_of()}] A block of a pipeline normalises or reads out all rows, of which a chunk is a part. "
+            f"Take what looks at each row alone (LayerNorm(mode='node')), do it after the pipeline, or take 'chunks=1'."
+        )
     return grouped(group) and not on_an_ordinary_graph()
 
 

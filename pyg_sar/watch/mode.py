@@ -215,9 +215,11 @@ def passes_messages(frame: FrameType) -> bool:
     return frame.f_code.co_name in ("propagate", "edge_updater")
 
 
-def start() -> None:
-    """Watch this thread, if there are several workers and nobody has switched it off."""
-    if size_of() > 1 and guard.ON:
+def start(part: bool = False) -> None:
+    """Watch this thread, if there are several workers, or rows are a ``part`` of all anyway, and nobody has switched it
+    off.
+    """
+    if (part or size_of() > 1) and guard.ON:
         watch = Watch()
         install(watch)
         _push_mode(watch)
@@ -230,9 +232,9 @@ def stop() -> None:
 
 
 @contextmanager
-def watching() -> Iterator[None]:
+def watching(part: bool = False) -> Iterator[None]:
     """Watch this thread while a block runs, at most."""
-    start()
+    start(part)
     try:
         yield
     finally:

@@ -48,6 +48,8 @@ class GCNConv(WeightedSum, torch_geometric.nn.GCNConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
     """
 
+    caches = False  # whatever `cached` says, on a sharded graph
+
     def forward(self, x: Any, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
         if isinstance(x, PAIR) and isinstance(edge_index, ShardedEdgeIndex) and not edge_index._graph.bipartite:
