@@ -16,8 +16,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn
 from support.cases import some
+from support.pipelines import (
+    BLOCKS,
+    CLASSES,
+    NODES,
+    WIDTH,
+    alone,
+    blocks_of,
+    close,
+    edges_of,
+    inputs,
+    loss_of,
+    start,
+    steps,
+)  # fmt: skip
 from support.pool import Pool, RankError
-from torch_geometric.data import Data
 from torch_geometric.nn import DeepGCNLayer, GENConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import softmax
@@ -27,61 +40,7 @@ from pyg_sar import checkpoint
 from pyg_sar.distributed.stages import mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*most wait")
-NODES, WIDTH, CLASSES, BLOCKS = 40, 6, 6, 4
 KINDS = ["gcn", "sage", "gen", "gcn2", "gat", "two", "weighted"]
-
-
-def inputs():
-    generator = torch.Generator().manual_seed(1)
-    edge_index = torch.randint(NODES, (2, 160), generator=generator)
-    edge_index = torch.cat([edge_index, torch.tensor([[3, 3, 7, 7], [3, 3, 9, 9]])], 1)  # loops, parallel edges
-    x = torch.randn(NODES, WIDTH, generator=generator, dtype=torch.float64)
-    y = torch.randint(CLASSES, (NODES,), generator=generator)
-    mask = torch.rand(NODES, generator=generator) < 0.6
-    edge_weight = torch.rand(edge_index.size(1), generator=generator, dtype=torch.float64)
-    return Data(x=x, y=y, edge_index=edge_index, edge_weight=edge_weight, train_mask=mask)
-
-
-class Block(torch.nn.Module):
-    """A layer or two, a normalisation of rows or over all rows, and a residual."""
-
-    def __init__(self, nn, kind, k, norm="layer"):
-        super().__init__()
-        out = CLASSES if k == BLOCKS - 1 else WIDTH
-        self.conv = {
-            "gcn": lambda: nn.GCNConv(WIDTH, out),
-            "sage": lambda: nn.SAGEConv(WIDTH, out),
-            "gat": lambda: nn.GATConv(WIDTH, out, 2, concat=False),
-            "gcn2": lambda: nn.GCN2Conv(WIDTH, 0.2, 0.5, k + 1, shared_weights=k % 2 == 0),
-            "gen": lambda: torch_geometric.nn.GENConv(WIDTH, out, num_layers=1, learn_t=True, aggr="softmax"),
-            "two": lambda: nn.SAGEConv(WIDTH, out),
-            "weighted": lambda: torch_geometric.nn.GraphConv(WIDTH, out),
-        }[kind]()
-        self.other = nn.SAGEConv(WIDTH, out, aggr="max") if kind == "two" else None
-        if kind in ("gen", "weighted") and nn is pyg_sar.nn:
-            pyg_sar.nn.convert(self)
-        self.norm = torch.nn.LayerNorm(out) if norm == "layer" else nn.BatchNorm(out)
-        self.last, self.initial = k == BLOCKS - 1, kind == "gcn2"
-
-    def forward(self, x, edge_index, *edges):
-        if self.initial:
-            return self.finish(x, self.conv(*x, edge_index))
-        out = self.conv(x, edge_index, *edges)
-        return self.finish(x, out if self.other is None else out + self.other(x, edge_index))
-
-    def finish(self, x, out):
-        """With a residual, or the first rows beside."""
-        if self.initial:
-            return out if self.last else (self.norm(out).relu(), x[1])
-        return out if self.last else self.norm(out).relu() + x
-
-
-def start(x, kind):
-    return (x, x.tanh()) if kind == "gcn2" else x
-
-
-def edges_of(data, kind):
-    return [data.edge_weight] if kind == "weighted" else []
 
 
 def grads_of(pipe):
@@ -93,18 +52,9 @@ def grads_of(pipe):
     return {name: grad for one in pipe.stages.gather(mine) for name, grad in one.items()}
 
 
-def blocks_of(nn, kind, norm="layer"):
-    torch.manual_seed(0)
-    return torch.nn.ModuleList(Block(nn, kind, k, norm) for k in range(BLOCKS)).double()
-
-
 def optimizer_of(parameters, norm):
     """Not Adam where a bias stands before a batch normalisation: it would make steps of the rounding of zeros."""
     return torch.optim.SGD(parameters, 0.1) if norm == "batch" else torch.optim.Adam(parameters, 0.01)
-
-
-def loss_of(out, y, mask, total):
-    return F.cross_entropy(out[mask], y[mask], reduction="sum") / total
 
 
 def trained(group, stages, parts, folder, kind, chunks, epochs, norm="layer", frozen=0, modes=(),
@@ -149,10 +99,6 @@ def exact(kind, epochs, norm="layer", data=None):
     return losses, blocks, x.detach()
 
 
-def close(found, expected, tol=1e-10):
-    torch.testing.assert_close(found, expected, atol=tol, rtol=tol)
-
-
 @pytest.fixture(scope="module")
 def stages_pool():
     """Four workers, of which all take part in the making of groups, and some in a pipeline."""
@@ -193,7 +139,7 @@ def compare_outputs(found, out):
 MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 # Chunks, alpha, and whether they are shuffled
 SETTINGS = list(itertools.product((2, 5, 8), (1, 3), (True, False)))
-MODES = [{}, {"remat": False}, {"prefetch": 2}, {"one_shot": True}]
+MODES = [{"remat": False}, {"prefetch": 2}, {"one_shot": True}]
 
 
 @pytest.mark.parametrize(("kind", "mesh"), some(KINDS, MESHES, every=4))
@@ -214,7 +160,7 @@ def test_batch_norm_with_one_chunk(stages_pool, folders, kind, mesh):
     compare(found, losses, blocks)
 
 
-@pytest.mark.parametrize("modes", MODES[1:])
+@pytest.mark.parametrize("modes", MODES)
 def test_modes_with_one_chunk(stages_pool, folders, modes):
     losses, blocks, _ = exact("gat", 3)
     compare(stages_pool(trained, 2, 2, folders[2], "gat", 1, 3, "layer", 0, tuple(modes.items())), losses, blocks)
@@ -580,27 +526,6 @@ def with_narrow_rows(group, folder):
     return with_dropout(group, 2, folder, comm_dtype=torch.bfloat16)
 
 
-def alone(edge_index, chunks, shuffle=False, blocks=None, **settings):
-    return pyg_sar.Pipeline(
-        blocks or blocks_of(pyg_sar.nn, "sage"),
-        pyg_sar.shard(edge_index, NODES),
-        None,
-        chunks,
-        shuffle=shuffle,
-        **settings,
-    )
-
-
-def steps(pipe, data, count=4):
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
-    losses, total = [], int(data.train_mask.sum())
-    for _ in range(count):
-        optimizer.zero_grad()
-        losses.append(pipe.step(data.x, lambda out, r: loss_of(out, data.y[r], data.train_mask[r], total)).item())
-        optimizer.step()
-    return losses
-
-
 @pytest.mark.parametrize("how", ["disjoint", "acyclic"])
 @pytest.mark.parametrize("chunks", [2, 4, 8])
 def test_exact_where_nothing_is_stale(how, chunks):
@@ -719,156 +644,6 @@ def test_gradients_of_features():
         x = block(x, data.edge_index)
     loss_of(x, data.y, data.train_mask, int(data.train_mask.sum())).backward()
     close(found, data.x.grad)
-
-
-def norm_named(name):
-    given = {"PairNorm": (), "MeanSubtractionNorm": (), "GraphSizeNorm": ()}
-    return getattr(torch_geometric.nn, name)(*given.get(name, (WIDTH,)))
-
-
-WRONG = {
-    "chunks": (lambda: {"chunks": 0}, "'chunks' to be 1 or more"),
-    "history": (lambda: {"history": 0}, "'history' to be 1 or more"),
-    "cut": (lambda: {"cut": [3]}, "'cut' to be 1 numbers of blocks that sum to 4"),
-    "norm": (lambda: {"blocks": blocks_of(pyg_sar.nn, "sage", "batch")}, "'BatchNorm.*looks at all rows"),
-    "cached": (lambda: {"blocks": [torch_geometric.nn.SGConv(WIDTH, WIDTH, cached=True)]}, "'cached=True'.*'chunks=1'"),
-    "graph norm": (lambda: {"blocks": [torch_geometric.nn.LayerNorm(WIDTH)]}, "'LayerNorm'.*looks at all rows"),
-    "no blocks": (lambda: {"blocks": []}, "Expected a block for each.*Take fewer stages"),
-    "nodes": (lambda: {"chunks": NODES + 1}, "at most a chunk for each of 40 nodes"),
-    **{
-        name: (lambda norm=norm: {"blocks": [norm]}, f"'{name}'.*looks at all rows")
-        for name in ("GraphNorm", "PairNorm", "InstanceNorm", "MeanSubtractionNorm", "GraphSizeNorm")
-        for norm in [norm_named(name)]
-    },
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_what_no_pipeline_can_do(what):
-    given, error = WRONG[what]
-    settings = {"blocks": blocks_of(pyg_sar.nn, "sage"), "chunks": 3, **given()}
-    with pytest.raises(ValueError, match=error):
-        pyg_sar.Pipeline(edge_index=pyg_sar.shard(inputs().edge_index, NODES), mesh=None, **settings)
-
-
-def test_graphs_that_no_pipeline_takes():
-    whole = pyg_sar.shard(inputs().edge_index, NODES)
-    flow = pyg_sar.message_flow_graphs(whole, torch.arange(NODES) < 5, 2)
-    of_types = pyg_sar.shard(torch.tensor([[0, 1], [2, 0]]), (4, 3))
-    for edge_index in (inputs().edge_index, of_types, flow.edge_indices[0], flow.edge_indices):
-        for chunks in (1, 3):
-            with pytest.raises(TypeError, match="'edge_index' of one set of nodes"):
-                pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), edge_index, chunks=chunks)
-
-
-def test_cached_where_it_has_no_effect():
-    blocks = torch.nn.ModuleList(pyg_sar.nn.GCNConv(WIDTH, WIDTH, cached=True) for _ in range(2)).double()
-    steps(alone(inputs().edge_index, 3, blocks=blocks), inputs(), 2)
-
-
-class Reads(torch.nn.Module):
-    """Adds something that is of all rows to each."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.lin, self.read = torch.nn.Linear(WIDTH, WIDTH), read
-
-    def forward(self, x, edge_index):
-        return self.lin(x) + self.read(x)
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("read", [
-    lambda x: torch_geometric.nn.global_mean_pool(x, None), lambda x: pyg_sar.nn.global_mean_pool(x, None),
-    lambda x: torch_geometric.nn.aggr.MeanAggregation()(x), lambda x: x.mean(0),
-])  # fmt: skip
-def test_what_reads_out_a_chunk(read, after):
-    """In a process of its own, too; where rows come from a layer, and where they are what a block is called with."""
-    data, blocks = inputs(), torch.nn.ModuleList([Reads(read)]).double()
-    if after:
-        blocks.insert(0, pyg_sar.nn.SAGEConv(WIDTH, WIDTH).double())
-    with pytest.raises(NotImplementedError, match=r"all rows, of which a chunk is a part|nodes or edges,? of (which )?this worker"):
-        steps(alone(data.edge_index, 3, blocks=blocks), data, 1)
-    steps(alone(data.edge_index, 1, blocks=blocks), data, 1)
-
-
-class OntoSources(torch.nn.Module):
-    """Adds what destinations have onto the sources of their edges, or sends messages the other way round."""
-
-    def __init__(self, turned):
-        super().__init__()
-        self.conv = pyg_sar.nn.SAGEConv(WIDTH, WIDTH, flow="target_to_source").double() if turned else None
-
-    def forward(self, x, edge_index):
-        if self.conv is not None:
-            return self.conv(x, edge_index)
-        return torch_geometric.utils.scatter(x[edge_index[1]], edge_index[0], dim_size=x.size(0))
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_sources_of_other_chunks(turned):
-    data, blocks = inputs(), [OntoSources(turned)]
-    data.x.requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"Block 0 .*(adds onto the sources|other rows).*'chunks=1'"):
-        alone(data.edge_index, 3, blocks=blocks).step(data.x, lambda out, rows: out.sum())
-    alone(data.edge_index, 1, blocks=blocks).step(data.x, lambda out, rows: out.sum())
-
-
-def test_edges_that_need_a_gradient():
-    data, blocks = inputs(), blocks_of(pyg_sar.nn, "weighted")
-    with pytest.raises(ValueError, match="Tensor 0 of edges needs a gradient"):
-        alone(data.edge_index, 3, blocks=blocks).step(
-            data.x, lambda out, rows: out.sum(), data.edge_weight.requires_grad_()
-        )
-
-
-class Shorter(torch.nn.Module):
-    def forward(self, x):
-        return x[:-1]
-
-
-def test_steps_that_are_wrong():
-    data = inputs()
-    with pytest.raises(ValueError, match=r"'loss_fn' to return a single number as a tensor \(got \[\d+\]\)"):
-        alone(data.edge_index, 3).step(data.x, lambda out, rows: out.sum(1))
-    with pytest.raises(ValueError, match="Expected block 0 to return a row for each"):
-        alone(data.edge_index, 3, blocks=[Shorter()]).step(data.x, lambda out, rows: out.sum())
-
-
-class Uneven(torch.nn.Module):
-    """Aggregates twice for long chunks."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = pyg_sar.nn.SAGEConv(WIDTH, WIDTH).double()
-
-    def forward(self, x, edge_index):
-        x = self.conv(x, edge_index)
-        return self.conv(x, edge_index) if len(x) > 20 else x
-
-
-class Undecided(Uneven):
-    """Reads more columns without gradients, as in the pass that fills the history."""
-
-    def forward(self, x, edge_index):
-        return self.conv(x if torch.is_grad_enabled() else F.pad(x, (0, 1)), edge_index)
-
-
-class Checkpointed(Uneven):
-    def forward(self, x, edge_index):
-        return torch.utils.checkpoint.checkpoint(self.conv, x, edge_index, use_reentrant=False)
-
-
-def test_blocks_that_take_another_way():
-    data = inputs()
-    with pytest.raises(ValueError, match="Block 0 aggregated 1 times for a chunk, and 2 times for others"):
-        alone(data.edge_index, 3, blocks=[Uneven()]).step(data.x, lambda out, rows: out.sum())
-    undecided = Undecided()
-    undecided.conv = pyg_sar.nn.convert(torch_geometric.nn.SimpleConv())
-    with pytest.raises(ValueError, match=r"Block 0 aggregates rows of shape \[6\], and of shape \[7\] before"):
-        alone(data.edge_index, 3, blocks=[undecided]).step(data.x, lambda out, rows: out.sum())
-    with pytest.raises(RuntimeError, match="Block 0 of a pipeline is recomputed in backward"):
-        alone(data.edge_index, 3, blocks=[Checkpointed()]).step(data.x, lambda out, rows: out.sum())
 
 
 MODELS = {
