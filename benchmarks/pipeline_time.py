@@ -3,19 +3,22 @@
     python benchmarks/pipeline_time.py --root data --of chunks waits hosts memory --out docs/results
 
 *Chunks*: one process, two threads. *Waits*: two stages on two cores; and for more of them, which would need as many
-cores, the schedule with the measured seconds of each chunk. *Hosts*: simulated hosts of one thread, see
+cores, the schedule with the seconds of each block and chunk in one process. *Hosts*: simulated hosts of one thread, see
 ``hosts.py``, which takes root. *Memory*: eight workers, all tensors of the one that holds most, beside what is planned.
-Run it on an idle machine, but for memory. Writes ``pipeline-chunks.md``, ``pipeline-waits.md``, ``pipeline-hosts.md``
-and ``pipeline-memory.md``.
+Run it on an idle machine, but for memory. ``runs`` keeps what hosts took. Writes ``pipeline-chunks.md``,
+``pipeline-waits.md``, ``pipeline-hosts.md`` and ``pipeline-memory.md``.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +26,12 @@ from harness.deep import graph, partitions
 from harness.launch import DeepGNN, answer, asked, environment, launch, results, words
 from harness.process_memory import resident
 from harness.report import processor, write
+from harness.runs import Runs
 from hosts import Hosts
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.blocks import even_cut
 from pyg_sar.live import Live
 from pyg_sar.pipeline_planner import plan_pipeline
 from pyg_sar.planner import from_partition, largest, plan, received
@@ -37,6 +42,7 @@ LARGE = "Community/50000/2500000"
 WAYS: list[tuple[str, bool, int, dict[str, Any]]] = [
     ("sharing", False, 1, {}),
     ("sharing, rows kept", False, 1, {"remat": False}),
+    ("sharing, rows kept, two fetches ahead", False, 1, {"remat": False, "prefetch": 2}),
     ("sharing, rows kept, bfloat16 travels", False, 1, {"remat": False, "comm_dtype": torch.bfloat16}),
     ("stages, 1 chunk", True, 1, {}),
     ("stages, 8 chunks", True, 8, {}),
@@ -96,6 +102,9 @@ def worker(args: argparse.Namespace) -> None:
             return
         train, pipe = step(args, *loaded(args, **(WAYS[args.way][3] if args.way >= 0 else {})))
         train()  # fills the history
+        if args.blocks:
+            answer(by_block(train, pipe))
+            return
         seconds: list[float] = []
         for _ in range(args.epochs - 1):
             start = time.perf_counter()
@@ -112,6 +121,38 @@ def worker(args: argparse.Namespace) -> None:
         answer({"rank": rank, "seconds": seconds, "peak": resident("VmHWM"), **found})
 
 
+def by_block(train: Callable[[], None], pipe: Any) -> dict[str, list[list[float]]]:
+    """Return the seconds of an epoch of each block, chunk by chunk, forward and backward, in the order of chunks."""
+    forward: list[list[float]] = []
+    backward: list[list[float]] = []
+    back, last = torch.autograd.backward, pipe.blocks[len(pipe.blocks) - 1]
+
+    def begin(block: torch.nn.Module, given: Any) -> None:
+        if block is pipe.blocks[0]:
+            forward.append([])
+        forward[-1].append(-time.perf_counter())
+
+    def end(block: torch.nn.Module, given: Any, out: Any) -> None:
+        forward[-1][-1] += time.perf_counter()
+        first = out if isinstance(out, torch.Tensor) else out[0]
+        if block is not last:
+            first.register_hook(lambda grad: backward[-1].append(time.perf_counter()))
+
+    def timed(*given: Any) -> None:
+        """The gradient of a block is there when that of what it was called with is."""
+        backward.append([time.perf_counter()])
+        back(*given)
+        backward[-1].append(time.perf_counter())
+
+    hooks = [hook for b in pipe.blocks for hook in (b.register_forward_pre_hook(begin), b.register_forward_hook(end))]
+    with mock.patch.object(torch.autograd, "backward", timed):
+        train()
+    for hook in hooks:
+        hook.remove()
+    spent = [[after - before for before, after in pairwise(times)] for times in backward]
+    return {"forward": forward, "backward": [times[::-1] for times in spent]}
+
+
 def count(args: argparse.Namespace) -> int:
     """Return the bytes of all tensors at the peak of the second epoch."""
     mesh, data = loaded(args, remat=False)
@@ -126,11 +167,11 @@ def count(args: argparse.Namespace) -> int:
 
 def options(
     args: argparse.Namespace, folder: str, kind: str, stages: int, chunks: int, workers: int, way: int = -1,
-    count: bool = False,
+    count: bool = False, blocks: bool = False,
 ) -> list[str]:  # fmt: skip
     """Return the arguments of a worker."""
     own = {"folder": folder, "kind": kind, "stages": stages, "chunks": chunks, "workers": workers, "way": way}
-    return words(**own, count=int(count), epochs=args.epochs, layers=args.layers)
+    return words(**own, count=int(count), blocks=int(blocks), epochs=args.epochs, layers=args.layers)
 
 
 def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
@@ -152,34 +193,32 @@ def chunk_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def schedule(forward: Sequence[float], backward: Sequence[float], stages: int) -> float:
-    """Return the share of time that stages wait, if each of them takes an equal share of these seconds of chunks."""
+def schedule(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], stages: int) -> float:
+    """Return the share of time that stages wait whose blocks take so many seconds of each chunk."""
+    cut = [0, *accumulate(even_cut(len(forward[0]), stages))]
     ends = [0.0] * stages
-    for way, order in ((forward, range(stages)), (backward, reversed(range(stages)))):
-        stages_in_order = list(order)
+    for way, order in ((forward, range(stages)), (backward, range(stages)[::-1])):
         for seconds in way:
             before = 0.0
-            for s in stages_in_order:
-                before = ends[s] = max(ends[s], before) + seconds / stages
-    return 1 - (sum(forward) + sum(backward)) / stages / max(ends)
+            for s in order:
+                before = ends[s] = max(ends[s], before) + sum(seconds[cut[s] : cut[s + 1]])
+    return 1 - sum(map(sum, [*forward, *backward])) / stages / max(ends)
 
 
 def waits(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
     """Return how long two stages wait for each other, and how long more of them would."""
-    lines = ["| graph | model | chunks | s an epoch | waited | (S - 1) / (K + S - 1) | S = 2 | 4 | 8, computed |"]
-    lines.append("|---" * 9 + "|")
+    lines = ["| graph | model | chunks | s an epoch | waited | S = 2 | 4 | 8, computed |", "|---" * 8 + "|"]
     for name, folder in folders.items():
         for kind in args.models:
             for chunks in (4, 8, 16, 32, 64):
                 found = launch(__file__, 2, options(args, folder, kind, 2, chunks, 2))
                 seconds = statistics.median(found[0]["seconds"])
                 waited = statistics.mean(one["waited"] / one["seconds"][-1] for one in found)
-                ways: dict[str, list[float]] = {"forward": [], "backward": []}
-                for one, other in zip(*(one["computed"] for one in found), strict=True):
-                    ways[one[0]].append(one[2] + other[2])
-                computed = " | ".join(f"{schedule(ways['forward'], ways['backward'], s):.1%}" for s in (2, 4, 8))
-                cells = [name, kind, chunks, f"{seconds:.2f}", f"{waited:.1%}", f"{1 / (chunks + 1):.1%}"]
-                lines.append(f"| {' | '.join(map(str, cells))} | {computed} |")
+                (spent,) = launch(__file__, 1, options(args, folder, kind, 1, chunks, 1, blocks=True))
+                cells = [name, kind, str(chunks), f"{seconds:.2f}", f"{waited:.1%}"]
+                enough = [s for s in (2, 4, 8) if s <= len(spent["forward"][0])]
+                cells += [f"{schedule(**spent, stages=s):.1%} ({(s - 1) / (chunks + s - 1):.1%})" for s in enough]
+                lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -187,23 +226,32 @@ def host_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
     """Return the seconds of an epoch on hosts, for each rate of their links."""
     lines = [f"| graph | model | way | MiB | {' | '.join(args.rates)} |"]
     lines.append("|---" * (4 + len(args.rates)) + "|")
+    runs = Runs(args.runs)
     for name, folder in folders.items():
         for kind in args.models:
             for k, (title, staged, chunks, _) in enumerate(WAYS):
+                own = options(args, folder, kind, args.hosts if staged else 0, chunks, args.hosts, k)
                 cells, peak = [], 0.0
                 for rate in args.rates:
-                    own = options(args, folder, kind, args.hosts if staged else 0, chunks, args.hosts, k)
-                    with Hosts(args.hosts, None if rate == "no limit" else rate) as hosts:
-                        told = hosts.run([__file__, "--worker", *own], env=environment(1), echo=False)
-                    found = [one for text in told for one in results(text)]
-                    cells.append(
-                        f"{statistics.median(max(s) for s in zip(*(f['seconds'] for f in found), strict=True)):.2f}"
-                    )
-                    peak = max(f["peak"] for f in found)
+                    key = json.dumps([name, kind, title, rate, args.hosts, args.layers])
+                    if key not in runs:
+                        seconds, held = on_hosts(args.hosts, rate, own)
+                        runs.keep(key, [seconds, held])
+                    cells.append(f"{runs[key][0]:.2f}")
+                    peak = max(peak, runs[key][1])
                 title = f"{args.hosts} {title}" if staged else title
                 lines.append(f"| {name} | {kind} | {title} | {peak:.0f} | {' | '.join(cells)} |")
                 print(lines[-1], flush=True)
     return lines
+
+
+def on_hosts(hosts: int, rate: str, own: list[str]) -> tuple[float, float]:
+    """Return the seconds of an epoch of the slowest worker, and the most that one held."""
+    with Hosts(hosts, None if rate == "no limit" else rate) as made:
+        told = made.run([__file__, "--worker", *own], env=environment(1), echo=False)
+    found = [one for text in told for one in results(text)]
+    seconds = statistics.median(max(s) for s in zip(*(f["seconds"] for f in found), strict=True))
+    return seconds, max(f["peak"] for f in found)
 
 
 def memory_lines(folders: dict[str, str], args: argparse.Namespace) -> list[str]:
@@ -238,12 +286,13 @@ def planned_bytes(folder: str, workers: int, kind: str, layers: int, stages: int
 TABLES = {"chunks": chunk_lines, "waits": waits, "hosts": host_lines, "memory": memory_lines}
 ABOUT = {
     "chunks": "Seconds of an epoch in one process of two threads by the number of chunks, {layers} layers of {hidden}.",
-    "waits": "Two stages on two cores: the share of an epoch in which a stage waits for the other, the mean of both, "
-    "beside the formula for chunks that all take equally long. *Computed*: the schedule of the same seconds, chunk by "
-    "chunk, given to S stages in equal shares: what is not of the formula is imbalance of chunks. {layers} layers of "
-    "{hidden}.",
+    "waits": "Two stages on two cores: the share of an epoch in which a stage waits for the other, the mean of both. "
+    "*Computed*, for S stages of as many blocks as each other: the schedule of the seconds of every block and chunk in "
+    "one process of one thread, and in brackets (S - 1) / (K + S - 1); what is more than that is imbalance. {layers} "
+    "layers of {hidden}.",
     "hosts": "Seconds of an epoch on {hosts} simulated hosts of one thread, by the rate of their links, and the most "
-    "that a worker held, resident. {layers} layers of {hidden}; *sharing*: a part of the graph for each.",
+    "that a worker held, resident, at any of them. {layers} layers of {hidden}; *sharing*: a part of the graph for "
+    "each.",
     "memory": "All tensors that the worker that holds most of eight holds at the peak of an epoch, counted, beside "
     "what `pyg-sar plan` tells. {layers} layers of {hidden}, rows kept; *sharing*: eight parts of the graph.",
 }
@@ -265,7 +314,16 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     if mine := asked(
-        folder=str, kind=str, stages=int, chunks=int, workers=int, epochs=int, layers=int, way=int, count=int
+        folder=str,
+        kind=str,
+        stages=int,
+        chunks=int,
+        workers=int,
+        epochs=int,
+        layers=int,
+        way=int,
+        count=int,
+        blocks=int,
     ):
         worker(mine)
         sys.exit()
@@ -277,6 +335,7 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "no limit"], help="of links, for hosts")
+    parser.add_argument("--runs", default="hosts.jsonl", help="a file of finished runs of hosts")
     parser.add_argument("--root", default="data")
     parser.add_argument("--out", default="docs/results")
     main(parser.parse_args())

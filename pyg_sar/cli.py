@@ -54,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     tell = commands.add_parser("plan", help="tell memory and traffic of training, before it is tried")
     tell.set_defaults(command=_plan)
     add = tell.add_argument
-    add("folder", nargs="?", help="a folder made by 'pyg-sar partition', or the counts of a graph:")
+    about = "a folder made by 'pyg-sar partition', several with --stages, or the counts of a graph:"
+    add("folders", nargs="*", metavar="folder", help=about)
     add("--nodes", type=float, help="number of nodes")
     add("--edges", type=float, help="number of edges")
     add("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of workers (default: 1 2 4 8 16)")
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefetch", type=int, default=1, help="fetches under way (default: 1)")
     add("--budget", type=float, help="GiB for each worker: what fits, with the least traffic")
     add("--offload", action="store_true", help="rows at home: the fewest chunks that fit --budget")
-    add("--stages", type=int, nargs="+", help="a pipeline of layers: numbers of stages, each of the folder's parts")
+    add("--stages", type=int, nargs="+", help="a pipeline of layers: numbers of stages, each of a folder's parts")
     add("--chunks", type=int, default=1, help="chunks of a pipeline (default: 1, exact)")
     return parser
 
@@ -181,6 +182,9 @@ def _info(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from pyg_sar.planner import plan
 
+    if len(args.folders) > 1 and not args.stages:
+        raise ValueError(f"Expected one folder without --stages (got {len(args.folders)}).")
+    args.folder = args.folders[0] if args.folders else None
     shares = _shares(args)
     if not args.features or not args.classes:
         raise ValueError("Expected --features and --classes: the folder does not tell both.")
@@ -234,8 +238,8 @@ def _stages(args: argparse.Namespace) -> None:
     print("".join(f"{column:>11}" for column in columns))
     needs = []
     for stages in args.stages:
-        if args.folder:
-            each = [from_partition(args.folder)]
+        if args.folders:
+            each = [from_partition(folder) for folder in args.folders]
         else:
             counts = [n // stages for n in args.workers if n % stages == 0]
             each = [[from_counts(int(args.nodes), int(args.edges), n, args.boundary)] * n for n in counts]

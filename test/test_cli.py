@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -217,6 +218,18 @@ def test_plan_of_stages(capsys, tmp_path, model):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines[1:3]] == [["1", "2"], ["2", "2"]]
     assert lines[1][5] == "0.000" and lines[1][-1] == "0.0%" and lines[2][-1] == "33.3%"
+    whole = tmp_path / "whole"
+    assert main(["partition", "Community/600/6000", "--num-parts", "1", "--out", str(whole)]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(whole), str(folder), *small, "--stages", "1", "2"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines[1:5]] == [["1", "1"], ["1", "2"], ["2", "1"], ["2", "2"]]
+    totals = [" ".join(line) for line in lines if line[1:2] == ["workers:"]]
+    assert [re.sub("[12] stages of [12]", "", line) for line in totals] == [
+        f"{n} workers:  move least" for n in (1, 2, 4)
+    ]
+    assert main(["plan", str(whole), str(folder), "--model", "sage"]) == 2
+    assert "one folder without --stages (got 2)" in capsys.readouterr().err
     counts = ["--nodes", "1e6", "--edges", "2e6", "--features", "16", "--classes", "10", "--workers", "2", "3"]
     assert main(["plan", *counts, *small, "--stages", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -194,7 +194,7 @@ def test_pipeline_time(tmp_path):
     run("pipeline_time", *small, "--of", "chunks", "waits", "--out", tmp_path)
     assert "| Community/300/2000 | gcn | 128 |" in (tmp_path / "pipeline-chunks.md").read_text()
     assert "| Community/300/2000 | gcn | 64 |" in (tmp_path / "pipeline-waits.md").read_text()
-    run("pipeline_time", *small, "--of", "hosts", "--out", tmp_path)
+    run("pipeline_time", *small, "--of", "hosts", "--runs", tmp_path / "runs", "--out", tmp_path)
     assert "2 stages, 32 chunks" in (tmp_path / "pipeline-hosts.md").read_text()
 
 
