@@ -36,11 +36,12 @@ def main(args: argparse.Namespace, rank: int) -> None:
     mesh = pyg_sar.stage_mesh(args.stages)
     data = pyg_sar.load(args.data, group=mesh.get_group("graph"))
     torch.manual_seed(0)
-    model = DeepGNN(pyg_sar.nn, args.model, data.x.size(1), args.hidden, data.num_classes, args.layers)
+    blocks = DeepGNN(pyg_sar.nn, args.model, data.x.size(1), args.hidden, data.num_classes, args.layers).blocks
     options = {"history": args.history, "shuffle": not args.no_shuffle}
     if args.balance:
-        options["cut"] = pyg_sar.balanced_cut(model.blocks, data.x, data.edge_index, args.stages, mesh=mesh)
-    pipe = pyg_sar.Pipeline(model.blocks, data.edge_index, mesh, args.chunks, **options)
+        options["cut"] = pyg_sar.balanced_cut(blocks, data.x, data.edge_index, args.stages, mesh=mesh)
+    pipe = pyg_sar.Pipeline(blocks, data.edge_index, mesh, args.chunks, **options)
+    del blocks  # those of other stages
     optimizer = torch.optim.Adam(pipe.parameters(), lr=args.lr)
     total = int(pyg_sar.all_reduce(data.train_mask.sum(), mesh.get_group("graph")))
 
