@@ -33,6 +33,8 @@ torch.manual_seed(pyg_sar.init())  # +
 data = pyg_sar.load(args.dataset)  # +
 log = pyg_sar.RunLog(args.log_dir, data)  # +
 target = data[args.target]
+for store in data.node_stores:  # Types of other data sets may have no features.
+    store.x = store.x if "x" in store else torch.ones(store.num_nodes, 1)
 
 
 class RGCN(torch.nn.Module):

@@ -55,7 +55,7 @@ class Context:
         self.grads = torch.is_grad_enabled() and any(t.requires_grad for t in (*source.inputs, *chain(*rows)))
         self.fetches_again = self.grads and reduce.needs_source and graph.remat  # mode 1
         self.keeps = self.grads and reduce.needs_source and not graph.remat  # modes 2 and 3
-        self.traffic = self.exchange.log.open()
+        self.traffic = self.exchange.log.open(self.layer)
         self.traffic.case = 2 if reduce.needs_source else 1
         # From the end of `Aggregate.backward` until somebody waits for the gradients of local rows.
         self.under_way: tuple[Any, LocalGrads | ProjectedGrads] | None = None

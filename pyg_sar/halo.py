@@ -75,7 +75,8 @@ def begin(ctx: Any, x: Tensor, graph: ShardedGraph, begun: Any, how: str) -> tup
     """Return the exchange of this pass, its meter, and what peers compare; ``begun`` are the exchange and the record of
     what is being differentiated, or None in the forward pass, which begins them.
     """
-    ctx.graph, ctx.begun = graph, begun or (graph.exchange.begin().one_shot(), graph.exchange.log.open())
+    ctx.graph = graph
+    ctx.begun = begun or (graph.exchange.begin().one_shot(), graph.exchange.log.open(running.name()))
     exchange, traffic = ctx.begun
     if begun:
         return exchange, traffic.backward, None

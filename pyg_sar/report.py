@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import html
 import io
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from pyg_sar.run_log import LAYERS
 
 Series = dict[str, list[tuple[int, float]]]  # steps and values by tag
 
@@ -44,7 +47,7 @@ def report(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     if (source / "meta.json").is_file():
         sections = of_partition(source)
     elif runs := sorted(source.glob("rank-*"), key=lambda path: int(path.name.removeprefix("rank-"))):
-        sections = of_run([scalars(path) for path in runs])
+        sections = of_run([scalars(path) for path in runs], layers(runs[0]))
     else:
         raise FileNotFoundError(
             f"'{source}' is no partition (no 'meta.json') and no run that RunLog wrote (no 'rank-0'). Name the folder "
@@ -81,8 +84,8 @@ def of_partition(folder: Path) -> list[tuple[str, str, str]]:
     ]
 
 
-def of_run(ranks: Sequence[Series]) -> list[tuple[str, str, str]]:
-    """Return the sections about a run."""
+def of_run(ranks: Sequence[Series], names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return the sections about a run, in which aggregations are those of layers of such names."""
     told = {tag.removeprefix("values/"): points for tag, points in ranks[0].items() if tag.startswith("values/")}
     rows = [[name, f"{points[-1][1]:.4g}", f"{min(v for _, v in points):.4g}", f"{max(v for _, v in points):.4g}"]
             for name, points in told.items()]  # fmt: skip
@@ -105,13 +108,14 @@ def of_run(ranks: Sequence[Series]) -> list[tuple[str, str, str]]:
     ]
     for what, unit, about in (
         ("received", "MiB", "Of each aggregation of the middle step, in their order, by each rank."),
+        ("saved", "MiB", "What each rank keeps of each aggregation of that step until its backward pass."),
         ("waited", "s", "Seconds in which a rank waited within each aggregation of that step."),
     ):
         cells = [of_middle_step(one, what) for one in ranks]
         if any(cells):
             wide = max(map(len, cells))
             cells = [row + [0.0] * (wide - len(row)) for row in cells]
-            sections.append((f"Aggregations: {what}", about, heat(cells, "aggregation", "rank", unit)))
+            sections.append((f"Aggregations: {what}", about, heat(cells, "aggregation", "rank", unit, names)))
     return sections
 
 
@@ -121,6 +125,13 @@ def of_middle_step(series: Series, what: str) -> list[float]:
     tags = [tag for tag in series if re.fullmatch(rf"aggregations/\d+ {what}", tag)]
     found = {int(re.findall(r"\d+", tag)[0]): dict(series[tag]).get(steps[len(steps) // 2]) for tag in tags}
     return [value for _, value in sorted(found.items()) if value is not None]
+
+
+def layers(folder: Path) -> list[str]:
+    """Return what the layers of a run are called, without their kinds."""
+    file = folder / LAYERS
+    told = json.loads(file.read_text()) if file.is_file() else []
+    return [re.sub(r"^layer '(.*?)'.*", r"\1", name) for name in told]
 
 
 def scalars(folder: Path) -> Series:
@@ -187,14 +198,18 @@ def bars(values: dict[str, list[float]], each: str, unit: str) -> str:
     return drawn(draw)
 
 
-def heat(cells: Sequence[Sequence[float]], across: str, down: str, unit: str) -> str:
-    """Draw a heat map with its numbers, if there are not too many."""
+def heat(
+    cells: Sequence[Sequence[float]], across: str, down: str, unit: str, names: Sequence[str] = ()
+) -> str:  # fmt: skip
+    """Draw a heat map with its numbers, if there are not too many; columns may have names."""
 
     def draw(figure: Any, axes: Any) -> None:
         most = max((value for row in cells for value in row), default=0) or 1
         image = axes.imshow(cells, cmap="Blues", vmin=0, aspect="auto")
         every = 1 + len(cells[0]) // 30
         axes.set(xlabel=across, ylabel=down, xticks=range(0, len(cells[0]), every), yticks=range(len(cells)))
+        if len(names) == len(cells[0]):
+            axes.set_xticks(range(0, len(names), every), names[::every], rotation=20, ha="right", fontsize=8)
         figure.colorbar(image, label=unit)
         if len(cells) * len(cells[0]) <= 200:
             for i, row in enumerate(cells):

@@ -2,6 +2,7 @@ r"""What a run tells of itself while it goes: a line on the terminal, and Tensor
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -15,6 +16,9 @@ import torch
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.traffic import Traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.running import profiled
+
+LAYERS = "layers.json"  # what the layers of aggregations are called, in the order of an epoch
 
 
 class RunLog:
@@ -30,8 +34,10 @@ class RunLog:
     In ``folder/rank-k`` worker :math:`k` writes, at each call, what was given, and of the time since the call before:
     ``time/seconds``, ``time/exposed communication`` (seconds in which it waited for rows of other workers),
     ``traffic/received`` and ``traffic/sent`` (MiB), ``memory/peak`` (MiB, since the process began), and for each
-    aggregation, numbered in the order of an epoch, ``aggregations/k received`` (MiB) and ``aggregations/k waited``
-    (seconds). ``tensorboard --logdir folder`` shows it, ``pyg-sar report folder`` makes a page of it.
+    aggregation, numbered in the order of an epoch, ``aggregations/k received`` and ``aggregations/k saved`` (MiB, what
+    it keeps until the backward pass) and ``aggregations/k waited`` (seconds); ``layers.json`` there has the names of
+    their layers. ``tensorboard --logdir folder`` shows it, ``pyg-sar report folder`` makes a page of it. In traces of
+    :mod:`torch.profiler` what goes on from one call to the next is a range ``step k``.
 
     Args:
         folder (str, optional): Where to write; needs the package ``tensorboard``. (default: :obj:`None`, nowhere)
@@ -45,6 +51,8 @@ class RunLog:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, data: Any = None, group: Any = None) -> None:
         self.rank, self.count, self.writer = rank_of(group), 0, None
+        self.layers: list[str] = []
+        self.step = ExitStack()
         self.records: list[list[Traffic]] = []
         if folder is not None:
             try:
@@ -73,6 +81,8 @@ class RunLog:
             print(", ".join(f"{name}: {shown(value)}" for name, value in values.items()), flush=True)
         if self.writer is not None:
             self.write(int(values.get("Epoch", self.count)) if step is None else step, values)
+        self.step.close()
+        self.step.enter_context(profiled(f"step {self.count + 1}"))
         self.since = time.perf_counter()
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -89,10 +99,14 @@ class RunLog:
         }
         for k, r in enumerate(records):
             told[f"aggregations/{k} received"] = (r.forward_received + r.backward_received) / 2**20
+            told[f"aggregations/{k} saved"] = r.saved / 2**20
             told[f"aggregations/{k} waited"] = r.forward_wait + r.backward_wait
         for name, value in told.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
+        if len(records) > len(self.layers):
+            self.layers = [r.layer for r in records]
+            (Path(self.writer.log_dir) / LAYERS).write_text(json.dumps(self.layers))
         for each in self.records:
             each.clear()
 

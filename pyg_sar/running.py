@@ -93,10 +93,13 @@ def chunked() -> bool:
 
 
 def named_range(layer: str, what: str) -> AbstractContextManager[Any]:
-    """Show in traces of :mod:`torch.profiler` what a layer does within; without a profiler it costs nothing."""
-    if not torch.autograd.profiler._is_profiler_enabled:
-        return nullcontext()
-    return torch.profiler.record_function(f"{layer or 'aggregation'}: {what}")
+    """Show in traces of :mod:`torch.profiler` what a layer does within."""
+    return profiled(f"{layer or 'aggregation'}: {what}")
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """Show a range in traces of :mod:`torch.profiler`; without a profiler it costs nothing."""
+    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
 def about(rows: Tensor | torch.Size, dtype: torch.dtype, how: str) -> About:

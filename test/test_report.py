@@ -1,5 +1,6 @@
 """Pages of partitions and runs."""
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -46,14 +47,17 @@ def test_run(tmp_path):
                 "time/exposed communication": 0.1,
                 "memory/peak": 300.0,
             }
-            told |= {f"aggregations/{k} {what}": float(k) for k in range(2) for what in ("received", "waited")}
+            told |= {f"aggregations/{k} {what}": float(k) for k in range(2) for what in ("received", "saved", "waited")}
             for name, value in told.items():
                 writer.add_scalar(name, value, step)
         writer.close()
+        names = ["layer 'convs.0' (SAGEConv)", ""]
+        (tmp_path / "run" / f"rank-{rank}" / "layers.json").write_text(json.dumps(names))
     text = page(report(tmp_path / "run", tmp_path / "page.html"))
     titles = ["Numbers", "Loss", "Seconds", "Exposed communication", "Memory", "Aggregations: received"]
-    assert re.findall(r"<h2>(.*?)</h2>", text) == [*titles, "Aggregations: waited"]
-    assert "<td>Loss</td><td>0.3333</td><td>0.3333</td><td>1</td>" in text and text.count("<svg") == 6
+    assert re.findall(r"<h2>(.*?)</h2>", text) == [*titles, "Aggregations: saved", "Aggregations: waited"]
+    assert "<td>Loss</td><td>0.3333</td><td>0.3333</td><td>1</td>" in text and text.count("<svg") == 7
+    assert text.count("<!-- convs.0 -->") == 3
 
 
 def test_neither(tmp_path, capsys):

@@ -7,10 +7,11 @@ from unittest import mock
 import pytest
 import torch
 import torch_geometric.logging
+import torch_geometric.nn
 from support import graphs
 
 import pyg_sar
-from pyg_sar.report import scalars
+from pyg_sar.report import layers, scalars
 
 NAMES = ("exposed communication", "seconds")
 
@@ -21,6 +22,15 @@ def test_it_prints_what_pyg_does(capsys):
     expected = capsys.readouterr().out
     pyg_sar.RunLog()(**told)
     assert capsys.readouterr().out == expected == "Epoch: 007, Loss: 0.1235, Val: 1.0000, Done: True, Name: gat\n"
+
+
+def test_ranges_of_a_profile(capsys):
+    log = pyg_sar.RunLog()
+    with torch.profiler.profile() as seen:
+        for _ in range(3):
+            torch.ones(2) + 1
+            log(Loss=1.0)
+    assert [e.name for e in seen.events() if e.name.startswith("step")] == ["step 2", "step 3"]
 
 
 def test_it_says_what_is_missing(tmp_path):
@@ -35,26 +45,30 @@ def run(group, parts, folder):
     """Train for three epochs, and return the bytes of each aggregation of the last one as they were counted."""
     data = pyg_sar.load(parts, group=group)
     torch.manual_seed(0)
-    convs = [pyg_sar.nn.SAGEConv(a, b).double() for a, b in ((graphs.FEATURES, 8), (8, graphs.CLASSES))]
+    model = pyg_sar.nn.convert(torch_geometric.nn.GraphSAGE(graphs.FEATURES, 8, 2, graphs.CLASSES).double())
     log = pyg_sar.RunLog(folder, data, group)
     for epoch in range(1, 4):
         with pyg_sar.record_traffic(data.edge_index) as layers:
-            out = convs[1](convs[0](data.x, data.edge_index).relu(), data.edge_index)
+            out = model(data.x, data.edge_index)
             pyg_sar.global_mean(out.square().sum(-1), group).backward()
         log(Epoch=10 * epoch, Loss=1 / epoch)
-    return [t.forward_received + t.backward_received for t in layers]
+    return [(t.forward_received + t.backward_received, t.saved) for t in layers]
 
 
 def test_scalars_of_each_worker(pool, tmp_path: Path):
     pyg_sar.partition(graphs.citations(), 2, tmp_path / "parts")
     counted = pool.run(2, run, str(tmp_path / "parts"), str(tmp_path / "log"))
-    for rank, bytes_of in enumerate(counted):
+    for rank, counts in enumerate(counted):
+        bytes_of, saved = zip(*counts, strict=True)
         found = scalars(tmp_path / "log" / f"rank-{rank}")
         assert [step for step, _ in found["time/seconds"]] == [10, 20, 30]
         assert found["values/Loss"] == [(10, 1.0), (20, 0.5), (30, pytest.approx(1 / 3))]
         assert "values/Epoch" not in found and len(bytes_of) == 2 and min(bytes_of) > 0
         each = [found[f"aggregations/{k} received"][-1][1] for k in range(2)]
         assert each == pytest.approx([count / 2**20 for count in bytes_of])
+        each = [found[f"aggregations/{k} saved"][-1][1] for k in range(2)]
+        assert each == pytest.approx([count / 2**20 for count in saved]) and max(saved) > 0
+        assert layers(tmp_path / "log" / f"rank-{rank}") == ["convs.0", "convs.1"]
         assert "aggregations/2 received" not in found  # counts of one epoch are not those of the next
         assert found["traffic/received"][-1][1] == pytest.approx(sum(bytes_of) / 2**20)
         assert all(0 <= w <= t for (_, w), (_, t) in zip(*(found[f"time/{n}"] for n in NAMES), strict=True))

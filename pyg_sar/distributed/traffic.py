@@ -12,7 +12,8 @@ from typing import Any
 class Traffic:
     """Bytes that one aggregation sent to and received from other workers, and the seconds in which it waited for them;
     ``case`` is the paper's 1 or 2, ``saved`` the bytes that it keeps until the backward pass, local rows included.
-    Of rows at home (:func:`pyg_sar.offload`), the bytes that it loaded from there and stored there.
+    Of rows at home (:func:`pyg_sar.offload`), the bytes that it loaded from there and stored there. ``layer`` is what
+    its layer is called in the model, as far as that is known.
     """
 
     forward_sent: int = 0
@@ -27,6 +28,7 @@ class Traffic:
     forward_stored: int = 0
     backward_loaded: int = 0
     backward_stored: int = 0
+    layer: str = ""
 
     def forward(
         self, sent: int = 0, received: int = 0, wait: float = 0.0, loaded: int = 0, stored: int = 0
@@ -55,9 +57,9 @@ class Log:
 
     records: list[Traffic] | None = None
 
-    def open(self) -> Traffic:
-        """Return the record of a new aggregation."""
-        traffic = Traffic()
+    def open(self, layer: str) -> Traffic:
+        """Return the record of a new aggregation of a layer."""
+        traffic = Traffic(layer=layer)
         if self.records is not None:
             self.records.append(traffic)
         return traffic

@@ -319,7 +319,7 @@ class ByChunks(torch.autograd.Function):
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
         ctx.save_for_backward(*(t if keep else None for t, keep in zip(inputs, keeps, strict=True)))
         ctx.autocast = autocast_as_now(place.device)
-        ctx.traffic = graph.exchange.log.open()
+        ctx.traffic = graph.exchange.log.open(running.name())
         ctx.traffic.case = 2 if program.needs_source else 1
         meter, out, about = ctx.traffic.forward, None, told(graph, inputs[0], ctx.needs_input_grad)
         sources = fetch_sources(place, graph, kinds, inputs, meter, about)
