@@ -67,6 +67,8 @@ class Net(torch.nn.Module):
         super().__init__()
         self.gnn = GNN(nn, task.kind, data.x.size(1), task.hidden, data.num_classes, layers=2)
         self.labels = MaskLabel(data.num_classes, data.x.size(1)) if labels else None
+        if self.labels is not None:  # PyG's of variance 1 would drown features that are normalised
+            torch.nn.init.zeros_(self.labels.emb.weight)
 
     def forward(self, data: Any, given: Tensor) -> Tensor:
         x = data.x if self.labels is None else self.labels(data.x, data.y, given)

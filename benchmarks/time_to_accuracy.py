@@ -113,6 +113,8 @@ class Net(torch.nn.Module):
         super().__init__()
         self.gnn = GNN(nn, "sage", data.x.size(1), hidden, data.num_classes, layers=LAYERS)
         self.labels = MaskLabel(data.num_classes, data.x.size(1)) if labels else None
+        if self.labels is not None:  # PyG's of variance 1 would drown features of many zeros
+            torch.nn.init.zeros_(self.labels.emb.weight)
 
     def forward(self, x: Tensor, edges: Any, y: Tensor | None = None, given: Tensor | None = None) -> Tensor:
         if self.labels is not None:

@@ -742,11 +742,11 @@ def failing(group, folder, where, how):
 
 
 LOST = {  # phase, and what the other stage waits for
-    "first pass": r"stage 0 to 1|waiting for what other stages tell",
-    "forward": r"rows of chunk \d, stage \d to \d|comparing",
+    "first pass": r"rows of (all nodes|chunk \d), stage 0 to 1|waiting for what stage 1 tells",
+    "forward": r"(rows|gradients) of chunk \d, stage \d to \d",
     "backward": r"gradients of chunk \d, stage \d to \d",
-    "between steps": r"(rows|gradients) of chunk \d, stage \d to \d|comparing",
-    "evaluation": r"rows of all nodes, stage 0 to 1|waiting for what other stages tell",
+    "between steps": r"(rows|gradients) of chunk \d, stage \d to \d",
+    "evaluation": r"rows of all nodes, stage 0 to 1|waiting for what stage 1 tells",
 }
 
 
