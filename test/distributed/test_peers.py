@@ -35,8 +35,9 @@ def boundary(part, rank):
 
 
 def sizes(traffic):
-    """Everything in a record but times and what is saved."""
-    return {name: value for name, value in vars(traffic).items() if not name.endswith("wait") and name != "saved"}
+    """Everything in a record but times, what is saved, and whose it is."""
+    counts = {name: value for name, value in vars(traffic).items() if name not in ("saved", "layer")}
+    return {name: value for name, value in counts.items() if not name.endswith("wait")}
 
 
 def measure(group, mode, method):
