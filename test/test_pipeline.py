@@ -1,5 +1,6 @@
 """A pipeline of layers: exact with one chunk, and with more what a reference in plain PyG says."""
 
+import functools
 import gc
 import importlib.util
 import itertools
@@ -43,6 +44,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*most wait")
 KINDS = ["gcn", "sage", "gen", "gcn2", "gat", "two", "weighted"]
 
 
+@functools.cache
+def mesh_for(stages, parts):
+    """A mesh of some workers, made once: each group has threads of its own, as long as the process lives."""
+    return mesh_of(torch.arange(stages * parts).view(stages, parts))
+
+
 def grads_of(pipe):
     """Gradients of all blocks, by the names of their states."""
     mine = {}
@@ -60,7 +67,7 @@ def optimizer_of(parameters, norm):
 def trained(group, stages, parts, folder, kind, chunks, epochs, norm="layer", frozen=0, modes=(),
             labels=None, **settings):  # fmt: skip
     """Losses, states and outputs of a pipeline whose first blocks may be frozen, and the gradients of the last step."""
-    mesh = mesh_of(torch.arange(stages * parts).view(stages, parts))
+    mesh = mesh_for(stages, parts)
     if mesh is None:
         return None
     data, blocks = pyg_sar.load(folder, group=mesh.get_group("graph"), **dict(modes)), blocks_of(pyg_sar.nn, kind, norm)
@@ -330,7 +337,7 @@ class Rows(torch.nn.Module):
 
 def with_dropout(group, stages, folder, ends=(), chunks=5, **settings):
     """Losses and states; after the epochs ``ends`` another pipeline goes on."""
-    mesh = mesh_of(torch.arange(stages).view(stages, 1))
+    mesh = mesh_for(stages, 1)
     if mesh is None:
         return None
     data, losses = pyg_sar.load(folder, group=mesh.get_group("graph")), []
@@ -412,7 +419,7 @@ def test_bytes_between_stages(stages_pool, folders):
 
 def counted(group, stages, parts, folder, chunks):
     """Bytes of two steps, the rows that this worker reads of others, and the bytes of its parameters."""
-    mesh = mesh_of(torch.arange(stages * parts).view(stages, parts))
+    mesh = mesh_for(stages, parts)
     if mesh is None:
         return None
     data = pyg_sar.load(folder, group=mesh.get_group("graph"), remat=False)
@@ -465,7 +472,7 @@ def by_torch(group, stages):
     """Gradients by `torch.distributed.pipelining`."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    mesh = mesh_of(torch.arange(stages).view(stages, 1))
+    mesh = mesh_for(stages, 1)
     if mesh is None:
         return None
     rank, each = mesh.get_local_rank("stage"), BLOCKS // stages
@@ -497,7 +504,7 @@ def test_gradients_of_the_schedule_of_torch(stages_pool, stages):
 
 def with_nan(group, folder):
     """Losses of both stages if a feature is no number."""
-    mesh = mesh_of(torch.arange(2).view(2, 1))
+    mesh = mesh_for(2, 1)
     if mesh is None:
         return None
     data = pyg_sar.load(folder, group=mesh.get_group("graph"))
@@ -709,7 +716,7 @@ def test_deep_gcn_layers():
 
 def failing(group, folder, where, how):
     """The second stage raises or is killed in some phase."""
-    mesh = mesh_of(torch.arange(2).view(2, 1))
+    mesh = mesh_for(2, 1)
     if mesh is None:
         return None
     rank, calls = mesh.get_local_rank("stage"), []
@@ -764,7 +771,7 @@ def test_a_stage_that_fails(folders, where, how):
 
 def one_raises(group, folder):
     """One of two workers of the last stage raises in a block."""
-    mesh = mesh_of(torch.arange(4).view(2, 2))
+    mesh = mesh_for(2, 2)
     data = pyg_sar.load(folder, group=mesh.get_group("graph"))
     pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), data.edge_index, mesh, 4)
     pipe.step(data.x, lambda out, rows: out.sum())
@@ -786,7 +793,7 @@ def test_one_worker_of_a_stage_that_raises(folders):
 
 def twice_in_one_chunk(group, folder):
     """One of two workers of a stage aggregates twice for its first chunk."""
-    mesh = mesh_of(torch.arange(2).view(1, 2))
+    mesh = mesh_for(1, 2)
     if mesh is None:
         return None
     data, blocks = pyg_sar.load(folder, group=mesh.get_group("graph")), blocks_of(pyg_sar.nn, "sage")
@@ -812,7 +819,7 @@ def test_a_layer_that_is_called_twice_in_one_chunk(folders):
 
 def differing(group, folders, what):
     """The second stage is started with something else than the first one."""
-    mesh = mesh_of(torch.arange(2).view(2, 1))
+    mesh = mesh_for(2, 1)
     if mesh is None:
         return None
     odd = mesh.get_local_rank("stage") == 1
@@ -845,11 +852,11 @@ def test_stages_that_differ(stages_pool, folders, tmp_path, what):
 
 def refused(group):
     """What two stages of two workers cannot be."""
-    mesh, blocks = mesh_of(torch.arange(4).view(2, 2)), blocks_of(pyg_sar.nn, "sage")
+    mesh, blocks = mesh_for(2, 2), blocks_of(pyg_sar.nn, "sage")
     whole = pyg_sar.shard(inputs().edge_index, NODES)
     with pytest.raises(ValueError, match=r"a graph of 2 parts.*\(got 1\). Load it with 'group=mesh"):
         pyg_sar.Pipeline(blocks, whole, mesh)
-    mesh = mesh_of(torch.arange(4).view(4, 1))
+    mesh = mesh_for(4, 1)
     with pytest.raises(ValueError, match=r"Expected a block for each of the 4 stages \(got 3\). Take fewer stages"):
         pyg_sar.Pipeline(blocks[:3], whole, mesh)
     with pytest.warns(UserWarning, match="Of 4 stages most wait where there are only 7 chunks. Take 8 or more"):
@@ -866,7 +873,7 @@ def test_stages_that_cannot_be(stages_pool):
 
 def owned(group, folder):
     """How many blocks live on, and how many are this stage's."""
-    mesh = mesh_of(torch.arange(2).view(2, 1))
+    mesh = mesh_for(2, 1)
     if mesh is None:
         return None
     data, blocks = pyg_sar.load(folder, group=mesh.get_group("graph")), list(blocks_of(pyg_sar.nn, "sage"))
@@ -883,7 +890,7 @@ def test_blocks_of_other_stages_are_freed(stages_pool, folders):
 
 def killed_while_saving(group, folder, saves):
     """The second stage dies before its part of a checkpoint is on the disk."""
-    mesh = mesh_of(torch.arange(2).view(2, 1))
+    mesh = mesh_for(2, 1)
     if mesh is None:
         return None
     data = pyg_sar.load(folder, group=mesh.get_group("graph"))
