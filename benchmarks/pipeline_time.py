@@ -34,7 +34,7 @@ import pyg_sar
 from pyg_sar.blocks import even_cut
 from pyg_sar.live import Live
 from pyg_sar.pipeline_planner import plan_pipeline
-from pyg_sar.planner import from_partition, largest, plan, received
+from pyg_sar.planner import from_partition, largest, plan
 
 HIDDEN = 100
 LARGE = "Community/50000/2500000"
@@ -116,8 +116,7 @@ def worker(args: argparse.Namespace) -> None:
                 start = time.perf_counter()
                 train()
                 seconds.append(time.perf_counter() - start)
-            found = {"computed": seen.computed, "waited": seen.between.forward_wait + seen.between.backward_wait}
-            found |= {"received": received([seen.between])}
+            found = {"waited": seen.between.forward_wait + seen.between.backward_wait}
         answer({"rank": rank, "seconds": seconds, "peak": resident("VmHWM"), **found})
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from harness.deep import MASKS, graph
+from harness.deep import MASKS, graph, labels_as_features
 from harness.launch import GNN, answer, asked, launch, words
 from harness.report import write
 from harness.runs import Runs, mean_and_spread
@@ -66,9 +66,7 @@ class Net(torch.nn.Module):
     def __init__(self, nn: Any, data: Any, task: Task, labels: bool) -> None:
         super().__init__()
         self.gnn = GNN(nn, task.kind, data.x.size(1), task.hidden, data.num_classes, layers=2)
-        self.labels = MaskLabel(data.num_classes, data.x.size(1)) if labels else None
-        if self.labels is not None:  # PyG's of variance 1 would drown features that are normalised
-            torch.nn.init.zeros_(self.labels.emb.weight)
+        self.labels = labels_as_features(data) if labels else None
 
     def forward(self, data: Any, given: Tensor) -> Tensor:
         x = data.x if self.labels is None else self.labels(data.x, data.y, given)

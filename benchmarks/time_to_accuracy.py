@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from harness.deep import MASKS, first_split, graph, partitions
+from harness.deep import MASKS, first_split, graph, labels_as_features, partitions
 from harness.launch import GNN, answer, asked, launch, words
 from harness.process_memory import reset_peak, resident, settle
 from harness.report import processor, write
@@ -112,9 +112,7 @@ class Net(torch.nn.Module):
     def __init__(self, nn: Any, data: Any, hidden: int, labels: bool) -> None:
         super().__init__()
         self.gnn = GNN(nn, "sage", data.x.size(1), hidden, data.num_classes, layers=LAYERS)
-        self.labels = MaskLabel(data.num_classes, data.x.size(1)) if labels else None
-        if self.labels is not None:  # PyG's of variance 1 would drown features of many zeros
-            torch.nn.init.zeros_(self.labels.emb.weight)
+        self.labels = labels_as_features(data) if labels else None
 
     def forward(self, x: Tensor, edges: Any, y: Tensor | None = None, given: Tensor | None = None) -> Tensor:
         if self.labels is not None:
@@ -165,14 +163,13 @@ def steps_of(kind: str, model: Net, data: Any) -> Callable[[], Iterator[tuple[Te
     x, y, edges, train = data.x, data.y, data.edge_index, data.train_mask
     if kind == "cached":
         edges.cache_features(x)
-    if kind in ("sampled", "warm"):
-        epoch, numbers = batches(data), itertools.count()
-        (mask, flow), *_ = flows(data, 1) if kind == "warm" else [(None, None)]
+    if kind == "warm":
+        first, then, numbers = steps_of("sampled", model, data), steps_of("flow", model, data), itertools.count()
+        return lambda: first() if next(numbers) < WARM else then()
+    if kind == "sampled":
+        epoch = batches(data)
 
         def sampled() -> Iterator[tuple[Tensor, Tensor]]:
-            if kind == "warm" and next(numbers) >= WARM:
-                yield model(x[flow.node_rows], flow.edge_indices), y[mask]
-                return
             for ends, blocks in epoch():
                 yield by_blocks(model.gnn, x[ends], blocks), y[blocks[-1].dstdata["_ID"]]
 

@@ -19,13 +19,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_sar import running, watch
+from pyg_sar import watch
 from pyg_sar.blocks import Values, call, packed, unpacked
 from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_reduce, sum_gradients
@@ -35,7 +36,7 @@ from pyg_sar.distributed.stages import Shape, Stages
 from pyg_sar.distributed.traffic import Traffic, record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.offload.schedule import ranges
-from pyg_sar.pipeline_checks import check, check_edges, check_loss, described, fingerprint
+from pyg_sar.pipeline_checks import check, check_edges, check_loss, described, fingerprint_of
 from pyg_sar.watch.mode import watching
 
 
@@ -117,11 +118,10 @@ class Pipeline:
         if self.stages.size > 1:
             agree("the settings of a pipeline", told, self.stages.channel.group)
         self.cut = check(blocks, edge_index, self.stages, self.group, chunks, history, cut)
-        self.fingerprint = fingerprint(edge_index.graph)
+        self.edge_index, self.shuffle, self.alpha, self.seed = edge_index, shuffle, history, seed
         if self.stages.size > 1:
             which = [f"part {rank_of(self.group)} {self.fingerprint}"]
             agree("the graph, which all stages load", which, self.stages.channel.group)
-        self.edge_index, self.shuffle, self.alpha, self.seed = edge_index, shuffle, history, seed
         first = sum(self.cut[: self.stages.rank])
         self.first, self.blocks = first, torch.nn.ModuleList(list(blocks)[first : first + self.cut[self.stages.rank]])
         for module in self.blocks.modules():
@@ -186,6 +186,11 @@ class Pipeline:
         yield
         if self.seen is not None:
             self.seen.computed.append((way, -1 if it is None else it.number, time.perf_counter() - start))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What all stages have alike of the graph, and checkpoints too."""
+        return fingerprint_of(self.edge_index.graph)
 
     def identity(self) -> str:
         """Return what histories depend on, and which stage this is."""
@@ -394,7 +399,7 @@ class Pipeline:
                 number = -1 if it is None else it.number
                 seed_generators(mixed(self.seed, self.epoch, number, rank_of(self.group), k))
                 edge_index.graph.seeds.manual_seed(mixed(self.seed, self.epoch, k))
-            with self.on_chunk(k, it):
+            with nullcontext() if it is None or self.history is None else self.history.within(k):
                 out = self.marked(packed(call(block, values, edge_index, edges)), it)
             for t in out:
                 if t.size(0) != values[0].size(0):
@@ -404,17 +409,6 @@ class Pipeline:
                     )
             values = out
         return values
-
-    @contextmanager
-    def on_chunk(self, block: int, it: Chunk | None) -> Iterator[None]:
-        """Have a block find its sites."""
-        if it is None or self.history is None:
-            yield
-            return
-        with running.on_chunk():
-            self.history.enter(block)
-            yield
-            self.history.leave()
 
     def marked(self, values: Values, it: Chunk | None) -> Values:
         """Report that these are some of all rows, if they are."""

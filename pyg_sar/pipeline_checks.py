@@ -43,7 +43,7 @@ def described(blocks: Sequence[torch.nn.Module]) -> list[str]:
     return told
 
 
-def fingerprint(graph: ShardedGraph) -> str:
+def fingerprint_of(graph: ShardedGraph) -> str:
     """Return what stages compare of a worker's share of the graph."""
     found = 0
     for t in (graph.n_id, *(t for block in graph.blocks for t in (block.rowptr, block.col))):

@@ -16,7 +16,7 @@ import torch
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.traffic import Traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.running import profiled
+from pyg_sar.running import named_range
 
 LAYERS = "layers.json"  # what the layers of aggregations are called, in the order of an epoch
 
@@ -82,7 +82,7 @@ class RunLog:
         if self.writer is not None:
             self.write(int(values.get("Epoch", self.count)) if step is None else step, values)
         self.step.close()
-        self.step.enter_context(profiled(f"step {self.count + 1}"))
+        self.step.enter_context(named_range(f"step {self.count + 1}"))
         self.since = time.perf_counter()
 
     def write(self, step: int, values: dict[str, float]) -> None:

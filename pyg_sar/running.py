@@ -92,14 +92,11 @@ def chunked() -> bool:
     return getattr(_here, "chunk", False)
 
 
-def named_range(layer: str, what: str) -> AbstractContextManager[Any]:
-    """Show in traces of :mod:`torch.profiler` what a layer does within."""
-    return profiled(f"{layer or 'aggregation'}: {what}")
-
-
-def profiled(name: str) -> AbstractContextManager[Any]:
-    """Show a range in traces of :mod:`torch.profiler`; without a profiler it costs nothing."""
-    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
+def named_range(*words: str) -> AbstractContextManager[Any]:
+    """Show a range of a name in traces of :mod:`torch.profiler`; without a profiler it costs nothing."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return nullcontext()
+    return torch.profiler.record_function(": ".join(words))
 
 
 def about(rows: Tensor | torch.Size, dtype: torch.dtype, how: str) -> About:

@@ -37,7 +37,7 @@ class Aggregate(torch.autograd.Function):
         """Algorithm 1; ``inputs`` are what local rows are made of, and rows of destinations, edges and constants."""
         context = run.context
         _, rows = context.split(inputs)
-        with named_range(context.layer, "forward"):
+        with named_range(context.layer or "aggregation", "forward"):
             for tile in context.tiles:
                 state = tile.init(context.graph.num_dst)
                 for q, x in run.fetch(tile):
@@ -55,7 +55,7 @@ class Aggregate(torch.autograd.Function):
         """Algorithm 2; the last gradients of local rows are under way when it returns, see ``aggregate.py``."""
         once_differentiable()
         run, context = Backward(ctx, grad_out), ctx.context
-        with named_range(context.layer, "backward"):
+        with named_range(context.layer or "aggregation", "backward"):
             for tile in context.tiles:
                 saved, d_out = run.prepare(tile)
                 for q, x in run.fetch(tile):

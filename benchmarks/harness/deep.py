@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch_geometric.data import Data
+from torch_geometric.nn import MaskLabel
 from torch_geometric.utils import to_undirected
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
+from pyg_sar.data.partition import prepare
 
 NAMES = {
     "Cora": "Planetoid/Cora",
@@ -38,10 +40,16 @@ def graph(name: str, root: str) -> Data:
 
 def first_split(data: Data) -> Data:
     """Return a graph with the first of its splits alone."""
-    data = data.clone()
-    for mask in MASKS:
-        data[mask] = data[mask][:, 0].clone()
-    return data
+    return prepare(data, split=0)
+
+
+def labels_as_features(data: Data) -> MaskLabel:
+    """Return what adds embeddings of labels to features; PyG's begin with variance 1, which would drown features that
+    are normalised, or of many zeros.
+    """
+    labels = MaskLabel(data.num_classes, data.x.size(1))
+    torch.nn.init.zeros_(labels.emb.weight)
+    return labels
 
 
 def partitions(data: Data, folder: str, counts: Iterable[int]) -> None:

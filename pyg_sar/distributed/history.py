@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -34,7 +35,7 @@ from pyg_sar.distributed.peers import Peers
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
 from pyg_sar.graph import Seeds, ShardedGraph
 from pyg_sar.halo import fetch_halo
-from pyg_sar.running import About
+from pyg_sar.running import About, on_chunk
 
 
 @dataclass
@@ -165,12 +166,12 @@ class History:
             site = self.sites.setdefault((block, call), Site())
             site.tiles.append(Rows(torch.empty_like(history), history.clone()))
 
-    def enter(self, block: int) -> None:
-        """Begin a block of the model."""
+    @contextmanager
+    def within(self, block: int) -> Iterator[None]:
+        """Run a block of the model on a chunk; raise unless it has aggregated as often as for other chunks."""
         self.block, self.call = block, 0
-
-    def leave(self) -> None:
-        """End it; raise unless it has aggregated as often as for other chunks."""
+        with on_chunk():
+            yield
         calls = sum(block == self.block for block, _ in self.sites)
         if self.call != calls:
             raise ValueError(
