@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from docutils import nodes
@@ -28,17 +29,37 @@ python_maximum_signature_line_length = 90
 PACKAGE = Path(pyg_sar.__file__).parent
 
 
-def messages(path: Path) -> list[str]:
-    """Return the errors that a file raises with a text of its own, in order; what varies is an ellipsis."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            text = node.exc.args[0]
-            pieces = text.values if isinstance(text, ast.JoinedStr) else [text]
-            told = "".join(p.value if isinstance(p, ast.Constant) and isinstance(p.value, str) else "…" for p in pieces)
-            if len(told) > 20:
-                found.append(f"{ast.unparse(node.exc.func)}: {' '.join(told.removeprefix('[rank …] ').split())}")
-    return found
+WORDS = {"the", "a", "an", "of", "or", "and", "is", "are", "has", "it", "its", "by", "in", "with", "no", "not"}
+
+
+def text_of(node: ast.AST) -> str | None:
+    """Return a text that stands in the code, with an ellipsis for what varies; None if a node is no text."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(piece) or "…" for piece in node.values)
+    if isinstance(node, ast.BinOp) and (sides := [text_of(node.left), text_of(node.right)]) != [None, None]:
+        return "".join(side or "…" for side in sides)
+    return None
+
+
+def messages(node: ast.AST, kind: str = "") -> Iterator[str]:
+    """Return all messages in the code, and pieces of some that are put together, with the names of their errors."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return  # a docstring
+    if isinstance(node, ast.keyword) and node.arg in ("help", "description"):
+        return  # of the command line, which tells it
+    if (text := text_of(node)) is not None:
+        words = text.removeprefix("[rank …] ").split()
+        if len(words) > (2 if kind else 4) and (kind or WORDS.intersection(words)) and not {"->", "<html"} & {*words}:
+            yield f"{kind}{' '.join(words)}"
+        return
+    raised = node.exc if isinstance(node, ast.Raise) else None
+    for child in ast.iter_child_nodes(node):
+        if child is raised and isinstance(child, ast.Call) and child.args:
+            yield from messages(child.args[0], f"{ast.unparse(child.func)}: ")
+        else:
+            yield from messages(child, kind)
 
 
 class Errors(Directive):
@@ -48,7 +69,7 @@ class Errors(Directive):
         """Return a list for each file."""
         lines = []
         for path in sorted(PACKAGE.rglob("*.py")):
-            if told := messages(path):
+            if told := list(messages(ast.parse(path.read_text()))):
                 escaped = (re.sub(r"([\\*`_|<>])", r"\\\1", text) for text in told)
                 lines += ["", f"``{path.relative_to(PACKAGE)}``", "", *(f"* {text}" for text in escaped)]
         section = nodes.section()

@@ -240,5 +240,5 @@ def test_time_to_accuracy(tmp_path):
 def test_recipe(tmp_path):
     run("recipe", "--root", REAL, "--graphs", "Cora", "--seeds", 1, "--runs", tmp_path / "runs", "--out", tmp_path)
     lines = (tmp_path / "recipe.md").read_text().splitlines()
-    cells = [float(cell.split("±")[0]) for line in lines if line.startswith("| Cora") for cell in line.split("|")[3:7]]
+    cells = [float(cell.split("±")[0]) for line in lines if line.startswith("| Cora") for cell in line.split("|")[4:8]]
     assert len(cells) == 12 and all(60 < cell < 90 for cell in cells), lines
