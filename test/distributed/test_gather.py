@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.nasty_graph import NUM_NODES, assignment
 from support.simulate import raised, simulate
 
-from pyg_sar import gather
+from pyg_sar import accuracy, gather
 from pyg_sar.distributed.gather import join
 
 ROWS = torch.arange(NUM_NODES * 6).view(NUM_NODES, 2, 3)
@@ -104,3 +104,31 @@ def test_torchmetrics(pool, size, method):
     pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
     found = pool.run(size, measure, method)
     assert found == [["MulticlassF1Score", "MulticlassAUROC"] * (method != "empty")] * size
+
+
+def evaluate(group, method):
+    """OGB's metrics of gathered rows: accuracy, which workers find together, too, and the area under the ROC curve."""
+    from ogb.nodeproppred import Evaluator
+
+    ids = shuffled(dist.get_rank(group), group.size(), method)
+    pred = LOGITS[ids].argmax(-1, keepdim=True)
+    found = [
+        gather(rows, ids, group=group) for rows in (Y[ids].view(-1, 1), pred, Y[ids].view(-1, 1) % 2, LOGITS[ids, :1])
+    ]
+    together = accuracy(pred.view(-1), Y[ids], group=group)
+    if found[0] is None:
+        return together
+    true, pred, odd, score = found
+    area = Evaluator("ogbn-proteins")
+    area.num_tasks = 1
+    assert area.eval({"y_true": odd, "y_pred": score}) == area.eval(
+        {"y_true": Y.view(-1, 1) % 2, "y_pred": LOGITS[:, :1]}
+    )
+    return Evaluator("ogbn-arxiv").eval({"y_true": true, "y_pred": pred})["acc"]
+
+
+@pytest.mark.parametrize(("size", "method"), [(2, "random"), (3, "empty")])
+def test_evaluators_of_ogb(pool, size, method):
+    pytest.importorskip("ogb", reason="ogb is not installed")
+    expected = float((LOGITS.argmax(-1) == Y).double().mean())
+    assert pool.run(size, evaluate, method) == pytest.approx([expected] * size)
