@@ -18,12 +18,14 @@ from torch_geometric.nn import GraphSAGE
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
+from pyg_sar.data.partition import prepare
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--dataset", default="parts/cora", help="a folder made by 'pyg-sar partition'")
 parser.add_argument("--train", help="train on this data set, named as for 'pyg-sar partition', and stop")
 parser.add_argument("--weights", required=True, help="safetensors file")
 parser.add_argument("--root", default="data")
+parser.add_argument("--split", type=int, help="train on this one of several splits")
 parser.add_argument("--hidden", type=int, default=64)
 parser.add_argument("--pieces", type=int, default=4, help="into which nodes are dealt out anew in each epoch")
 parser.add_argument("--epochs", type=int, default=50)
@@ -35,7 +37,7 @@ def network(data):
 
 
 def train():
-    data = dataset(args.train, args.root)
+    data = prepare(dataset(args.train, args.root), split=args.split)
     model = network(data)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     for epoch in range(1, args.epochs + 1):
