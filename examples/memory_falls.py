@@ -56,6 +56,7 @@ def measure(folder: str, workers: int, model: str, hidden: int) -> float:
 def draw(found: dict[str, list[float]], args: argparse.Namespace) -> None:
     """Draw a line for each model."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for name, values in found.items():
@@ -64,6 +65,9 @@ def draw(found: dict[str, list[float]], args: argparse.Namespace) -> None:
         axes.plot(args.workers, ideal, color=line.get_color(), linestyle=":", label=f"{name}, a perfect cut")
     axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="MiB of the worker that holds most")
     axes.set_xticks(args.workers, map(str, args.workers))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.set_title(f"A training step on {args.dataset}")
     axes.grid(alpha=0.3)
     axes.legend()
