@@ -31,8 +31,6 @@ from pyg_sar.planner import received
 MODELS = {"gcn": "GCN", "sage": "GraphSAGE", "gcn2": "GCNII", "resgcn": "ResGCN+"}
 CASES = [("squirrel", 100), ("tolokers", 100), ("Computers", 100), ("Physics", 100), ("squirrel", 1000)]
 CASES += [("Community/50000/2500000", 100)]
-# Left out: its layers keep more rows than 24 GB hold where eight parts share the graph.
-WITHOUT = {"Community/50000/2500000": ["resgcn"]}
 WORKERS, STAGES = 8, (8, 4, 2)
 # Of the paper: graph, nodes, remote rows of 8 parts per node, features, classes, hidden; and GB of graph parallel and
 # pipeline for each model
@@ -44,11 +42,6 @@ PAPER = [
 ]
 # Of a model: square matrices in all layers, matrices of its first and of its last layer, tensors between stages
 SHAPES = {"gcn": (30, 1, 1), "sage": (60, 2, 1), "gcn2": (32, 1, 2), "resgcn": (64, 1, 1)}
-
-
-def models_of(name: str) -> list[str]:
-    """Return the models that are counted on a graph."""
-    return [kind for kind in MODELS if kind not in WITHOUT.get(name, ())]
 
 
 def loss_of(data: Any) -> Any:
@@ -67,7 +60,7 @@ def worker(args: argparse.Namespace) -> None:
     """Count one step of every model on every mesh, and answer the bytes of this worker."""
     found = {}
     with pyg_sar.process_group() as rank:
-        for kind in args.models:
+        for kind in MODELS:
             for stages in (0, *STAGES):
                 parts = WORKERS // (stages or 1)
                 mesh = None if stages == 0 else pyg_sar.stage_mesh(stages)
@@ -126,7 +119,7 @@ def counted(name: str, width: int, folder: str, args: argparse.Namespace) -> lis
     large = width > 100 or data.num_nodes > 40_000  # history of all workers would not fit a machine of 24 GB
     chunks = 1 if large else args.chunks
     options = words(folder=folder, hidden=width, layers=args.layers, chunks=chunks)
-    found = launch(__file__, WORKERS, [*options, "--models", *models_of(name)])
+    found = launch(__file__, WORKERS, options)
     return [rows_of(name, width, data.num_nodes, folder, [each for _, each in found], args.layers), stale]
 
 
@@ -145,7 +138,7 @@ def rows_of(name: str, width: int, nodes: int, folder: str, found: Any, layers: 
     """Return a line for each model; raise unless all bytes are those of the formulas."""
     rho = {p: sum(map(sum, read_meta(f"{folder}/{p}")["boundary"])) / nodes for p in (8, 4, 2, 1)}
     lines = []
-    for kind in models_of(name):
+    for kind, title in MODELS.items():
         total = {s: [sum(one[f"{kind} {s}"][k] for one in found) for k in range(3)] for s in (0, *STAGES)}
         carried = 2 if kind == "gcn2" else 1
         for s, (within, between, _) in total.items():
@@ -156,7 +149,7 @@ def rows_of(name: str, width: int, nodes: int, folder: str, found: Any, layers: 
             ]
             if [within, between] != expected:
                 raise RuntimeError(f"{name}, {kind}, {s} stages: {[within, between]} bytes, expected {expected}")
-        cells = [name, width, MODELS[kind], ", ".join(f"{rho[p]:.2f}" for p in (8, 4, 2))]
+        cells = [name, width, title, ", ".join(f"{rho[p]:.2f}" for p in (8, 4, 2))]
         for within, between, parameters in total.values():
             cells += [f"{(within + between) / 2**20:.1f}", f"{parameters / 2**20:.1f}"]
         least = sum(total[WORKERS][:2])
@@ -221,7 +214,7 @@ layer, from features to rows, are many. "Up to 22.89x" (ResGCN+ on Squirrel) is 
 
 
 if __name__ == "__main__":
-    if mine := asked(folder=str, hidden=int, layers=int, chunks=int, models=[str]):
+    if mine := asked(folder=str, hidden=int, layers=int, chunks=int):
         worker(mine)
         sys.exit()
     parser = argparse.ArgumentParser()
