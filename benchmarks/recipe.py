@@ -129,9 +129,14 @@ def worker(args: argparse.Namespace) -> None:
         )
 
 
+def seeds_of(name: str, args: argparse.Namespace) -> int:
+    """Return how many seeds a graph is trained from."""
+    return args.seeds or TASKS[name].seeds
+
+
 def key(name: str, workers: int, args: argparse.Namespace) -> str:
     """Return what a graph's runs are kept as."""
-    return json.dumps([name, workers, args.seeds or TASKS[name].seeds])
+    return json.dumps([name, workers, seeds_of(name, args)])
 
 
 def table(runs: dict[str, Any], args: argparse.Namespace) -> list[str]:
@@ -160,11 +165,11 @@ def main(args: argparse.Namespace) -> None:
                     pyg_sar.partition(data, workers, f"{folder}/{workers}")
                 else:
                     torch.save(data, f"{folder}/whole.pt")
-                own = words(folder=folder, task=name, seeds=args.seeds or TASKS[name].seeds, workers=workers)
+                own = words(folder=folder, task=name, seeds=seeds_of(name, args), workers=workers)
                 found = launch(__file__, workers, own, threads=max(args.threads // max(workers, 1), 1))
                 runs.keep(key(name, workers, args), found[0])
-            write(args.out, "recipe.md", table(runs, args))
-    print(write(args.out, "recipe.md", table(runs, args)))
+            told = write(args.out, "recipe.md", table(runs, args))
+    print(told)
 
 
 if __name__ == "__main__":
