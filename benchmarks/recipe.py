@@ -5,7 +5,8 @@
 Each model is trained as it is, and with labels as features (half of the training labels, the loss on the others); each
 of both is corrected and smoothed afterwards (C&S). The rate falls by a cosine to nothing. Graphs with ten splits are
 trained on each of them, the others from five seeds. PyG multiplies by a sparse matrix, which is faster than messages.
-``runs`` keeps what was trained. Writes ``recipe.md``.
+Nodes without features cannot be given labels as such, and types of nodes that have no edges among themselves are not
+smoothed. ``runs`` keeps what was trained. Writes ``recipe.md``.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from harness.report import write
 from harness.runs import Runs, mean_and_spread
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
-from torch_geometric.nn import MaskLabel
+from torch_geometric.nn import HeteroConv, MaskLabel
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import to_torch_csr_tensor
 from tqdm import tqdm
@@ -34,7 +35,7 @@ from pyg_sar.data.datasets import dataset
 
 
 class Task(NamedTuple):
-    """How a graph is trained on: 2 layers, Adam."""
+    """How a graph is trained on: 2 layers, Adam. Of several types of nodes the ``target`` is classified."""
 
     kind: str
     hidden: int
@@ -42,6 +43,7 @@ class Task(NamedTuple):
     rate: float = 0.01
     decay: float = 5e-4
     seeds: int = 5
+    target: str = ""
 
 
 TASKS = {
@@ -53,6 +55,10 @@ TASKS = {
     "minesweeper": Task("sage", 128, 200, decay=0.0, seeds=10),
     "squirrel": Task("sage", 128, 100, decay=0.0, seeds=10),
     "aclanth2021": Task("sage", 128, 60, decay=0.0),
+    "AIFB": Task("rgcn", 16, 50),
+    "MUTAG": Task("rgcn", 16, 50),
+    "DBLP": Task("hetero", 64, 100, 0.005, 0.001, target="author"),
+    "IMDB": Task("hetero", 64, 100, 0.005, 0.001, target="movie"),
 }
 BY_AREA = ("tolokers", "minesweeper")  # two classes, one of them rare: the area under the ROC curve
 WORKERS = (0, 2, 4)  # 0: PyG in one process
@@ -60,7 +66,8 @@ COLUMNS = ("plain", "C&S", "labels", "labels, C&S")
 ABOUT = """Test accuracy in per cent ({areas}: area under the ROC curve) at the best validation accuracy, mean ±
 deviation over seeds, each with another split where there are several. *Labels*: half of the training labels are
 features, the loss is taken on the others. *C&S*: the same model, corrected and smoothed. 2 layers of GCN (Cora,
-CiteSeer, Computers, Physics) or GraphSAGE; the script has the hyper-parameters. Made by `benchmarks/recipe.py`."""
+CiteSeer, Computers, Physics), R-GCN (AIFB, MUTAG: no features), GraphSAGE for each type of edges (DBLP, IMDB: nothing
+to smooth along), or GraphSAGE; the script has the hyper-parameters. Made by `benchmarks/recipe.py`."""
 
 
 class Net(torch.nn.Module):
@@ -76,6 +83,50 @@ class Net(torch.nn.Module):
         return self.gnn(x, data.get("adj", data.edge_index))
 
 
+class Relations(torch.nn.Module):
+    """R-GCN of nodes without features, as in PyG's own example."""
+
+    def __init__(self, nn: Any, data: Any, task: Task) -> None:
+        super().__init__()
+        count = data.get("total_nodes", data.num_nodes)
+        self.first = nn.RGCNConv(count, task.hidden, data.num_relations, 30)
+        self.second = nn.RGCNConv(task.hidden, data.num_classes, data.num_relations, 30)
+
+    def forward(self, data: Any, given: Tensor) -> Tensor:
+        x = self.first(None, data.edge_index, data.edge_type).relu()
+        return self.second(x, data.edge_index, data.edge_type)
+
+
+class Types(torch.nn.Module):
+    """A layer of GraphSAGE for each type of edges; nodes of the type that is classified may be given labels."""
+
+    def __init__(self, nn: Any, data: Any, task: Task, labels: bool) -> None:
+        super().__init__()
+        self.target, nodes = task.target, data[task.target]
+        self.labels = labels_as_features(nodes) if labels else None
+        widths = [{name: x.size(1) for name, x in data.x_dict.items()}, dict.fromkeys(data.node_types, task.hidden)]
+        self.convs = torch.nn.ModuleList(
+            HeteroConv({one: nn.SAGEConv((width[one[0]], width[one[2]]), task.hidden) for one in data.edge_types})
+            for width in widths
+        )
+        self.lin = torch.nn.Linear(task.hidden, nodes.num_classes)
+
+    def forward(self, data: Any, given: Tensor) -> Tensor:
+        x, nodes = data.x_dict, data[self.target]
+        if self.labels is not None:
+            x[self.target] = self.labels(nodes.x, nodes.y, given)
+        for conv in self.convs:
+            x = {name: F.leaky_relu(rows) for name, rows in conv(x, data.edge_index_dict).items()}
+        return self.lin(x[self.target])
+
+
+def model_of(nn: Any, data: Any, task: Task, labels: bool) -> torch.nn.Module:
+    """Return the model of a task."""
+    if task.kind == "rgcn":
+        return Relations(nn, data, task)
+    return (Types if task.target else Net)(nn, data, task, labels)
+
+
 def score(soft: Tensor, data: Any, mask: Tensor, area: bool) -> float:
     """Return the accuracy, or the area under the curve, of the nodes of all workers."""
     if not area:
@@ -85,22 +136,23 @@ def score(soft: Tensor, data: Any, mask: Tensor, area: bool) -> float:
 
 
 def fit(nn: Any, data: Any, name: str, seed: int, labels: bool, rank: int) -> list[float]:
-    """Train; return the test score, and that after C&S."""
+    """Train; return the test score, and that after C&S where there are edges to smooth along."""
     torch.manual_seed(seed)
     task, area = TASKS[name], name in BY_AREA
-    train, val, test = (data[mask][:, seed % data[mask].size(1)] for mask in MASKS)
-    model = Net(nn, data, task, labels)
+    nodes = data[task.target] if task.target else data
+    train, val, test = (split(nodes, mask, seed) for mask in MASKS)
+    model = model_of(nn, data, task, labels)
     pyg_sar.broadcast_parameters(model)
     torch.manual_seed(1000 * seed + rank)
     optimizer = torch.optim.Adam(model.parameters(), task.rate, weight_decay=task.decay)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.epochs)
     best, kept = -1.0, torch.empty(0)
-    for _ in range(task.epochs):
+    for epoch in range(task.epochs):
         model.train()
         optimizer.zero_grad()
         given = MaskLabel.ratio_mask(train, 0.5)
         wanted = train & ~given if labels else train
-        losses = F.cross_entropy(model(data, given)[wanted], data.y[wanted], reduction="none")
+        losses = F.cross_entropy(model(data, given)[wanted], nodes.y[wanted], reduction="none")
         pyg_sar.global_mean(losses).backward()
         pyg_sar.sum_gradients(model)
         optimizer.step()
@@ -108,11 +160,19 @@ def fit(nn: Any, data: Any, name: str, seed: int, labels: bool, rank: int) -> li
         model.eval()
         with torch.no_grad():
             soft = model(data, train).softmax(-1)
-        if (now := score(soft, data, val, area)) > best:
+        if (now := epoch if val is None else score(soft, nodes, val, area)) > best:
             best, kept = now, soft
-    post = nn.CorrectAndSmooth(50, 0.9, 50, 0.8)
-    smoothed = post(kept, data.y[train], train, data.edge_index)
-    return [score(soft, data, test, area) for soft in (kept, smoothed)]
+    kinds = [kept]
+    if not task.target:
+        post = nn.CorrectAndSmooth(50, 0.9, 50, 0.8)
+        kinds.append(post(kept, data.y[train], train, data.edge_index))
+    return [score(soft, nodes, test, area) for soft in kinds]
+
+
+def split(nodes: Any, mask: str, seed: int) -> Tensor | None:
+    """Return a mask of the split of a seed, if there is one."""
+    found = nodes.get(mask)
+    return found if found is None or found.dim() == 1 else found[:, seed % found.size(1)]
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -122,11 +182,25 @@ def worker(args: argparse.Namespace) -> None:
             nn, data = pyg_sar.nn, pyg_sar.load(f"{args.folder}/{args.workers}")
         else:
             nn, data = torch_geometric.nn, dataset(f"{args.folder}/whole.pt")
+        if not args.workers and TASKS[args.task].kind in ("gcn", "sage"):
             data.n_id = torch.arange(data.num_nodes)
             data.adj = to_torch_csr_tensor(data.edge_index, size=(data.num_nodes, data.num_nodes))  # it is symmetric
-        answer(
-            [[fit(nn, data, args.task, seed, labels, rank) for seed in range(args.seeds)] for labels in (False, True)]
-        )
+        ways = (False,) if TASKS[args.task].kind == "rgcn" else (False, True)
+        answer([[fit(nn, data, args.task, seed, labels, rank) for seed in range(args.seeds)] for labels in ways])
+
+
+def read(name: str, root: str) -> Any:
+    """Return a graph."""
+    task = TASKS[name]
+    if task.kind == "rgcn":
+        return dataset(f"Entities/{name}", root)
+    if not task.target:
+        data = graph(name, root)
+        return NormalizeFeatures()(data) if name in ("Cora", "CiteSeer") else data
+    data = dataset(name, root)
+    for store in data.node_stores:
+        store.x = store.x if "x" in store else torch.ones(store.num_nodes, 1)
+    return data
 
 
 def seeds_of(name: str, args: argparse.Namespace) -> int:
@@ -146,7 +220,9 @@ def table(runs: dict[str, Any], args: argparse.Namespace) -> list[str]:
     for name in TASKS:
         for workers in WORKERS:
             if found := runs.get(key(name, workers, args)):
-                cells = [mean_and_spread([100 * seed[k] for seed in way]) for way in found for k in range(2)]
+                cells = [mean_and_spread([100 * seed[k] for seed in way]) if k < len(way[0]) else ""
+                         for way in found for k in range(2)]  # fmt: skip
+                cells += [""] * (len(COLUMNS) - len(cells))
                 title = f"{workers} workers" if workers else "PyG"
                 lines.append(f"| {name} | {len(found[0])} | {title} | {' | '.join(cells)} |")
     return lines
@@ -158,8 +234,7 @@ def main(args: argparse.Namespace) -> None:
     for name in tqdm(args.graphs):
         todo = [w for w in WORKERS if key(name, w, args) not in runs]
         with tempfile.TemporaryDirectory() as folder:
-            data = graph(name, args.root) if todo else None
-            data = NormalizeFeatures()(data) if name in ("Cora", "CiteSeer") and todo else data
+            data = read(name, args.root) if todo else None
             for workers in tqdm(todo, leave=False):
                 if workers:
                     pyg_sar.partition(data, workers, f"{folder}/{workers}")

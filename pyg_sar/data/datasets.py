@@ -7,6 +7,7 @@ import inspect
 import os
 import pickle
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch_geometric.datasets
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-from torch_geometric.data.storage import BaseStorage, EdgeStorage, GlobalStorage, NodeStorage
+from torch_geometric.data.storage import AttrType, BaseStorage, EdgeStorage, GlobalStorage, NodeStorage
 from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import index_to_mask
 
@@ -30,7 +31,10 @@ KINDS = (
 )
 
 
-STORAGES = (BaseStorage, EdgeStorage, GlobalStorage, NodeStorage)
+# What torch.load would call of PyG, which itself lists only a part of it. A storage that was asked for the kinds of its
+# attributes remembers them in a defaultdict, which torch.load cannot fill.
+CALLED: list[Any] = [HeteroData, DataEdgeAttr, DataTensorAttr, BaseStorage, EdgeStorage, GlobalStorage, NodeStorage]
+CALLED += [AttrType, (lambda kind: {}, "collections.defaultdict")]
 CHUNK = 1 << 22  # edges or nodes that are generated together, so that steps in between take little memory
 
 
@@ -207,15 +211,23 @@ def _ogb(name: str, root: str | os.PathLike[str]) -> Data:
 
 
 def _read_pt(path: Path) -> Any:
+    before = torch.serialization.get_safe_globals()
     try:
-        # What torch.load would call of PyG: PyG itself lists only a part of it.
-        with torch.serialization.safe_globals([HeteroData, DataEdgeAttr, DataTensorAttr, *STORAGES]):
-            data = torch.load(path, map_location="cpu", weights_only=True)
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([one for one in before if one is not defaultdict] + CALLED)
+        data = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError("it holds other objects.") from error
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
     if not isinstance(data, (Data, HeteroData, dict)):
         raise ValueError(f"it holds a {type(data).__name__}.")
-    return Data.from_dict(data) if isinstance(data, dict) else data
+    if isinstance(data, dict):
+        return Data.from_dict(data)
+    for store in data.stores:
+        store.__dict__.pop("_cached_attr", None)
+    return data
 
 
 def _read_npz(path: Path) -> Data:

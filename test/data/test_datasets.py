@@ -118,6 +118,7 @@ def data():
 
 
 def test_pt(tmp_path, data):
+    assert data.is_node_attr("x") and data.is_edge_attr("edge_index")  # which storages remember
     torch.save(data, tmp_path / "data.pt")
     same(dataset(str(tmp_path / "data.pt")), data)
     torch.save(data.to_dict(), tmp_path / "dict.pt")
@@ -125,9 +126,11 @@ def test_pt(tmp_path, data):
 
 
 def test_pt_of_types_of_nodes(tmp_path):
-    data = graphs.dblp()[0]
+    data, listed = graphs.dblp()[0], torch.serialization.get_safe_globals()
+    assert all(store.is_node_attr("x") for store in data.node_stores if "x" in store)
     torch.save(data, tmp_path / "hetero.pt")
     found = dataset(str(tmp_path / "hetero.pt"))
+    assert set(torch.serialization.get_safe_globals()) == set(listed)
     assert isinstance(found, HeteroData) and found.metadata() == data.metadata()
     for one, other in zip(found.stores, data.stores, strict=True):
         assert list(one.keys()) == list(other.keys()) and all(
