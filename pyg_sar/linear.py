@@ -2,13 +2,16 @@ r"""Products of rows with a matrix, and their gradients.
 
 On a CPU, PyTorch multiplies by MKL, which runs its code for AVX2 on processors that are not Intel's, at half the speed
 of those with AVX-512. There single precision runs by oneDNN, which every PyTorch for these processors contains; what
-else there is runs by PyTorch's own products, and all of it if ``torch.backends.mkldnn.enabled`` is False.
+else there is runs by PyTorch's own products, and all of it if ``torch.backends.mkldnn.enabled`` is False. On Intel's
+MKL is 1.1 to 7 times as fast as oneDNN, which multiplies a piece at a time here.
 
 The comments give shapes for ``N`` rows of ``I`` columns that become ``O`` columns.
 """
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,18 @@ HAS_ONEDNN = (
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and "AVX512" in torch.backends.cpu.get_cpu_capability()
 )
+
+
+def made_by_intel() -> bool:
+    """Whether the processor is one of Intel's, which is what MKL asks, too."""
+    cpus = Path("/proc/cpuinfo")
+    if not cpus.exists():
+        return "GenuineIntel" in platform.processor()
+    with cpus.open() as lines:
+        return "GenuineIntel" in lines.read(4096)
+
+
+BY_ONEDNN = HAS_ONEDNN and not made_by_intel()
 
 
 @gives(ROWS)
@@ -57,10 +72,10 @@ class Linear(torch.autograd.Function):
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies them: it knows no empty ones."""
+    """Whether oneDNN multiplies them, where it is the faster one: it knows no empty ones."""
     alike = x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu and x.dim() == 2
     alike = alike and type(x) in (Tensor, torch.nn.Parameter)  # not what only stands for rows
-    return HAS_ONEDNN and alike and x.numel() > 0 and weight.numel() > 0 and bool(torch.backends.mkldnn.enabled)
+    return BY_ONEDNN and alike and x.numel() > 0 and weight.numel() > 0 and bool(torch.backends.mkldnn.enabled)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products of rows with a matrix, by oneDNN where it is faster, against PyTorch's own."""
+"""Products of rows with a matrix, by oneDNN, also where MKL is faster, and by MKL, against PyTorch's own."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pyg_sar import linear as module
 from pyg_sar.linear import by_onednn, linear, linear_grad, product
 
-needs_onednn = pytest.mark.skipif(not module.HAS_ONEDNN, reason="oneDNN is not faster on this processor")
+needs_onednn = pytest.mark.skipif(not module.HAS_ONEDNN, reason="oneDNN is not faster on processors like this one")
 
 # Rows, columns, and columns of the result: none, one, some more than are multiplied at a time, and odd ones.
 SHAPES = [
@@ -28,6 +28,26 @@ SHAPES = [
 @pytest.fixture(params=[torch.float32, torch.float64], ids=str)
 def dtype(request):
     return request.param
+
+
+@pytest.fixture(autouse=True, params=["mkl", pytest.param("onednn", marks=needs_onednn)])
+def by(request, monkeypatch):
+    """Who multiplies."""
+    monkeypatch.setattr(module, "BY_ONEDNN", request.param == "onednn")
+    return request.param
+
+
+only_onednn = pytest.mark.parametrize("by", [pytest.param("onednn", marks=needs_onednn)], indirect=True)
+
+
+def test_who_is_faster(monkeypatch):
+    cpuinfo = module.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        assert module.made_by_intel() == ("GenuineIntel" in cpuinfo.read_text())
+    monkeypatch.setattr(module.Path, "exists", lambda path: False)
+    for name, made in (("Intel64 Family 6 Model 143, GenuineIntel", True), ("AMD64 Family 25, AuthenticAMD", False)):
+        monkeypatch.setattr(module.platform, "processor", lambda name=name: name)
+        assert module.made_by_intel() == made
 
 
 def inputs(shape, dtype=torch.float32, requires_grad=False):
@@ -58,7 +78,7 @@ def test_product_and_gradients(shape, dtype, bias):
         near(found, expected, plain)
 
 
-@needs_onednn
+@only_onednn
 def test_who_multiplies(monkeypatch):
     calls = []
     monkeypatch.setattr(module, "onednn", lambda *args: calls.append(args) or F.linear(*args))
@@ -76,7 +96,7 @@ def test_who_multiplies(monkeypatch):
     assert len(calls) == 1 and not by_onednn(x.half(), weight.half())
 
 
-@needs_onednn
+@only_onednn
 def test_matrices_have_no_gaps(monkeypatch):
     """Or its reference implementation would multiply."""
     weights, given = [], module.onednn
@@ -124,19 +144,21 @@ def test_product_into_given_memory(dtype):
     assert out[:, :2].isnan().all() and out[:, 7:].isnan().all()
 
 
-def test_threads_make_no_difference():
+def test_threads(by):
+    """Results are the same each time, and by oneDNN for any number of threads; MKL cuts long sums for each thread."""
     x, weight, bias, grad = inputs((5000, 100, 68))
     found = []
     threads = torch.get_num_threads()
     try:
-        for count in (1, 2, 3):
+        for count in (1, 2, 3, 1, 2, 3):
             torch.set_num_threads(count)
             source, d_weight = torch.empty_like(x), torch.empty_like(weight)
             linear_grad(x, grad, weight, source, d_weight, add=False)
             found.append((product(x, weight, bias), source, d_weight))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    pairs = zip(found[:3], found[3:], strict=True) if by == "mkl" else ((found[0], other) for other in found[1:])
+    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
 def test_other_devices():
@@ -144,7 +166,7 @@ def test_other_devices():
     assert linear(x, weight).shape == product(x, weight).shape == (3, 5)
 
 
-@needs_onednn
+@only_onednn
 def test_no_second_derivative():
     x, weight, *_ = inputs((5, 4, 3), requires_grad=True)
     (grad,) = torch.autograd.grad(linear(x, weight).square().sum(), x, retain_graph=True)
@@ -153,7 +175,7 @@ def test_no_second_derivative():
         torch.autograd.grad(linear(x, weight).square().sum(), x, create_graph=True)
 
 
-@needs_onednn
+@only_onednn
 def test_few_shapes(monkeypatch):
     """OneDNN keeps memory for every shape that it has met, and graphs, chunks and relations have any number of rows."""
     shapes, given = set(), module.onednn

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from support.sample_graphs import REAL, real
 
+from pyg_sar.linear import HAS_ONEDNN
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,6 +42,13 @@ def test_layers(tmp_path):
 def test_norm(tmp_path):
     run("norm", "--rows", 300, "--widths", 8, "--threads", 1, "--repetitions", 1, "--out", tmp_path)
     assert "| 8 | 1 |" in (tmp_path / "norm-cpu.md").read_text()
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(not HAS_ONEDNN, reason="oneDNN is not faster on processors like this one")
+def test_dense(tmp_path):
+    run("dense", "--shapes", "300/8/5", "--threads", 1, "--repetitions", 1, "--out", tmp_path)
+    assert "| 300, 8, 5 | 1 |" in (tmp_path / "dense-cpu.md").read_text()
 
 
 @pytest.mark.grid
