@@ -1,14 +1,15 @@
 """Seconds and memory until a model is good: the whole graph by pyg_sar and PyG, and mini-batches of sampled neighbors.
 
     pip install --no-deps dgl==1.1.3 && pip install psutil requests    # whose sampler draws the mini-batches
+    pip install --no-build-isolation torch-scatter torch-sparse        # that of PyG's NeighborLoader, built for an hour
     python benchmarks/time_to_accuracy.py --root data --runs /tmp/time.jsonl --out docs/results
 
 All ways train the same model, GraphSAGE with batch normalisation, for the same seconds of training. PyG multiplies by a
 sparse matrix, which is faster than messages. Evaluations, of the whole graph by pyg_sar in all ways, are not counted:
-one after each epoch, or after 1% of the time. Every way has one run with each learning rate; the rate that reached the
-goal first (or, if none did, the best accuracy) is that of its other seeds. The goal is 99% of the best validation
-accuracy that any way reached with any rate. ``runs`` keeps what was
-trained. Writes ``time-to-accuracy.md`` and ``.png``.
+one after each epoch, or 10% more time than at the one before. Every way has one run with each learning rate; the rate
+that reached the goal first (or, if none did, the best accuracy) is that of its other seeds. The goal is 99% of the best
+validation accuracy that any way reached with any rate. ``runs`` keeps what was trained. Writes ``time-to-accuracy.md``
+and ``.png``.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from harness.process_memory import reset_peak, resident, settle
 from harness.report import processor, write
 from harness.runs import Runs, mean_and_spread
 from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import MaskLabel
 from torch_geometric.utils import to_torch_csr_tensor
 from tqdm import tqdm
@@ -56,7 +59,8 @@ class Way(NamedTuple):
 
 WAYS = {
     "PyG": Way(0),
-    "PyG, sampled neighbors": Way(0, "sampled"),
+    "PyG, DGL's sampler": Way(0, "sampled"),
+    "PyG, NeighborLoader": Way(0, "loader"),
     "1 worker": Way(1),
     "1 worker, cached features": Way(1, "cached"),
     "1 worker, message flow": Way(1, "flow"),
@@ -92,8 +96,8 @@ TASKS = {
     "Computers": Task("Computers", 10),
     "Computers, 20 labels a class": Task("Computers", 10, 20),
     "Physics": Task("Physics", 20),
-    "Physics, 20 labels a class": Task("Physics", 10, 20),
-    "aclanth2021": Task("aclanth2021", 20),
+    "Physics, 20 labels a class": Task("Physics", 6, 20),
+    "aclanth2021": Task("aclanth2021", 30),
     "1M nodes, 500 labels a class": Task("Community/1000000/10000000", 30, 500),
     "small": Task("Community/300/4000", 0.1),  # to see that the script runs
 }
@@ -172,9 +176,18 @@ def steps_of(kind: str, model: Net, data: Any) -> Callable[[], Iterator[tuple[Te
                 yield by_blocks(model.gnn, x[ends], blocks), y[blocks[-1].dstdata["_ID"]]
 
         return sampled
+    if kind == "loader":
+        graph = Data(x=x, y=y, edge_index=data.edge_index)
+        loader = NeighborLoader(graph, [FANOUT] * LAYERS, input_nodes=train, batch_size=BATCH, shuffle=True)
+        return lambda: ((model(one.x, one.edge_index)[: one.batch_size], one.y[: one.batch_size]) for one in loader)
     if kind in ("flow", "steps"):
-        pairs = flows(data, STEPS if kind == "steps" else 1)
-        return lambda: ((model(x[flow.node_rows], flow.edge_indices), y[mask]) for mask, flow in pairs)
+        parts = [
+            (x[flow.node_rows], flow.edge_indices, y[mask])
+            for mask, flow in flows(data, STEPS if kind == "steps" else 1)
+        ]
+        for rows, layers, _ in parts:
+            layers[0].cache_features(rows)
+        return lambda: ((model(rows, layers), labels) for rows, layers, labels in parts)
     if kind == "recipe":
 
         def masked() -> Iterator[tuple[Tensor, Tensor]]:
@@ -219,7 +232,7 @@ def fit(
         spent += time.perf_counter() - start
         peak = max(peak, resident("VmHWM"))
         (slowest,) = pyg_sar.distributed.collectives.global_max(torch.tensor([spent])).tolist()
-        if slowest < min(looked + seconds / 100, seconds):
+        if slowest < min(1.1 * looked, seconds):
             continue
         looked = slowest
         judge.load_state_dict(model.state_dict())
@@ -291,9 +304,11 @@ ABOUT = """Seconds of training until the validation accuracy is 99% of the best 
 learning rate (medians of {seeds} seeds; in brackets how many of them got there, if not all; *never*: at most half),
 beside seconds of an epoch, the test accuracy at the best validation accuracy, and the memory of all workers above what
 they loaded. {layers} layers of GraphSAGE, {hidden} hidden, batch normalisation, dropout 0.5, Adam; 2 cores: 2 threads,
-or 2 workers of one. Sampled: {batch} labelled nodes and {fanout} neighbors of each node in each layer; *at first*: for
-{warm} epochs, before those of message-flow graphs. *Recipe*: labels as features, a rate that falls by a cosine, and
-predictions corrected and smoothed. {machines}.
+or 2 workers of one. Samples: {batch} labelled nodes and {fanout} neighbors of each node in each layer; DGL's sampler
+draws blocks, of which a layer computes what the next one reads; PyG's NeighborLoader, with torch-sparse, draws
+subgraphs. *Sampled at first*: for {warm} epochs, by DGL's, before those of message-flow graphs. The first layer of
+*cached features*, *message flow* and *steps* keeps its sums. *Recipe*: labels as features, a rate that falls by a
+cosine, and predictions corrected and smoothed. {machines}.
 Made by `benchmarks/time_to_accuracy.py`."""
 
 

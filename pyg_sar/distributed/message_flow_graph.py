@@ -43,9 +43,11 @@ def message_flow_graphs(edge_index: ShardedEdgeIndex, mask: Tensor, num_layers: 
     .. code-block:: python
 
         flow = pyg_sar.message_flow_graphs(data.edge_index, data.train_mask, num_layers=len(convs))
-        x = data.x[flow.node_rows]
+        features = data.x[flow.node_rows]
+        flow.edge_indices[0].cache_features(features)  # if they never change
+        x = features
         for conv, edge_index in zip(convs, flow.edge_indices):
-            x = conv(x, edge_index).relu()
+            x = conv(x, edge_index).relu()  # in each epoch
         losses = F.cross_entropy(x, data.y[data.train_mask], reduction="none")
 
     All workers call it together, each for its local nodes; a worker may request none. The mode (``remat``,

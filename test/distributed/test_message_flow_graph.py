@@ -228,6 +228,42 @@ def test_equals_pyg_in_pieces_of_one_process(num_parts, case):
         compare(mine, case, target, what, lambda t: t, known)
 
 
+def constant(group, case):
+    """Steps on features of which the first layer keeps what it can."""
+    mine = share(group, EDGES, assignment("random", group.size()))
+    flow, ids = (
+        message_flow_graphs(mine.edge_index, requested("few")[mine.src], 2),
+        mine.src[requested("few")[mine.src]],
+    )
+    expected, _, _, d_params = expect(case, "few")
+    convs, x = stack(pyg_sar.nn, case), everything()[mine.src[flow.node_rows]]
+    flow.edge_indices[0].cache_features(x)
+    extra = [
+        [e.detach()[mine.edge[p]] for e in more] for more, p in zip(edge_inputs(case), flow.edge_rows, strict=True)
+    ]
+    out = torch.zeros(NUM_NODES, expected.size(1), dtype=torch.float64).index_copy(0, TARGETS["few"], expected)
+    received = []
+    for _ in range(2):
+        with record_traffic(mine.edge_index) as records:
+            h, weight = run(convs, x, flow.edge_indices, extra, None)
+            (h * weight[ids]).sum().backward()
+        received.append(sum(t.forward_received + t.backward_received for t in records))
+        close(h, out[ids], f"{case}: output")
+        for (key, p), grad in zip(convs.named_parameters(), d_params, strict=True):
+            found = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(found, group=group)
+            close(found, grad, f"{case}: {key}")
+    return received
+
+
+@pytest.mark.parametrize(("workers", "case"), some((1, 3), None, (1, 3)))
+def test_constant_features(pool, workers, case):
+    for first, second in pool.run(workers, constant, case):
+        assert second <= first
+    if workers > 1 and case is KINDS[0]:
+        assert first > second, "the sum is kept"
+
+
 def sums(group):
     """Sums over the rows of a flow against those over all rows, bit by bit."""
     mine = share(group, EDGES, assignment("random", group.size()))
