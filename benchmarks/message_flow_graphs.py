@@ -5,8 +5,9 @@
 
 How many rows a few nodes depend on is a matter of depth and degree, so both vary. Runs with and without the flow take
 turns, so that slow minutes of the machine hit both alike; an epoch takes as long as its slowest worker, and the first
-of a run, which makes what is made once, does not count. Before it trains, a run with the flow checks that the outputs
-of the labelled nodes are those of the whole graph. Writes ``message-flow-graphs.md``.
+of a run, which makes what is made once, does not count. Features never change: their rows may be read once, and the
+first layer may keep what it makes of them alone. Before it trains, a run with the flow checks that the outputs of the
+labelled nodes are those of the whole graph. Writes ``message-flow-graphs.md``.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from tqdm import tqdm
 import pyg_sar
 from pyg_sar.data.datasets import community_graph
 
-WAYS = ("flow", "whole")
+WAYS = ("kept", "flow", "whole")
 Case = tuple[int, str, int]  # average degree, model, number of layers
 
 
@@ -47,37 +48,42 @@ def worker(args: argparse.Namespace) -> None:
         model = GNN(pyg_sar.nn, kind, data.x.size(1), hidden, data.num_classes, dropout=0.0, layers=layers)
         optimizer = torch.optim.Adam(model.parameters())
         start = time.perf_counter()
-        flow = pyg_sar.message_flow_graphs(data.edge_index, data.train_mask, layers) if args.way == "flow" else None
+        flow = None if args.way == "whole" else pyg_sar.message_flow_graphs(data.edge_index, data.train_mask, layers)
+        x = data.x[flow.node_rows] if args.way == "kept" else None
+        if x is not None:
+            flow.edge_indices[0].cache_features(x)
         made, epochs, received = time.perf_counter() - start, [], 0
         if flow is not None:
-            check(model, data, flow)
+            check(model, data, flow, x)
         for _ in range(args.epochs):
             start = time.perf_counter()
             with pyg_sar.record_traffic(data.edge_index) as traffic:
-                step(model, optimizer, data, flow)
+                step(model, optimizer, data, flow, x)
             epochs.append(time.perf_counter() - start)
             received = sum(t.forward_received + t.backward_received for t in traffic)
         rows = [] if flow is None else [len(flow.node_rows), *(layer.graph.num_dst for layer in flow.edge_indices)]
         answer({"epochs": epochs, "made": made, "received": received / 2**20, "rows": rows})
 
 
-def labelled(model: torch.nn.Module, data: Any, flow: pyg_sar.MessageFlowGraphs | None) -> torch.Tensor:
-    """Return the outputs of the labelled nodes."""
+def labelled(
+    model: torch.nn.Module, data: Any, flow: pyg_sar.MessageFlowGraphs | None, x: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the outputs of the labelled nodes; ``x`` are the rows that the flow reads, if they are kept."""
     if flow is None:
         return model(data.x, data.edge_index)[data.train_mask]
-    return model(data.x[flow.node_rows], flow.edge_indices)
+    return model(data.x[flow.node_rows] if x is None else x, flow.edge_indices)
 
 
 @torch.no_grad()
-def check(model: torch.nn.Module, data: Any, flow: pyg_sar.MessageFlowGraphs) -> None:
+def check(model: torch.nn.Module, data: Any, flow: pyg_sar.MessageFlowGraphs, x: torch.Tensor | None) -> None:
     model.eval()
-    torch.testing.assert_close(labelled(model, data, flow), labelled(model, data, None), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(labelled(model, data, flow, x), labelled(model, data, None), rtol=1e-4, atol=1e-4)
     model.train()
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, flow: Any) -> None:
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, flow: Any, x: Any) -> None:
     optimizer.zero_grad()
-    loss = F.cross_entropy(labelled(model, data, flow), data.y[data.train_mask], reduction="none")
+    loss = F.cross_entropy(labelled(model, data, flow, x), data.y[data.train_mask], reduction="none")
     pyg_sar.global_mean(loss).backward()
     pyg_sar.sum_gradients(model)
     optimizer.step()
@@ -116,22 +122,24 @@ def heading(args: argparse.Namespace) -> str:
         "`pyg_sar.message_flow_graphs` against the whole graph. GraphSAGE (256 hidden) and GAT (4 heads of 128), batch "
         f"normalisation, Adam, mode 1; generated graphs of {args.nodes:,} nodes, 100 features, 47 classes, METIS "
         f"parts; float32; {processor()}, {os.cpu_count()} cores, torch {torch.__version__}. *Rows*: those that the "
-        "flow reads, then those that each layer computes. *Epoch*: seconds, medians (and least to most) over "
+        "flow reads, then those that each layer computes. *Kept*: these are read once, and the first layer keeps sums "
+        "of them (GraphSAGE) or those of other workers (GAT). *Epoch*: seconds, medians (and least to most) over "
         f"{args.rounds} alternating runs of {args.epochs} epochs, the first of each left out; *making it*: the flow, "
         "once. *MiB received*: by a worker in an epoch. Made by `benchmarks/message_flow_graphs.py`."
     )
 
 
 def table(found: dict[Case, dict[str, list[Any]]]) -> list[str]:
-    columns = ["model", "layers", "average degree", "rows", "epoch, flow", "epoch, whole graph", "whole / flow"]
-    columns += ["making it", "MiB received, flow", "MiB received, whole graph"]
+    columns = ["model", "layers", "average degree", "rows", "epoch, flow, kept", "epoch, flow", "epoch, whole graph"]
+    columns += ["whole / kept", "whole / flow", "making it"]
+    columns += ["MiB received, flow, kept", "MiB received, flow", "MiB received, whole graph"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for (degree, model, layers), case in found.items():
         seconds = {way: [s for it in case[way] for s in it["epochs"]] for way in WAYS}
         median = {way: statistics.median(s) for way, s in seconds.items()}
         cells = [model, str(layers), str(degree), ", ".join(f"{n:,}" for n in case["flow"][0]["rows"])]
         cells += [f"{median[way]:.3f} ({min(seconds[way]):.3f} to {max(seconds[way]):.3f})" for way in WAYS]
-        cells.append(f"{median['whole'] / median['flow']:.2f}")
+        cells += [f"{median['whole'] / median[way]:.2f}" for way in WAYS[:-1]]
         cells.append(f"{statistics.median(it['made'] for it in case['flow']):.3f}")
         cells += [f"{case[way][0]['received']:.1f}" for way in WAYS]
         lines.append(f"| {' | '.join(cells)} |")
