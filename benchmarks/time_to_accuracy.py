@@ -346,9 +346,13 @@ def table(runs: dict[str, Any], args: argparse.Namespace, names: list[str]) -> l
 
 
 def draw(runs: dict[str, Any], args: argparse.Namespace, names: list[str], path: Path) -> None:
-    """Draw the validation accuracy against seconds, of one seed."""
+    """Draw the best validation accuracy so far against seconds, of one seed: a color for each kind, a line style for
+    each number of workers.
+    """
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
+    kinds = list(dict.fromkeys(way.kind for way in WAYS.values()))
     lines = -(-len(names) // 4)
     columns = -(-len(names) // lines)
     size = 4.2 * columns, 3.2 * lines + 0.6
@@ -359,11 +363,16 @@ def draw(runs: dict[str, Any], args: argparse.Namespace, names: list[str], path:
         goal = goal_of(runs, name, ways)
         for way in ways:
             curve = runs[json.dumps((name, way, best_rate(runs, name, way, goal), 0))]["curve"]
-            mark = "." if len(curve) < 4 else ""  # or one point would not be seen
-            ax.plot([row[0] for row in curve], [100 * row[1] for row in curve], mark + "-", label=way, linewidth=1.1)
+            workers, kind = WAYS[way]
+            seconds, best = [row[0] for row in curve], itertools.accumulate((100 * row[1] for row in curve), max)
+            style = {"color": f"C{kinds.index(kind)}", "linestyle": (":", "-", "--")[workers], "linewidth": 1.4}
+            ax.plot(seconds, list(best), label=way, marker="." if len(curve) < 4 else "", **style)
         ax.axhline(100 * goal, color="gray", linestyle=":", linewidth=1)
-        ax.set(title=name, xscale="log", xlabel="seconds of training", ylabel="validation accuracy, %")
-        ax.set_ylim(bottom=100 * goal - 25)
+        ax.set(title=name, xscale="log", xlabel="seconds of training", ylabel="best validation accuracy, %")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.set_ylim(bottom=100 * goal - 10)
         ax.grid(alpha=0.3)
     for ax in axes[len(names) :]:
         ax.axis("off")
