@@ -57,8 +57,8 @@ TASKS = {
     "aclanth2021": Task("sage", 128, 60, decay=0.0),
     "AIFB": Task("rgcn", 16, 50),
     "MUTAG": Task("rgcn", 16, 50),
-    "DBLP": Task("hetero", 64, 100, 0.005, 0.001, target="author"),
-    "IMDB": Task("hetero", 64, 100, 0.005, 0.001, target="movie"),
+    "DBLP": Task("hetero", 64, 50, 0.005, 0.001, target="author"),
+    "IMDB": Task("hetero", 64, 50, 0.005, 0.001, target="movie"),
 }
 BY_AREA = ("tolokers", "minesweeper")  # two classes, one of them rare: the area under the ROC curve
 WORKERS = (0, 2, 4)  # 0: PyG in one process
@@ -115,8 +115,9 @@ class Types(torch.nn.Module):
         x, nodes = data.x_dict, data[self.target]
         if self.labels is not None:
             x[self.target] = self.labels(nodes.x, nodes.y, given)
+        edges = data.adj_dict if "adj" in data.edge_stores[0] else data.edge_index_dict
         for conv in self.convs:
-            x = {name: F.leaky_relu(rows) for name, rows in conv(x, data.edge_index_dict).items()}
+            x = {name: F.leaky_relu(rows) for name, rows in conv(x, edges).items()}
         return self.lin(x[self.target])
 
 
@@ -182,9 +183,10 @@ def worker(args: argparse.Namespace) -> None:
             nn, data = pyg_sar.nn, pyg_sar.load(f"{args.folder}/{args.workers}")
         else:
             nn, data = torch_geometric.nn, dataset(f"{args.folder}/whole.pt")
-        if not args.workers and TASKS[args.task].kind in ("gcn", "sage"):
+        if not args.workers and TASKS[args.task].kind != "rgcn":
             data.n_id = torch.arange(data.num_nodes)
-            data.adj = to_torch_csr_tensor(data.edge_index, size=(data.num_nodes, data.num_nodes))  # it is symmetric
+            for store in data.edge_stores:
+                store.adj = to_torch_csr_tensor(store.edge_index.flip(0), size=store.size()[::-1])
         ways = (False,) if TASKS[args.task].kind == "rgcn" else (False, True)
         answer([[fit(nn, data, args.task, seed, labels, rank) for seed in range(args.seeds)] for labels in ways])
 
@@ -200,6 +202,7 @@ def read(name: str, root: str) -> Any:
     data = dataset(name, root)
     for store in data.node_stores:
         store.x = store.x if "x" in store else torch.ones(store.num_nodes, 1)
+    data[task.target].num_classes = int(data[task.target].y.max()) + 1
     return data
 
 
