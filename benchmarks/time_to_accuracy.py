@@ -181,10 +181,8 @@ def steps_of(kind: str, model: Net, data: Any) -> Callable[[], Iterator[tuple[Te
         loader = NeighborLoader(graph, [FANOUT] * LAYERS, input_nodes=train, batch_size=BATCH, shuffle=True)
         return lambda: ((model(one.x, one.edge_index)[: one.batch_size], one.y[: one.batch_size]) for one in loader)
     if kind in ("flow", "steps"):
-        parts = [
-            (x[flow.node_rows], flow.edge_indices, y[mask])
-            for mask, flow in flows(data, STEPS if kind == "steps" else 1)
-        ]
+        pairs = flows(data, STEPS if kind == "steps" else 1)
+        parts = [(x[flow.node_rows], flow.edge_indices, y[mask]) for mask, flow in pairs]
         for rows, layers, _ in parts:
             layers[0].cache_features(rows)
         return lambda: ((model(rows, layers), labels) for rows, layers, labels in parts)

@@ -231,10 +231,8 @@ def test_equals_pyg_in_pieces_of_one_process(num_parts, case):
 def constant(group, case):
     """Steps on features of which the first layer keeps what it can."""
     mine = share(group, EDGES, assignment("random", group.size()))
-    flow, ids = (
-        message_flow_graphs(mine.edge_index, requested("few")[mine.src], 2),
-        mine.src[requested("few")[mine.src]],
-    )
+    mask = requested("few")[mine.src]
+    flow, ids = message_flow_graphs(mine.edge_index, mask, 2), mine.src[mask]
     expected, _, _, d_params = expect(case, "few")
     convs, x = stack(pyg_sar.nn, case), everything()[mine.src[flow.node_rows]]
     flow.edge_indices[0].cache_features(x)
