@@ -132,7 +132,7 @@ class Pending:
         self.forward, self.inputs, self.out = None, (), None
         if forward is not None:
             graph = forward.context.graph
-            with torch.autocast(graph.device.type, enabled=False):  # backward, which knows none, rebuilds this
+            with torch.autocast(graph.device.type, enabled=False):  # as in backward, which rebuilds this
                 out = Aggregate.apply(forward, *inputs)
             out = watch.rows(out) if graph.exchange.remembers or not graph.exchange.alone else out
         if out is None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def once_differentiable() -> None:
@@ -26,3 +27,22 @@ def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager
     """
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return partial(torch.autocast, device.type, dtype, enabled, cache_enabled=False)
+
+
+def zeros_of(x: Tensor) -> Tensor:
+    """Return zeros that have the gradient of ``x``; what is infinite would not be zero less itself."""
+    return ZerosOf.apply(x)
+
+
+class ZerosOf(torch.autograd.Function):
+    """Zeros instead of what they have the gradient of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient."""
+        return grad

@@ -96,15 +96,14 @@ class Block:
     def transpose(self) -> tuple[Tensor, Tensor, Tensor]:
         """CSR by source: row pointer, destination of each edge, and its position in the forward order."""
         perm = torch.argsort(self.col, stable=True)
-        ptr = compress(self.col[perm], self.num_src)
-        narrow = ptr.dtype
-        return ptr, self.row[perm].to(narrow), perm.to(narrow)
+        dtype = self.rowptr.dtype
+        return compress(self.col[perm], self.num_src).to(dtype), self.row[perm].to(dtype), perm.to(dtype)
 
     @classmethod
     def from_coo(cls, row: Tensor, col: Tensor, ids: Index, num_src: int, num_dst: int, edges: Tensor) -> Block:
         """Sort edges by destination, keeping the given order among the edges of one destination."""
         perm = torch.argsort(row, stable=True)
-        rowptr, dst = compress_doubly(row[perm], num_dst, torch.int64 if num_src > MAX else torch.int32)
+        rowptr, dst = compress_doubly(row[perm], num_dst, torch.int64 if max(num_src, num_dst) > MAX else torch.int32)
         return cls(rowptr, col[perm].to(rowptr.dtype), ids, num_src, edges[perm], num_dst, dst)
 
     def rows(self, start: int, end: int) -> Block:

@@ -199,8 +199,8 @@ def _by_type(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> TypedGra
 def join(graphs: Sequence[ShardedGraph], first: dict[str, int], types: Sequence[str], num_dst: int) -> ShardedGraph:
     """Return one graph of the edges of several, whose sources, and edges, follow each other.
 
-    The first of them keeps it by the names of node types, in which workers agree: it has an exchange of its own, which
-    counts what is exchanged, and where one worker made a new one, all must.
+    The first of them keeps it by the names of node types. A worker of which these graphs have no edges keeps it for
+    longer than others.
 
     Args:
         graphs: The graphs, of the same workers and in the same mode.

@@ -55,7 +55,8 @@ class Aggregate(torch.autograd.Function):
         """Algorithm 2; the last gradients of local rows are under way when it returns, see ``aggregate.py``."""
         once_differentiable()
         run, context = Backward(ctx, grad_out), ctx.context
-        with named_range(context.layer or "aggregation", "backward"):
+        alike = torch.autocast(context.graph.device.type, enabled=False)  # as in forward, wherever `backward` is called
+        with named_range(context.layer or "aggregation", "backward"), alike:
             for tile in context.tiles:
                 saved, d_out = run.prepare(tile)
                 for q, x in run.fetch(tile):

@@ -162,6 +162,16 @@ class Long(torch.Tensor):
         return 2**31
 
 
+def test_transposes_have_the_type_of_blocks(monkeypatch):
+    """Also where rows, and not edges, are many."""
+    row, col = torch.tensor([0, 1, 5]), torch.tensor([3, 0, 1])
+    for num_src, num_dst in ((4, 6), (4, 20), (20, 6)):
+        monkeypatch.setattr(block, "MAX", 10)
+        made = block.Block.from_coo(row, col, slice(0, num_src), num_src, num_dst, torch.arange(3))
+        expected = torch.int32 if max(num_src, num_dst) <= 10 else torch.int64
+        assert {t.dtype for t in (made.rowptr, made.col, *made.transpose)} == {expected}
+
+
 def test_pointers_are_wide_for_many_edges():
     few = torch.tensor([0, 0, 2])
     ptr = compress(few.as_subclass(Long), 3)

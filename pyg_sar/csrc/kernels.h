@@ -63,7 +63,7 @@ struct ExtremumGrad {
   int64_t width;
 };
 
-// How the score of an edge comes about, see pyg_sar/reduce.py.
+// How the score of an edge comes about, see pyg_sar/reduce/softmax.py.
 enum class Score : int64_t { additive = 0, gatv2 = 1, dot = 2 };
 
 struct Attention {

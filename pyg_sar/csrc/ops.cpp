@@ -1,4 +1,4 @@
-// The operators of pyg_sar/ops.py on CPU tensors: checks, and the choice of a kernel. Built on torch's stable ABI, so
+// The operators of pyg_sar/ops/ on CPU tensors: checks, and the choice of a kernel. Built on torch's stable ABI, so
 // that one library serves every torch from 2.10 on.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

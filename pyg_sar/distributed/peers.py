@@ -69,8 +69,10 @@ class Remote(Exchange):
         return [rows[answer.bool()] for rows, answer in zip(routes.serve, answers, strict=True)]
 
     def reroute(self, routes: Routes, exact: bool = False) -> Exchange:
-        """Return the same exchange of other rows."""
-        channel = Channel(self.group, None if exact else self.channel.comm_dtype)
+        """Return the same exchange of other rows, which counts its turns together with this one: when a worker makes it
+        is its own matter.
+        """
+        channel = Channel(self.group) if exact and self.channel.comm_dtype is not None else self.channel
         return type(self)(routes, channel, self.prefetch, self.log)
 
     def one_shot(self) -> Exchange:

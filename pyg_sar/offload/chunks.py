@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +100,13 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
         slots: Iterable[Any] = scheduled(graph, pieces, room) if keeps else [None] * count
         return [chunk(place.home, graph, *of_one, room) for of_one in zip(every, pieces, slots, strict=True)]
 
-    return graph.derived(("chunks", place.home, count, num_slots, keeps), make)
+    # Data of this graph may have other homes later.
+    homes: WeakKeyDictionary[Home, dict[Any, list[Chunk]]] = graph.derived("chunks", WeakKeyDictionary)
+    kept, key = homes.setdefault(place.home, {}), (count, num_slots, keeps)
+    if key not in kept:
+        with torch.inference_mode(False):
+            kept[key] = make()
+    return kept[key]
 
 
 def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:

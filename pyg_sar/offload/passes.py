@@ -31,6 +31,7 @@ from pyg_sar.offload.rows import (
     refuse,
 )  # fmt: skip
 from pyg_sar.ops import moments_
+from pyg_sar.ops.reference import accumulator
 
 ADDS = ("add", "add_", "__add__", "__iadd__")
 FASTER: dict[Callable, Callable] = {F.linear: linear}  # on real rows
@@ -132,7 +133,8 @@ class Range:
 
     def run(self, step: Step) -> Any:
         """Return what a function makes."""
-        func, args, kwargs, changes, autocast = step.op
+        func, args, kwargs, changes, autocast, _ = step.op
+        step.op.check()
         if func is dropout_rows:  # which reads the numbers of rows
             rows, p, seed = args
             return dropout_rows(self.value(rows), p, seed, self.rows(self.place.n_id))
@@ -266,9 +268,10 @@ class Total(torch.autograd.Function):
         """Add up ranges."""
         ctx.place, ctx.shape = rows.place, rows.shape
         assert rows.host is not None
-        given = reader(rows)
-        sums = [given(span).sum(0) for span in rows.place.ranges]
-        return torch.stack(sums).sum(0)
+        given, dtype = reader(rows), accumulator(rows.dtype) if rows.is_floating_point() else None
+        sums = [given(span).sum(0, dtype=dtype) for span in rows.place.ranges]
+        total = torch.stack(sums).sum(0)
+        return total if dtype is None else total.to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

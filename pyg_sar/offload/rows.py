@@ -69,6 +69,7 @@ class Op(NamedTuple):
         kwargs: Those by name.
         changes: Whether it changes its first argument.
         autocast: What it runs within, as it was when it was recorded.
+        versions: Of tensors among the arguments that are no rows, as they were then.
     """
 
     func: Callable[..., Any]
@@ -76,6 +77,18 @@ class Op(NamedTuple):
     kwargs: Any
     changes: bool = False
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    versions: tuple[tuple[Tensor, int], ...] = ()
+
+    def check(self) -> None:
+        """Raise if a tensor that is no row changed since the function was recorded."""
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"A tensor of shape {list(tensor.shape)} was changed in place after '{name_of(self.func)}' was "
+                    f"called with it on rows in host memory, which are computed when they are needed, and again in "
+                    f"backward. Change a copy, or take what you need of the rows ('out[mask]') and call 'backward' "
+                    f"before."
+                )
 
 
 class HostRows(Tensor):
@@ -218,7 +231,9 @@ def record(func: Callable, args: Any, kwargs: Any) -> Any:
         return tuple(found) if type(whole) is tuple else type(whole)(found)  # such as values and numbers of maxima
     learns = torch.is_grad_enabled() and any(requires_grad(t) for t in tree_leaves((args, kwargs)))
     kept = tree_map(lambda v: snapshot(v) if isinstance(v, HostRows) else v, (args, kwargs))
-    op = Op(func, kept[0], kept[1], changes, autocast)
+    plain = (t for t in tree_leaves(kept) if isinstance(t, Tensor) and not isinstance(t, HostRows))
+    versions = tuple((t, t._version) for t in plain if not t.is_inference())
+    op = Op(func, kept[0], kept[1], changes, autocast, versions)
     out = HostRows(first.place, op=op, probe=whole, requires_grad=learns and whole.is_floating_point())
     if not changes:
         return out

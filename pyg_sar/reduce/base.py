@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyg_sar.block import Block, rows_at
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.ops.reference import accumulator
 
 COLUMNS = 128  # of a column tile, about: as wide as a tile of the kernels, see csrc/rows.inl
 
@@ -173,5 +174,5 @@ def flat(x: Tensor) -> Tensor:
 
 
 def divisor(count: Tensor, like: Tensor) -> Tensor:
-    """Return what turns sums over as many rows into means."""
-    return count.clamp(min=1).to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+    """Return what turns sums over as many rows into means: counts, in a type that holds them."""
+    return count.clamp(min=1).to(accumulator(like.dtype)).view(-1, *[1] * (like.dim() - 1))

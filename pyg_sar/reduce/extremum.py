@@ -44,7 +44,8 @@ class Extremum(Reduce):
     def finish(self, state: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return 0 where there is no edge."""
         best, count = state
-        out = (best * self.sign).masked_fill_(best == -torch.inf, 0).to(dtype)
+        # Entries may be infinite, and who is not a number is counted nowhere.
+        out = (best * self.sign).masked_fill_((best == -torch.inf) & (count == 0), 0).to(dtype)
         return out, ((count + (out == 0)).to(dtype),)
 
     def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:

@@ -53,16 +53,23 @@ class Sum(Reduce):
         """Return zeros, or what will be written."""
         shape = x.shape[1:] if self.sums is None else (self.sums, *x.shape[1:])  # F, or [sums, F]
         shape = shape[1:] if self.adds_heads else shape
-        if self.overwrite:
+        if self.writes(x.dtype):
             return x.new_empty(num_dst, *shape)
         return zeros(x, num_dst, *shape, dtype=accumulator(x.dtype))
+
+    def writes(self, dtype: torch.dtype) -> bool:
+        """Whether sums are written in the type of rows, in which they may be too large where it is half precision and
+        their means are not.
+        """
+        return self.overwrite and (self.count is None or dtype == accumulator(dtype))
 
     def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
         """Add the block."""
         weight = per_head(rows.edge[0], accumulator(x.dtype)) if rows.edge else None  # [E, H]
-        if self.overwrite and block.dst is not None:  # the other rows are not written
+        overwrite = self.writes(x.dtype)
+        if overwrite and block.dst is not None:  # the other rows are not written
             state.zero_()
-        spmm_(flat(state), block.rowptr, block.col, flat(x), weight, None, self.overwrite, block.dst)
+        spmm_(flat(state), block.rowptr, block.col, flat(x), weight, None, overwrite, block.dst)
         return state
 
     def finish(self, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -73,7 +80,7 @@ class Sum(Reduce):
 
     def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
         """Return the gradient of the sum."""
-        return (out if self.count is None else out / divisor(self.count, out),)
+        return (out if self.count is None else (out / divisor(self.count, out)).to(out.dtype),)
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
@@ -99,8 +106,7 @@ class Sum(Reduce):
 class Message(Reduce):
     r"""Sum of any message, :math:`\sum_j \phi(\mathbf{x}_j, \ldots)`, rebuilt under autograd in backward (case 2).
 
-    It is the general path, and the oracle of the reductions that know their own gradient. It holds the messages of one
-    block.
+    It is the oracle of the reductions that know their own gradient, and holds the messages of one block.
 
     Args:
         message: ``message(block, x, rows)`` returns a message for each edge, ``[E, *]``; must be a function of its

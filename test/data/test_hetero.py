@@ -166,6 +166,31 @@ def check(group, folder, name, mode, device="cpu"):
     assert "one-shot" not in describe(model)
 
 
+def fewer_edges(group, folder):
+    """In every step other edges are left out, and all of a worker's of two types."""
+    data, whole, model = pyg_sar.load(folder, group=group), graph(), make("HGTConv", graph())
+    ours = convert(copy.deepcopy(model), group)
+    for step in range(3):
+        left, every = {}, {}
+        for it, num_edges in EDGES.items():
+            g = torch.Generator().manual_seed(step)
+            kept = (torch.rand(num_edges, generator=g) < 0.7)[data[it].e_id]
+            kept &= dist.get_rank(group) != 0 or it[2] != "paper"
+            left[it] = data[it].edge_index[:, kept]
+            flags = torch.zeros(num_edges).index_put_((data[it].e_id[kept],), torch.tensor(1.0))
+            dist.all_reduce(flags, group=group)
+            every[it] = whole[it].edge_index[:, flags.bool()]
+        out = ours(data.x_dict, left, {})
+        expected = model(whole.x_dict, every, {})
+        for t in out:
+            close(out[t], expected[t][data[t].n_id], f"step {step}: output {t}")
+        sum(rows.square().sum() for rows in out.values()).backward()
+
+
+def test_other_edges_in_every_step(pool, folders):
+    pool.run(3, fewer_edges, folders[3], timeout=60)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     found = {}

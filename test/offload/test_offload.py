@@ -232,6 +232,26 @@ def test_messages_drop_the_same_edges():
     assert results[0][0].abs().sum() > 0
 
 
+def test_backward_runs_a_layer_in_the_mode_of_forward():
+    class Drops(pyg.MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return F.dropout(x_j, 0.5, self.training)
+
+    results = []
+    for mode in (True, False):
+        data = small(3)
+        data.x.requires_grad_()
+        layer = convert(Drops())
+        out = layer(data.x, data.edge_index)[data.mask]
+        layer.train(mode)
+        out.square().sum().backward()
+        results.append([host(data.x.grad)])
+    equal(*results)
+
+
 def test_dropout_of_rows():
     """It is a function of the row, so the same in every number of chunks, and in backward."""
     results = []
@@ -360,6 +380,25 @@ def test_sums_over_rows():
         values.append(value.detach())
     torch.testing.assert_close(*values)
     torch.testing.assert_close(host(data.x.grad), plain.grad)
+
+
+def test_a_tensor_that_changes_is_not_read_as_it_is_then():
+    data, factor = small(3), torch.ones(NUM_NODES, 1, dtype=torch.float64)
+    data.x.requires_grad_()
+    y = data.x * factor
+    out = y[:5]
+    later = data.x + factor
+    factor.zero_()
+    with pytest.raises(RuntimeError, match=r"shape \[61, 1\] was changed in place after 'mul'"):
+        out.sum().backward()
+    with pytest.raises(RuntimeError, match=r"changed in place after 'add'"):
+        later[:5]
+
+
+def test_sums_in_half_precision_round_once():
+    data = small(12)
+    x = HostRows(data.x.place, torch.full((NUM_NODES, 1), 1.0078125, dtype=torch.bfloat16))
+    assert torch.equal(x.sum(0), x.host.float().sum(0).bfloat16())
 
 
 def test_rows_that_are_taken():
@@ -601,6 +640,18 @@ def test_chunks_are_made_once(monkeypatch):
     for _ in range(3):
         nn.GCNConv(IN, 2).double()(data.x, data.edge_index)[data.mask].sum().backward()
     assert len(calls) == 3
+
+
+def test_chunks_die_with_their_home(no_garbage_collection):
+    base, _ = inputs()
+    base.edge_index = pyg_sar.shard(base.edge_index, NUM_NODES)
+    homes = []
+    for _ in range(2):
+        data = offload(base, chunks=3)
+        nn.GCNConv(IN, 2).double()(data.x, data.edge_index)[data.mask].sum().backward()
+        homes.append(weakref.ref(data.x.place.home))
+        del data
+    assert [home() for home in homes] == [None, None]
 
 
 def test_what_cannot_be_offloaded():

@@ -17,7 +17,8 @@ from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, RGCNConv, SAGEConv, 
 from torch_geometric.utils import scatter, softmax
 
 from pyg_sar import nn, ops, shard
-from pyg_sar.aggregate import aggregate, reduce_rows
+from pyg_sar.aggregate import aggregate, reduce_rows, simple
+from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.attention import pack
 from pyg_sar.ops.dropout import dropout_factors
@@ -295,11 +296,13 @@ def extrema(group, mode, values):
     """Equal values in several shards; nodes without in-edges; the zeros of a ReLU."""
     graph, mine = graph_of(group, mode)
     g = torch.Generator().manual_seed(3)
+    infinite = torch.tensor([-torch.inf, 1, torch.inf], dtype=torch.float64)
     make = {
         "ties": lambda: torch.randint(-1, 2, (NUM_NODES, 16), generator=g).double(),
         "equal": lambda: torch.ones(NUM_NODES, 16, dtype=torch.float64),
         "relu": lambda: torch.randn(NUM_NODES, 16, generator=g, dtype=torch.float64).relu(),
         "negative": lambda: -torch.rand(NUM_NODES, 16, generator=g, dtype=torch.float64),
+        "infinite": lambda: infinite[torch.randint(3, (NUM_NODES, 16), generator=g)],
     }
     x_all, (src, dst) = make[values](), edges()
     weight = torch.randn(NUM_NODES, 16, generator=g, dtype=torch.float64)
@@ -316,7 +319,7 @@ def extrema(group, mode, values):
     return out[torch.isin(mine.dst, dst, invert=True)]
 
 
-@pytest.mark.parametrize("values", ["ties", "equal", "relu", "negative"])
+@pytest.mark.parametrize("values", ["ties", "equal", "relu", "negative", "infinite"])
 @pytest.mark.parametrize("mode", MODES)
 def test_extrema_share_gradients_as_in_pyg(pool, mode, values):
     rows = torch.cat(pool.run(4, extrema, mode, values))
@@ -638,6 +641,20 @@ def test_messages_are_summed_in_single_precision_at_least():
     graph, x = shard(edge_index, 3, 3).graph, torch.ones(3, 1, dtype=torch.bfloat16)
     out = aggregate(graph, Message(lambda block, x, rows: x[block.col], (1,)), x)
     assert out.dtype == x.dtype and out[0].item() == x.new_tensor(3 * 257).item()
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_means_of_many_rows_in_half_precision(blocks):
+    """Of which neither the sum nor the count is a number of half precision."""
+    count = 70_000
+    edge_index = torch.stack([torch.arange(count) % 3, torch.zeros(count, dtype=torch.int64)])
+    graph, x = shard(edge_index, 3, blocks).graph, leaf(torch.full((3, 1), 2.0, dtype=torch.float16))
+    aggregate(graph, reduction := simple(graph, "mean", None), x)[0].sum().backward()
+    assert aggregate(graph, reduction, x)[0].item() == 2
+    close(x.grad.float(), torch.full((3, 1), 1 / 3), "gradient", 1e-2)
+    attention = nn.GATConv(1, 1, aggr="mean", add_self_loops=False, bias=False).half()
+    out = attention(x.detach().requires_grad_(), ShardedEdgeIndex(graph))
+    assert out.dtype == x.dtype and out[0].item() != 0
 
 
 def test_which_sums_are_cut():

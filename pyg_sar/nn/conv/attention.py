@@ -59,7 +59,7 @@ def attend(
     out = aggregate(graph, reduce, x, dst, features, const)
     own = not reduce.saves_output  # nothing that may still be changed in place must be what backward reads
     if layer.aggr == "mean":
-        out, own = out / divisor(graph.degree, out), True
+        out, own = (out / divisor(graph.degree, out)).to(out.dtype), True
     if not layer.concat:
         out, own = out.view(-1, layer.heads, layer.out_channels).mean(1), True
     if res is not None:

@@ -48,7 +48,7 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
     ) -> Any:  # fmt: skip
         """Run the forward pass."""
         x = self.pair(x, edge_index)
-        graph = self.streamed(edge_index, x) if return_attention_weights is None else None
+        graph = self.streamed(edge_index, x, size) if return_attention_weights is None else None
         if graph is None or loops_between_sets(self, graph, edge_index):
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)

@@ -71,7 +71,8 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         lin = affine(self.lin_r)
         if lin is not None and lin[1] is None:
             return linear(x, lin[0], bias)
-        return self.lin_r(x) if bias is None else self.lin_r(x) + bias
+        out = self.lin_r(x)
+        return out.clone() if bias is None else out + bias  # a hook may have kept `out`, or it is `x`
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``."""

@@ -8,6 +8,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
+from pyg_sar.autograd import zeros_of
 from pyg_sar.distributed.collectives import all_reduce, global_max
 from pyg_sar.nn.norm.statistics import PerGraph
 from pyg_sar.nn.together import together
@@ -81,5 +82,5 @@ def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
     best = global_max(best, group)
     hit = (x == per_graph.of_rows(best)).to(x.dtype)
     ties = all_reduce(torch.zeros_like(best).index_add(0, per_graph.batch, hit), group)
-    share = per_graph.sum(hit / per_graph.of_rows(ties.clamp(min=1)) * x)
-    return best.masked_fill(best == -torch.inf, 0) + (share - share.detach())
+    share = per_graph.sum(hit / per_graph.of_rows(ties.clamp(min=1)) * zeros_of(x))
+    return best.masked_fill((best == -torch.inf) & (ties == 0), 0) + share

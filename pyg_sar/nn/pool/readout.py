@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.autograd import zeros_of
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction, Trace
 from pyg_sar.nn.together import together
@@ -69,8 +70,7 @@ class Everywhere(Trace):
         top = top.masked_fill(all_reduce(count, self.group) == 0, 0)
         hits = found.src.detach() == found.read(top)
         count = all_reduce(found._replace(src=hits.to(top.dtype)).total(self.num_dst), self.group) + (top == 0)
-        # Zeros, with the gradient of what they are made of.
-        zeros = torch.where(hits, (found.src - found.read(top)) / found.read(count), 0)
+        zeros = torch.where(hits, zeros_of(found.src) / found.read(count), 0)
         return top + global_sum(found._replace(src=zeros).total(self.num_dst), self.group)
 
     def drop(self, func: Any, args: Any, kwargs: Any) -> Tensor:

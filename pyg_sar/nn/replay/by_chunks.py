@@ -13,6 +13,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
+from pyg_sar.nn.replay.isolate import State
 from pyg_sar.offload.chunks import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, AtHome, Chunk, Program, run
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.structure import tensors
@@ -48,7 +49,7 @@ class Propagation(Program):
                 kwargs[name] = tuple(self.add(t, k) for t, k in zip(pair, (SOURCE, DESTINATION), strict=True))
             else:
                 kwargs[name] = self.add(value, EDGE if name in edge else CONSTANT)
-        self.call = replace(call, kwargs=kwargs)
+        self.call, self.state = replace(call, kwargs=kwargs), State(call.layer)
         for parameter in call.layer.parameters():
             self.add(parameter, PARAMETER)
 
@@ -61,7 +62,12 @@ class Propagation(Program):
         return Number(len(self.inputs) - 1)
 
     def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
-        """Run the layer's own code on the chunk; every chunk, and backward, drops by the same seeds."""
+        """Run the layer's code on the chunk, as the layer was; every chunk, and backward, drops by the same seeds."""
+        with self.state.restored(), self.seeds.replay(self.drawn):
+            return self.on_chunk(it, values)
+
+    def on_chunk(self, it: Chunk, values: Sequence[Any]) -> Tensor:
+        """Run the layer's own code on the chunk as the layer is."""
         call = replace(self.call, kwargs={name: given(spec, values) for name, spec in self.call.kwargs.items()})
         strategy = choose(call, it.graph, None)
         if strategy.name in ("one-shot", "refused", "padded"):
@@ -69,8 +75,7 @@ class Propagation(Program):
                 f"'{type(call.layer).__name__}' cannot run on chunks of rows in host memory: {strategy.why}. Leave "
                 "the model in memory."
             )
-        with self.seeds.replay(self.drawn):
-            return strategy.run(call, it.graph)
+        return strategy.run(call, it.graph)
 
     def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
         """Never asked: gradients depend on rows."""

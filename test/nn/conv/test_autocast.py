@@ -59,6 +59,24 @@ def named(result):
     return {"out": result.out, **{f"d{name}": g for name, g in (result.node_grads | result.param_grads).items()}}
 
 
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv", "TransformerConv"])
+def test_backward_within_autocast(name):
+    """Scores that backward makes again are those of forward: single precision."""
+    edge_index, grads = pyg_sar.shard(edges(), NUM_NODES, 3), []
+    torch.manual_seed(0)
+    layer, x = getattr(pyg_sar.nn, name)(8, 4, 2, edge_dim=3), torch.randn(NUM_NODES, 8)
+    edge_attr = 100 * torch.randn(edge_index.size(1), 3)
+    for cast in (False, True):
+        layer.zero_grad()
+        out = layer(x, edge_index, edge_attr).square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            out.backward()
+        weights = [p for key, p in layer.named_parameters() if "edge" in key]
+        grads.append([p.grad.clone() for p in weights])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2 * float(one.abs().max()))
+
+
 def has_lstm(device):
     """Whether this processor's library has an LSTM in bfloat16: oneDNN does without AVX-512."""
     try:

@@ -129,11 +129,22 @@ def test_self_loops_between_two_sets_of_nodes_are_pygs(streamed, name):
     assert streamed == [(NUM_NODES, 47)]
 
 
-def test_number_of_destinations_without_features():
+@pytest.mark.parametrize(("name", "options"), [("SAGEConv", {"root_weight": False}), ("GATConv", {"heads": 2}),
+                                               ("GATConv", {"add_self_loops": False})])  # fmt: skip
+def test_number_of_destinations_without_features(name, options):
     x, edge_index = features(NUM_NODES, 8), edges(NUM_NODES, 47)
-    ours, theirs = twins("SAGEConv", 8, 4, root_weight=False)
+    ours, theirs = twins(name, 8, 4, **options)
     for size in (None, (NUM_NODES, 47)):
         close(ours((x, None), edge_index, size=size), theirs((x, None), edge_index, size=size), f"size {size}")
+
+
+def test_a_layer_of_roots_that_returns_its_input():
+    x, edge_index = features(NUM_NODES, 8), edges()
+    ours, theirs = twins("SAGEConv", 8, 8, bias=False)
+    ours.lin_r, theirs.lin_r = torch.nn.Identity(), torch.nn.Identity()
+    given = x.clone()
+    close(ours(x, edge_index), theirs(given, edge_index), "output")
+    assert torch.equal(x, given)
 
 
 def test_attention_dropout_follows_the_seed_of_torch():

@@ -42,6 +42,30 @@ def test_on_several_workers(pool, name, method, examples):
         pool.run(workers, check, name, method, examples)
 
 
+def infinite(group):
+    """Some entries left out, all of an example, and largest ones that are infinite."""
+    x, batch = torch.arange(40.0, dtype=torch.float64).view(20, 2), torch.arange(20) // 5
+    x[(x % 3 == 0) | (batch == 1).view(-1, 1)] = -torch.inf
+    x[-1] = torch.inf
+    whole = x.clone().requires_grad_()
+    mine = torch.arange(20) % group.size() == dist.get_rank(group)
+    weight = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for ours in (pyg_sar.nn.global_max_pool, pyg_sar.nn.convert(torch_geometric.nn.MaxAggregation(), group)):
+        whole, part = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+        pools = "convert" if isinstance(ours, torch.nn.Module) else "global_max_pool"
+        expected = torch_geometric.nn.global_max_pool(whole, batch, 5)
+        given = {"dim_size": 5} if pools == "convert" else {"size": 5, "group": group}
+        out = ours(part, batch[mine], **given)
+        assert torch.equal(out, expected), f"{pools}: {out} instead of {expected}"
+        torch.autograd.backward(expected, weight)
+        torch.autograd.backward(out, weight / group.size())
+        close(part.grad, whole.grad[mine], f"{pools}: gradient")
+
+
+def test_infinite_entries(pool):
+    pool.run(2, infinite)
+
+
 @pytest.mark.parametrize("name", POOLS)
 def test_examples_without_rows_are_zero(name):
     batch = torch.tensor([0, 2, 2])
