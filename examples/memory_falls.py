@@ -32,6 +32,7 @@ parser.add_argument("--worker", choices=["sage", "gat"], help=argparse.SUPPRESS)
 def count(args: argparse.Namespace, rank: int) -> None:
     """Train for a step as one of the workers; rank 0 prints the MiB of the one that holds most."""
     data = pyg_sar.load(args.dataset)
+    before = data.x.nbytes + sum(data.edge_index.graph.memory().values())
     with Live() as live:
         model = GNN(pyg_sar.nn, args.worker, data.x.size(1), args.hidden, data.num_classes)
         pyg_sar.broadcast_parameters(model)
@@ -39,8 +40,7 @@ def count(args: argparse.Namespace, rank: int) -> None:
         losses = F.cross_entropy(out[data.train_mask], data.y[data.train_mask], reduction="none")
         pyg_sar.global_mean(losses).backward()
         pyg_sar.sum_gradients(model)
-    held = live.peak + data.x.nbytes + sum(data.edge_index.graph.memory().values())
-    most = max(gather_objects(held))
+    most = max(gather_objects(before + live.peak))
     if rank == 0:
         print(f"\nMiB {most / 2**20}")
 

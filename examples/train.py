@@ -95,7 +95,8 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
             bar.write(f"epoch {epoch:3d}  loss {loss:.4f}  train {accs[0]:.4f}  val {accs[1]:.4f}  test {accs[2]:.4f}")
         if saves and saves.step(epoch):
             break  # SIGTERM: everything is saved
-    report(args.model, accs[2], times, loaded, layers, rank, data.edge_index)
+    if times:  # or nothing was left to be trained
+        report(args.model, accs[2], times, loaded, layers, rank, data.edge_index)
     if rank == 0 and args.save:
         save_file({k: v.contiguous() for k, v in model.state_dict().items()}, args.save)
     return times

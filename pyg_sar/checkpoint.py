@@ -31,7 +31,7 @@ from torch import Tensor
 from pyg_sar.distributed import values
 from pyg_sar.distributed.agreement import on_all
 from pyg_sar.distributed.collectives import gather_objects, global_max
-from pyg_sar.distributed.group import Group, is_local, rank_of, size_of
+from pyg_sar.distributed.group import Group, host, is_local, rank_of, size_of
 from pyg_sar.durable import digest, sync
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds
@@ -181,7 +181,7 @@ def load_checkpoint(
         return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared
 
     told, shared = on_all(read, f"read '{it}'. Remove this folder to go on from the one before", group, mine=True)
-    same = bool(-global_max(torch.tensor([-int(told["same"])]), group))
+    same = bool(-global_max(torch.tensor([-int(told["same"])], device=host(group)), group))
 
     def put() -> None:
         rows, states = told["local"]
@@ -259,7 +259,7 @@ class Checkpoints:
 
     def step(self, epoch: int, **more: Any) -> bool:
         """Save after an epoch, if it is time to, and return whether any worker was told to end."""
-        told = bool(global_max(torch.tensor([int(self.told)]), self.group))
+        told = bool(global_max(torch.tensor([int(self.told)], device=host(self.group)), self.group))
         if told or epoch % self.every == 0:
             save_checkpoint(self.path, epoch=epoch, keep=self.keep, group=self.group, **self.state, **more)
         return told
@@ -283,7 +283,8 @@ class _LocalRows:
 
     def __init__(self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self.model, self.optimizer = model, optimizer
-        self.names = [] if model is None else [n for n, p in model.named_parameters() if is_local(p)]
+        named = () if model is None else model.named_parameters(remove_duplicate=False)  # as in its `state_dict`
+        self.names = [name for name, p in named if is_local(p)]
         owners = [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
         self.numbers = {k: p for k, p in enumerate(owners) if is_local(p)}  # in the optimizer
         self.ids: dict[str, Tensor] = {}  # of nodes, by the name of the parameter

@@ -2,13 +2,13 @@ r"""Full-graph inference."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 
 from pyg_sar.distributed.collectives import broadcast_parameters
 from pyg_sar.nn.convert import convert
+from pyg_sar.structure import copied
 
 
 @torch.no_grad()
@@ -31,6 +31,6 @@ def inference(model: torch.nn.Module, *args: Any, group: Any = None, **kwargs: A
     Returns:
         The output for this worker's rows.
     """
-    model = convert(copy.deepcopy(model).eval(), group)
+    model = convert(copied(model).eval(), group)
     broadcast_parameters(model, group)
     return model(*args, **kwargs)

@@ -47,7 +47,11 @@ def report(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     if (source / "meta.json").is_file():
         sections = of_partition(source)
     elif runs := sorted(source.glob("rank-*"), key=lambda path: int(path.name.removeprefix("rank-"))):
-        sections = of_run([scalars(path) for path in runs], layers(runs[0]))
+        found = {path: told for path in runs if (told := scalars(path))}
+        if not found:
+            raise FileNotFoundError(f"'{source}' holds a run of which no rank has told anything yet. Wait for a step.")
+        names = [path.name.replace("-", " ") for path in found]
+        sections = of_run(dict(zip(names, found.values(), strict=True)), layers(next(iter(found))))
     else:
         raise FileNotFoundError(
             f"'{source}' is no partition (no 'meta.json') and no run that RunLog wrote (no 'rank-0'). Name the folder "
@@ -84,15 +88,16 @@ def of_partition(folder: Path) -> list[tuple[str, str, str]]:
     ]
 
 
-def of_run(ranks: Sequence[Series], names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return the sections about a run, in which aggregations are those of layers of such names."""
-    told = {tag.removeprefix("values/"): points for tag, points in ranks[0].items() if tag.startswith("values/")}
+def of_run(ranks: dict[str, Series], names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return the sections about the ranks of a run, in which aggregations are those of layers of such names."""
+    first = next(iter(ranks.values()))
+    told = {tag.removeprefix("values/"): points for tag, points in first.items() if tag.startswith("values/")}
     rows = [[name, f"{points[-1][1]:.4g}", f"{min(v for _, v in points):.4g}", f"{max(v for _, v in points):.4g}"]
             for name, points in told.items()]  # fmt: skip
     sections = [("Numbers", "What the run told.", table(["", "last", "least", "largest"], rows))]
     sections += [(name, "", curves({name: points}, name)) for name, points in told.items() if len(points) > 1]
-    times = {f"rank {k}": one["time/seconds"] for k, one in enumerate(ranks)}
-    waits = {f"rank {k}": one["time/exposed communication"] for k, one in enumerate(ranks)}
+    times = {rank: one["time/seconds"] for rank, one in ranks.items()}
+    waits = {rank: one["time/exposed communication"] for rank, one in ranks.items()}
     sections += [
         ("Seconds", "Of each step, with what else was done until it was told.", curves(times, "seconds")),
         (
@@ -103,7 +108,7 @@ def of_run(ranks: Sequence[Series], names: Sequence[str]) -> list[tuple[str, str
         (
             "Memory",
             "The largest that each rank has held, with what it loaded and imported.",
-            bars({"peak": [one["memory/peak"][-1][1] for one in ranks]}, "rank", "MiB"),
+            bars({"peak": [one["memory/peak"][-1][1] for one in ranks.values()]}, "rank", "MiB"),
         ),
     ]
     for what, unit, about in (
@@ -111,7 +116,7 @@ def of_run(ranks: Sequence[Series], names: Sequence[str]) -> list[tuple[str, str
         ("saved", "MiB", "What each rank keeps of each aggregation of that step until its backward pass."),
         ("waited", "s", "Seconds in which a rank waited within each aggregation of that step."),
     ):
-        cells = [of_middle_step(one, what) for one in ranks]
+        cells = [of_middle_step(one, what) for one in ranks.values()]
         if any(cells):
             wide = max(map(len, cells))
             cells = [row + [0.0] * (wide - len(row)) for row in cells]

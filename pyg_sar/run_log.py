@@ -74,7 +74,7 @@ class RunLog:
         Args:
             step (int, optional): The number of the step or epoch. (default: :obj:`None`, ``Epoch`` if it is given, or
                 that of the call)
-            **values (optional): Numbers by name.
+            **values (optional): Numbers by name; what is none is printed alone.
         """
         self.count += 1
         if self.rank == 0:
@@ -89,7 +89,7 @@ class RunLog:
         """Write scalars of the time since the last call."""
         assert self.writer is not None
         records = [one for records in self.records for one in records]
-        told = {f"values/{name}": value for name, value in values.items() if name != "Epoch"}
+        told = {f"values/{name}": float(v) for name, v in values.items() if name != "Epoch" and is_number(v)}
         told |= {
             "time/seconds": time.perf_counter() - self.since,
             "time/exposed communication": sum(r.forward_wait + r.backward_wait for r in records),
@@ -109,6 +109,11 @@ class RunLog:
             (Path(self.writer.log_dir) / LAYERS).write_text(json.dumps(self.layers))
         for each in self.records:
             each.clear()
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a point of a curve."""
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def shown(value: float) -> str:

@@ -112,6 +112,24 @@ def train_at_home(folder, saves, epochs, ends=()):
     return losses, [p.detach() for p in model.parameters()]
 
 
+def tied(group, folder, saves):
+    """A table of nodes that two layers have."""
+    data = pyg_sar.load(folder, group=group)
+    model = torch.nn.Module()
+    model.table = pyg_sar.nn.NodeEmbedding(data.n_id, 4, group=group)
+    model.decoder = torch.nn.Sequential(model.table)
+    weight = model.table.weight.detach().clone()
+    pyg_sar.save_checkpoint(saves, epoch=1, model=model, group=group)
+    with torch.no_grad():
+        model.table.weight.zero_()
+    pyg_sar.load_checkpoint(saves, model=model, group=group)
+    return torch.equal(model.table.weight, weight) and model.decoder[0].weight is model.table.weight
+
+
+def test_a_table_of_two_layers(pool, folder, tmp_path):
+    assert pool.run(2, tied, folder(2), tmp_path / "saves") == [True, True]
+
+
 def test_rows_at_home_go_on_with_the_same_bits(folder, tmp_path):
     expected, parameters = train_at_home(folder(1), tmp_path / "none", 5)
     train_at_home(folder(1), tmp_path / "saves", 2, (2,))

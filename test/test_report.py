@@ -60,6 +60,18 @@ def test_run(tmp_path):
     assert text.count("<!-- convs.0 -->") == 3
 
 
+def test_ranks_that_told_nothing(tmp_path, capsys):
+    for rank in range(2):
+        pyg_sar.RunLog(tmp_path / f"rank-{rank}").writer.close()  # which makes a folder of its own there
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
+    assert "no rank has told anything yet" in capsys.readouterr().err
+    writer = SummaryWriter(tmp_path / "rank-1")
+    for name in ("time/seconds", "time/exposed communication", "memory/peak"):
+        writer.add_scalar(name, 1.0, 1)
+    writer.close()
+    assert "<h2>Seconds</h2>" in page(report(tmp_path, tmp_path / "page.html"))
+
+
 def test_neither(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "is no partition (no 'meta.json') and no run that RunLog wrote" in capsys.readouterr().err

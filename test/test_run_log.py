@@ -33,6 +33,30 @@ def test_ranges_of_a_profile(capsys):
     assert [e.name for e in seen.events() if e.name.startswith("step")][:2] == ["step 2", "step 3"]
 
 
+def test_words_are_no_scalars(tmp_path):
+    log = pyg_sar.RunLog(tmp_path)
+    log(Epoch=3, Loss=torch.tensor([0.5]), Name="gat", Val=None, Done=True)
+    told = scalars(tmp_path / "rank-0")
+    assert {name: told[name] for name in told if name.startswith("values/")} == {
+        "values/Loss": [(3, 0.5)], "values/Done": [(3, 1.0)]
+    }  # fmt: skip
+
+
+def test_several_logs_of_one_graph(tmp_path):
+    """One after the other, and beside each other, each gets all records."""
+    data = graphs.citations()[0]
+    data.edge_index = pyg_sar.shard(data.edge_index, data.num_nodes)
+    layer = pyg_sar.nn.SAGEConv(data.num_features, 2).double()
+    for k in range(3):
+        log = pyg_sar.RunLog(tmp_path / str(k), data)
+        both = pyg_sar.RunLog(tmp_path / f"{k} again", data)
+        layer(data.x, data.edge_index).sum().backward()
+        assert [len(each.records[0]) for each in (log, both)] == [1, 1]
+        log(Loss=1.0)
+        assert [len(each.records[0]) for each in (log, both)] == [0, 1]
+    assert len(data.edge_index.graph.exchange.log.listeners) == 2
+
+
 def test_it_says_what_is_missing(tmp_path):
     with (
         mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}),

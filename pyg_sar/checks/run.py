@@ -2,7 +2,6 @@ r"""Runs a training step in one process and on simulated workers, on copies of a
 
 from __future__ import annotations
 
-import copy
 import inspect
 import random
 import tempfile
@@ -20,7 +19,7 @@ from pyg_sar.checks.sample import Sample, ids_of, total_nodes
 from pyg_sar.data.load import load
 from pyg_sar.distributed.group import Workers, is_local
 from pyg_sar.nn.models.node_embedding import NodeEmbedding
-from pyg_sar.structure import tensors
+from pyg_sar.structure import copied, tensors
 
 Step = Callable[[torch.nn.Module, Any], Any]
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -59,10 +58,9 @@ class Problem:
 
     def copied(self) -> torch.nn.Module:
         """Return a copy of the model without gradients, groups of workers, and what layers kept of another graph."""
-        groups = [module.__dict__.get("group") for module in self.model.modules()]
-        model = copy.deepcopy(self.model, {id(group): None for group in groups if group is not None}).cpu()
+        model = copied(self.model).cpu()
         for module in model.modules():
-            for name in [n for n in module.__dict__ if n.startswith("_cached")]:
+            for name in [n for n in module.__dict__ if n == "group" or n.startswith("_cached")]:
                 setattr(module, name, None)
         model.zero_grad()
         return model if self.dtype is None else model.to(self.dtype)

@@ -202,6 +202,8 @@ def _ogb(name: str, root: str | os.PathLike[str]) -> Data:
         raise ImportError(f"'{name}' needs the package ogb. Run 'pip install ogb'.") from error
     graphs = PygNodePropPredDataset(name, root=str(root))
     data = graphs[0]
+    if isinstance(getattr(data, "num_nodes_dict", None), dict):
+        raise ValueError(f"'{name}' has several types of nodes: take PyG's own data set, such as 'OGB_MAG'.")
     for key, index in graphs.get_idx_split().items():
         mask = index_to_mask(torch.as_tensor(index), data.num_nodes)
         data[f"{key.removesuffix('id')}_mask"] = mask  # OGB says "valid" for PyG's "val"
@@ -274,11 +276,13 @@ _READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 def _complete(data: Data, name: str) -> Data:
     """Bring labels, masks and counts into one form."""
     if "train_idx" in data and "train_y" in data:
-        y = torch.full((data.num_nodes,), -1)
-        for split in ("train", "test"):
-            index = data[f"{split}_idx"]
-            y[index] = data[f"{split}_y"]
-            data[f"{split}_mask"] = index_to_mask(index, data.num_nodes)
+        whole = isinstance(data.y, Tensor) and data.is_node_attr("y")
+        y = data.y.clone() if whole else torch.full((data.num_nodes,), -1)
+        for split in ("train", "val", "test"):
+            index, labels = data.get(f"{split}_idx"), data.get(f"{split}_y")
+            if index is not None:
+                data[f"{split}_mask"] = index_to_mask(index, data.num_nodes)
+                y[index] = y[index] if labels is None else labels
         data.y = y
     labels = isinstance(data.y, Tensor) and data.is_node_attr("y")
     if labels and not {"train_mask", "train_idx", "split_idx"} & {*data.keys()}:

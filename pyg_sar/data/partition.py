@@ -330,19 +330,23 @@ def prepare(
     if split is not None:
         data = _one_split(data, split)
     if to_undirected:
-        data = transforms.ToUndirected()(copy.copy(data))
+        data = _undirected(data)
     if isinstance(data, HeteroData):
         return data
     edges = {key: data.__cat_dim__(key, data[key]) for key in data.edge_attrs() if isinstance(data[key], Tensor)}
+    before = data.get("edge_index")
     if self_loops:
         data = transforms.AddRemainingSelfLoops()(copy.copy(data))
     if gcn_norm:
         data = transforms.GCNNorm()(copy.copy(data))
-    lost = [key for key, dim in edges.items() if data[key].size(dim) != data.num_edges]
+    # PyG puts self-loops at the end, also those that were there before.
+    moved = isinstance(before, Tensor) and not torch.equal(before, data.edge_index)
+    stay = [key for key in edges if moved and key not in ("edge_index", "edge_weight")]
+    lost = [key for key, dim in edges.items() if key in stay or data[key].size(dim) != data.num_edges]
     if lost:
         raise ValueError(
-            f"The added self-loops have no {', '.join(lost)}, which every edge must have. Remove it from the graph, or "
-            "add loops yourself with PyG's 'AddSelfLoops(attr=...)'."
+            f"The added self-loops have no {', '.join(lost)}, which every edge must have, in the order of edges with "
+            "loops. Remove it from the graph, or add loops yourself with PyG's 'AddSelfLoops(attr=...)'."
         )
     if features is not None:
         x = plain(data.x)
@@ -351,6 +355,22 @@ def prepare(
         data = copy.copy(data)
         data.x = x.to(features)
     return data
+
+
+def _undirected(data: Data | HeteroData) -> Data | HeteroData:
+    """Return the graph with each edge in both directions; of edges that become one, PyG adds attributes up."""
+    out = transforms.ToUndirected()(copy.copy(data))
+    after = {store._key: store for store in out.edge_stores}
+    for store in data.edge_stores:
+        merged = not store.is_bipartite() and after[store._key].num_edges < 2 * store.num_edges
+        kinds = [key for key, value in store.items() if key != "edge_index" and store.is_edge_attr(key)
+                 and isinstance(value, Tensor) and not value.is_floating_point()]  # fmt: skip
+        if merged and kinds:
+            raise ValueError(
+                f"Edges that are there in both directions would become one, whose {', '.join(kinds)} would be a sum. "
+                "Remove it from the graph, or make it undirected before with PyG's 'to_undirected(reduce=...)'."
+            )
+    return out
 
 
 def _one_split(data: Data | HeteroData, column: int) -> Data | HeteroData:

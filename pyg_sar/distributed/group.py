@@ -103,8 +103,10 @@ def talking(doing: str, group: Group = None, peer: int | None = None) -> Iterato
 def host(group: Group = None) -> torch.device:
     """Return the device of small messages that the host reads: the CPU, if the workers can talk from there."""
     group = current(group)
-    alone = isinstance(group, Member) or "cuda:" not in (config := dist.get_backend_config(group)) or "cpu:" in config
-    return torch.device("cpu" if alone else "cuda")
+    if isinstance(group, Member) or not connected():
+        return torch.device("cpu")
+    config = dist.get_backend_config(group)
+    return torch.device("cpu" if "cuda:" not in config or "cpu:" in config else "cuda")
 
 
 def is_local(tensor: Tensor) -> bool:

@@ -108,14 +108,15 @@ class Directory:
 
 def ask(asked: Tensor, directory: Directory, group: Any) -> tuple[Tensor, list[Tensor]]:
     """Return the worker that owns each of the ids that are asked for, and the local rows that each worker asks for."""
-    most = int(global_max(torch.tensor(asked.numel(), device=asked.device), group))
+    counts = all_gather(torch.tensor([asked.numel()], device=asked.device), group).view(-1, 1)
+    most = int(counts.max())
     sent = torch.full((most,), -1, dtype=torch.int64, device=asked.device)
     sent[: asked.numel()] = asked
     by_worker = all_gather(sent, group)
     rank = rank_of(group)
     rows = directory.rows(by_worker)
     owners = all_reduce(torch.where(rows >= 0, rank + 1, 0), group) - 1
-    lost = by_worker[(owners < 0) & (by_worker >= 0)]
+    lost = by_worker[(owners < 0) & (torch.arange(most, device=asked.device) < counts)]
     if lost.numel() > 0:
         raise ValueError(
             f"[rank {rank}] Sources of 'edge_label_index' are no nodes of any worker, such as "

@@ -198,7 +198,15 @@ def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None, group: Any = N
 
     Returns:
         A number from 0 to 1, the same on all workers; 0 if no worker has a node that counts.
+
+    Raises:
+        ValueError: If ``pred`` and ``y`` have other shapes than each other.
     """
+    if pred.shape != y.shape:
+        raise ValueError(
+            f"[rank {rank_of(group)}] Expected a predicted class for each entry of 'y' (got {list(pred.shape)} and "
+            f"{list(y.shape)}). Take 'pred.argmax(-1)', or 'y.view(-1)'."
+        )
     hit = pred == y
     hit = hit if mask is None else hit[mask]
     both = all_reduce(torch.tensor([int(hit.sum()), hit.numel()], device=hit.device), group).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -53,27 +53,26 @@ class Traffic:
 
 @dataclass
 class Log:
-    """Collects the :class:`Traffic` of every aggregation while somebody listens."""
+    """Gives the :class:`Traffic` of every aggregation to all who listen."""
 
-    records: list[Traffic] | None = None
+    listeners: list[list[Traffic]] = field(default_factory=list)
 
     def open(self, layer: str) -> Traffic:
         """Return the record of a new aggregation of a layer."""
         traffic = Traffic(layer=layer)
-        if self.records is not None:
-            self.records.append(traffic)
+        for records in self.listeners:
+            records.append(traffic)
         return traffic
 
     @contextmanager
     def record(self) -> Iterator[list[Traffic]]:
         """Collect a :class:`Traffic` for each aggregation within the context, in the order of the forward pass."""
-        outer, self.records = self.records, []
+        records: list[Traffic] = []
+        self.listeners.append(records)
         try:
-            yield self.records
-        finally:
-            if outer is not None:
-                outer += self.records
-            self.records = outer
+            yield records
+        finally:  # in any order: lists that are alike are not the same
+            self.listeners = [other for other in self.listeners if other is not records]
 
 
 def record_traffic(edge_index: Any) -> AbstractContextManager[list[Traffic]]:

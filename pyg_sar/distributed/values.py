@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
@@ -78,8 +79,9 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_described(v, tensors) for v in value]
         return items if isinstance(value, list) else {"tuple": items}
-    if isinstance(value, dict):
-        return {"dict": [[_described(k, tensors), _described(v, tensors)] for k, v in value.items()]}
+    if type(value) in (dict, OrderedDict, Counter):
+        kind = "counter" if type(value) is Counter else "dict"
+        return {kind: [[_described(k, tensors), _described(v, tensors)] for k, v in value.items()]}
     raise TypeError(
         f"Expected numbers, strings, tensors, and lists, tuples and dictionaries of these (got "
         f"{type(value).__name__}): others could only be pickled, and a pickle can run code where it is read."
@@ -103,6 +105,7 @@ def _value(described: Any, tensors: dict[str, Tensor]) -> Any:
         return found
     if kind == "tuple":
         return tuple(_value(v, tensors) for v in it)
-    if kind == "dict":
-        return {_value(k, tensors): _value(v, tensors) for k, v in it}
+    if kind in ("dict", "counter"):
+        found = {_value(k, tensors): _value(v, tensors) for k, v in it}
+        return found if kind == "dict" else Counter(found)
     raise ValueError(f"Expected a tensor, a data type, a tuple or a dictionary (got '{kind}')")

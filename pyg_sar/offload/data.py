@@ -2,7 +2,6 @@ r"""The one call that users make: rows of loaded data leave the memory that is c
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from pyg_sar.distributed.agreement import agree, on_all
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import graph_of, move, place_of
+from pyg_sar.structure import copied
 
 
 def offload(
@@ -86,7 +86,7 @@ def offload(
     mask = getattr(data, "train_mask", None)
     labelled = graph.num_src if mask is None else int(mask.sum())
     need = choose(
-        lambda: copy.deepcopy(model).cpu(), lambda count: counts_of(graph, count, labelled), data.x.size(1),
+        lambda: copied(model).cpu(), lambda count: counts_of(graph, count, labelled), data.x.size(1),
         count_bytes(budget, "budget"), home, data.x.dtype, there == graph.device, graph.exchange.all_reduce_max,
         edges=[data[name] for name in edges],
     )  # fmt: skip

@@ -282,6 +282,17 @@ def test_lists_of_labels_become_masks(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_lists_of_three_splits_and_known_labels(monkeypatch):
+    data = Data(edge_index=random_edges(6, 9), num_nodes=6, y=torch.arange(6))
+    for k, split in enumerate(("train", "val", "test")):
+        data[f"{split}_idx"], data[f"{split}_y"] = torch.tensor([k, k + 3]), torch.tensor([0, 7])
+    monkeypatch.setattr(torch_geometric.datasets, "Mock", made_up(data), raising=False)
+    found = dataset("Mock")
+    assert found.y.tolist() == [0, 0, 0, 7, 7, 7] and found.val_mask.nonzero().view(-1).tolist() == [1, 4]
+    del data.val_y
+    assert dataset("Mock").y.tolist() == [0, 1, 0, 7, 4, 7]
+
+
 def test_a_split_by_lists_is_one(tmp_path, data):
     del data.train_mask
     data.train_idx = torch.arange(4)

@@ -384,6 +384,22 @@ def test_prepare_to_undirected():
     assert data.num_edges == 3
 
 
+def test_prepare_to_undirected_adds_no_types():
+    data = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), edge_type=torch.tensor([1, 2]), num_nodes=3)
+    with pytest.raises(ValueError, match=r"both directions would become one, whose edge_type would be a sum"):
+        prepare(data, to_undirected=True)
+    data.edge_index = torch.tensor([[0, 1], [1, 2]])
+    assert prepare(data, to_undirected=True).edge_type.tolist() == [1, 1, 2, 2]
+
+
+def test_prepare_moves_no_edge_attributes():
+    data = Data(edge_index=torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]), edge_type=torch.arange(4), num_nodes=2)
+    with pytest.raises(ValueError, match="The added self-loops have no edge_type"):
+        prepare(data, self_loops=True)
+    data.edge_index = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 1]])  # they are last
+    assert prepare(data, self_loops=True).edge_type.tolist() == [0, 1, 2, 3]
+
+
 def test_prepare_self_loops():
     data = Data(edge_index=torch.tensor([[0, 1], [1, 1]]), num_nodes=3)
     edge_index = prepare(data, self_loops=True).edge_index

@@ -66,17 +66,23 @@ def test_decoders(pool, decoder, size, method):
     assert sorted(i for kept in found for i in kept) == list(range(130))
 
 
-def unknown(group):
+def unknown(group, source):
+    """One worker alone has such a pair."""
     mine = share(group, edges(), assignment("random", group.size()))
+    mine_or_not = torch.tensor([[source], [int(mine.src[0])]])[:, : 1 if dist.get_rank(group) == 1 else 0]
+    every = [torch.empty(2, 1, dtype=torch.int64) for _ in range(group.size())]
+    pairs = torch.nn.functional.pad(mine_or_not, (0, 1 - mine_or_not.size(1)))
+    dist.all_gather(every, pairs, group=group)
     try:
-        pyg_sar.shard_links(torch.tensor([[NUM_NODES + 3], [int(mine.src[0])]]), mine.src, group)
+        pyg_sar.shard_links(every[1], mine.src, group)
     except ValueError as error:
         return str(error)
 
 
-def test_an_unknown_source_is_an_error_on_all_workers(pool):
-    for rank, error in enumerate(pool.run(3, unknown)):
-        assert f"[rank {rank}] Sources of 'edge_label_index' are no nodes of any worker, such as [64]" in error
+@pytest.mark.parametrize("source", [NUM_NODES + 3, -1])
+def test_an_unknown_source_is_an_error_on_all_workers(pool, source):
+    for rank, error in enumerate(pool.run(3, unknown, source)):
+        assert f"[rank {rank}] Sources of 'edge_label_index' are no nodes of any worker, such as [{source}]" in error
     with pytest.raises(ValueError, match="All workers together own 1 destinations of 2 pairs"):
         pyg_sar.shard_links(torch.tensor([[0, 1], [1, 7]]), torch.arange(3))
     with pytest.raises(ValueError, match=r"Expected 'edge_label_index' of type torch.int64 and shape \[2, \*\]"):

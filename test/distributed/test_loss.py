@@ -88,6 +88,11 @@ def test_accuracy(pool):
     assert pool.run(3, metric, [[0, 0, 0, 0]] * 3) == [0.0] * 3
 
 
+def test_predictions_of_another_shape():
+    with pytest.raises(ValueError, match=r"\[rank 0\] Expected a predicted class.*got \[4\] and \[4, 1\]"):
+        accuracy(torch.zeros(4), torch.zeros(4, 1))
+
+
 # The means that torch and PyG take, each of 61 nodes of 4 classes, some of which have no label.
 
 G = torch.Generator().manual_seed(0)

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ TENSOR = torch.arange(6.0).view(2, 3)
 VALUES = [
     None, True, 0, -(2**70), 0.1, float("inf"), "text\n", [], (), {}, [1, (2, [3])], {1: "one", ("a", 2): {None: []}},
     TENSOR, TENSOR.t(), TENSOR[:1], torch.tensor(3, dtype=torch.int8), torch.empty(0, 4), torch.bfloat16,
+    Counter([30, 60]),
     {"state": {0: {"step": torch.tensor(2.0), "exp_avg": TENSOR}}, "param_groups": [{"betas": (0.9, 0.999)}]},
 ]  # fmt: skip
 
@@ -46,7 +48,7 @@ def test_tensors_of_one_memory():
     assert len(values.to_bytes([torch.zeros(1000)] * 3)) < 6000
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: None, b"bytes"])
+@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: None, b"bytes", defaultdict(list)])
 def test_what_could_only_be_pickled(value):
     with pytest.raises(TypeError, match=r"got .*pickle can run code"):
         values.to_bytes([value])

@@ -139,6 +139,12 @@ class ARGVA(ARGA, torch_geometric.nn.ARGVA):
         super().__init__(encoder, discriminator, decoder)
         self.VGAE = VGAE(encoder, decoder)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Have the autoencoder that draws and compares distributions do so with the same workers."""
+        super().__setattr__(name, value)
+        if name == "group":
+            self.VGAE.group = value
+
 
 def noise_like(x: Tensor, group: Any) -> Tensor:
     """Return normal noise that is another one on each worker."""

@@ -105,6 +105,12 @@ def test_losses_and_gradients(name, size):
             close(grad, p.grad, "gradient")
 
 
+def test_groups_of_workers_are_those_of_the_model_within():
+    model = convert(MODELS["ARGVA"]())
+    model.group = group = object()
+    assert model.VGAE.group is group
+
+
 def test_the_graph_itself_and_a_shard_of_one_process():
     torch.manual_seed(0)
     reference = gnn.GAE(gnn.GCNConv(8, 4)).double()

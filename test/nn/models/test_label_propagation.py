@@ -25,12 +25,12 @@ def double():
 
 @pytest.mark.parametrize(("size", "method", "step", "given"), some(
     [1, 2, 3, 4], ["random", "empty"], STEPS,
-    ["classes", "a column of classes", "soft labels", "weights", "no mask"], every=3,
+    ["classes", "a column of classes", "soft labels", "several classes", "weights", "no mask"], every=3,
 ))  # fmt: skip
 def test_equals_pyg(size, method, step, given):
-    y = {"a column of classes": CLASSES.view(-1, 1), "soft labels": torch.rand(NUM_NODES, 3, generator=G)}.get(
-        given, CLASSES
-    )
+    several = torch.randint(0, 2, (NUM_NODES, 3), generator=G)
+    others = {"a column of classes": CLASSES.view(-1, 1), "several classes": several}
+    y = torch.rand(NUM_NODES, 3, generator=G) if given == "soft labels" else others.get(given, CLASSES)
     mask = None if given == "no mask" else MASK
     weight = WEIGHT if given == "weights" else None
     reference, model = gnn.LabelPropagation(7, 0.8), pyg_sar.nn.LabelPropagation(7, 0.8)

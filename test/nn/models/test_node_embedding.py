@@ -178,7 +178,11 @@ def copies(group):
     rank = group.rank()
     mine = part_of(group)
     table = NodeEmbedding(mine.src, 6, group=group)
-    model, table.group = Net(table), None  # groups cannot be copied
+    model = Net(table)
+    of_group = pyg_sar.inference(model, None, mine.edge_index, TYPES[mine.edge], group=group)
+    assert table.group is group
+    table.group = None  # groups cannot be copied by others
+    assert torch.equal(of_group, pyg_sar.inference(model, None, mine.edge_index, TYPES[mine.edge], group=group))
     for net in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).double()):
         weight = net.table.weight
         with torch.no_grad():
