@@ -5,7 +5,7 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/inference_after_sampling.py \
         --dataset parts/cora --weights parts/cora.safetensors
 
-The first command is plain PyG, on a machine that holds the graph but not a training step of it; the second is not.
+The second command is plain PyG, on a machine that holds the graph but not a training step of it; the third is not.
 """
 
 import argparse

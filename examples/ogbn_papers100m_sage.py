@@ -1,6 +1,7 @@
 """GraphSAGE on all of ogbn-papers100M; few of its nodes have labels, so each layer computes what these depend on.
 
-    pyg-sar partition ogbn-papers100M --num-parts 8 --to-undirected --features bfloat16 --out parts/papers100m
+    pyg-sar partition ogbn-papers100M --num-parts 8 --to-undirected --features bfloat16 --method fennel --order id \
+        --out parts/papers100m
     python -m torch.distributed.run --standalone --nproc-per-node 8 examples/ogbn_papers100m_sage.py
 
 Of the script for one process, lines behind "# -" went and lines that end in "# +" came.

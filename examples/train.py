@@ -2,6 +2,7 @@
 
     pyg-sar partition Community --num-parts 2 --out runs/community-2
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py runs/community-2 --model gat
+    pyg-sar partition Community --num-parts 1 --out runs/community-1
     python examples/train.py runs/community-1 --offload /scratch --budget 1GiB    # rows in files
 
 With ``--checkpoint runs/checkpoints --resume`` it goes on where it ended, also by ``--max-restarts 3`` of the launcher.

@@ -136,7 +136,7 @@ def plan(
     Args:
         model (callable): Makes the model, of layers of :mod:`pyg_sar.nn`; it is called as
             :obj:`model(x, edge_index)`, with :obj:`edge_type` too if there are relations.
-        share (Share): The counts of the worker: by :func:`from_partition` or :func:`from_counts`.
+        share (Share): The counts of the worker: ``from_counts(...)``, or ``largest(from_partition(...))``.
         in_channels (int): Number of features of a node.
         modes (list, optional): The modes. (default: all)
         prefetch (int, optional): As for :func:`pyg_sar.load`. (default: :obj:`1`)

@@ -137,8 +137,8 @@ def negative_sampling(
     r"""Draw negative pairs for :func:`shard_links`: the destinations of given pairs with random sources.
 
     Sources are uniform over the nodes of all workers, or of this one: then no rows are communicated, but negatives are
-    those of a part, which are nearer to each other than others are. A pair that is an edge is not drawn again: for a
-    destination with :math:`d` in-edges that happens with probability :math:`d / |\mathcal{V}|`.
+    those of a part, which are nearer to each other than others are. Unlike PyG's, a pair may be an edge, for a
+    destination with :math:`d` in-edges with probability :math:`d / |\mathcal{V}|`: edges are not left out.
 
     Args:
         index (ShardedEdgeIndex): The positive pairs of :func:`shard_links`, or the graph's ``edge_index``.

@@ -45,9 +45,11 @@ def message_flow_graphs(edge_index: ShardedEdgeIndex, mask: Tensor, num_layers: 
         flow = pyg_sar.message_flow_graphs(data.edge_index, data.train_mask, num_layers=len(convs))
         features = data.x[flow.node_rows]
         flow.edge_indices[0].cache_features(features)  # if they never change
-        x = features
-        for conv, edge_index in zip(convs, flow.edge_indices):
-            x = conv(x, edge_index).relu()  # in each epoch
+
+        x = features  # in each epoch the same tensor
+        for k, conv in enumerate(convs):
+            x = conv(x, flow.edge_indices[k])
+            x = x.relu() if k + 1 < len(convs) else x
         losses = F.cross_entropy(x, data.y[data.train_mask], reduction="none")
 
     All workers call it together, each for its local nodes; a worker may request none. The mode (``remat``,
