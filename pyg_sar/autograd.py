@@ -29,20 +29,20 @@ def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager
     return partial(torch.autocast, device.type, dtype, enabled, cache_enabled=False)
 
 
+class Valued(torch.autograd.Function):
+    """A value with the gradient of something else: ``Valued.apply(of, value)``."""
+
+    @staticmethod
+    def forward(ctx: Any, of: Tensor, value: Tensor) -> Tensor:
+        """Return the value."""
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradient."""
+        return grad, None
+
+
 def zeros_of(x: Tensor) -> Tensor:
     """Return zeros that have the gradient of ``x``; what is infinite would not be zero less itself."""
-    return ZerosOf.apply(x)
-
-
-class ZerosOf(torch.autograd.Function):
-    """Zeros instead of what they have the gradient of."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return zeros."""
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Return the gradient."""
-        return grad
+    return Valued.apply(x, torch.zeros_like(x))

@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from contextlib import ExitStack
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class RunLog:
 
 def is_number(value: Any) -> bool:
     """Whether a value is a point of a curve."""
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def shown(value: float) -> str:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch_geometric.logging
@@ -35,10 +36,10 @@ def test_ranges_of_a_profile(capsys):
 
 def test_words_are_no_scalars(tmp_path):
     log = pyg_sar.RunLog(tmp_path)
-    log(Epoch=3, Loss=torch.tensor([0.5]), Name="gat", Val=None, Done=True)
+    log(Epoch=3, Loss=torch.tensor([0.5]), Name="gat", Val=None, Done=True, Test=np.float32(0.25))
     told = scalars(tmp_path / "rank-0")
     assert {name: told[name] for name in told if name.startswith("values/")} == {
-        "values/Loss": [(3, 0.5)], "values/Done": [(3, 1.0)]
+        "values/Loss": [(3, 0.5)], "values/Done": [(3, 1.0)], "values/Test": [(3, 0.25)]
     }  # fmt: skip
 
 

@@ -276,20 +276,22 @@ _READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 def _complete(data: Data, name: str) -> Data:
     """Bring labels, masks and counts into one form."""
     if "train_idx" in data and "train_y" in data:
-        whole = isinstance(data.y, Tensor) and data.is_node_attr("y")
-        y = data.y.clone() if whole else torch.full((data.num_nodes,), -1)
+        y = data.y.clone() if _labelled(data) else torch.full((data.num_nodes,), -1)
         for split in ("train", "val", "test"):
             index, labels = data.get(f"{split}_idx"), data.get(f"{split}_y")
             if index is not None:
                 data[f"{split}_mask"] = index_to_mask(index, data.num_nodes)
                 y[index] = y[index] if labels is None else labels
         data.y = y
-    labels = isinstance(data.y, Tensor) and data.is_node_attr("y")
-    if labels and not {"train_mask", "train_idx", "split_idx"} & {*data.keys()}:
+    if _labelled(data) and not {"train_mask", "train_idx", "split_idx"} & {*data.keys()}:
         data = _split(data, 0)
         print(f"{name} has no split: using a random one, 60/20/20% with seed 0.", file=sys.stderr)
     add_counts(data)
     return data
+
+
+def _labelled(data: Data) -> bool:
+    return isinstance(data.y, Tensor) and data.is_node_attr("y")
 
 
 def _split(data: Data, seed: int) -> Data:

@@ -7,25 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.autograd import Valued
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.watch import LOSS, gives
 
 
-class _Valued(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
 @gives(LOSS)
 def with_gradient_of(share: Tensor, value: Tensor) -> Tensor:
     """Return the value of a loss for the whole graph with the gradient of this worker's share of it."""
-    return _Valued.apply(share, value)
+    return Valued.apply(share, value)
 
 
 @gives(LOSS)

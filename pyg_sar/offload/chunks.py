@@ -32,6 +32,7 @@ from pyg_sar.autograd import autocast_as_now, once_differentiable
 from pyg_sar.block import Block, cut, length
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.passes import force, reader
@@ -101,12 +102,8 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
         return [chunk(place.home, graph, *of_one, room) for of_one in zip(every, pieces, slots, strict=True)]
 
     # Data of this graph may have other homes later.
-    homes: WeakKeyDictionary[Home, dict[Any, list[Chunk]]] = graph.derived("chunks", WeakKeyDictionary)
-    kept, key = homes.setdefault(place.home, {}), (count, num_slots, keeps)
-    if key not in kept:
-        with torch.inference_mode(False):
-            kept[key] = make()
-    return kept[key]
+    homes: WeakKeyDictionary[Home, Memo] = graph.derived("chunks", WeakKeyDictionary)
+    return homes.setdefault(place.home, Memo()).get((count, num_slots, keeps), make)
 
 
 def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:

@@ -213,14 +213,15 @@ def test_attention_drops_the_same_edges():
     equal(results[2], results[0])
 
 
+class Drops(pyg.MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return F.dropout(x_j.tanh(), 0.5, self.training)
+
+
 def test_messages_drop_the_same_edges():
-    class Drops(pyg.MessagePassing):
-        def forward(self, x, edge_index):
-            return self.propagate(edge_index, x=x)
-
-        def message(self, x_j):
-            return F.dropout(x_j.tanh(), 0.5)
-
     results = []
     for count in (1, 4):
         data = small(count)
@@ -233,13 +234,6 @@ def test_messages_drop_the_same_edges():
 
 
 def test_backward_runs_a_layer_in_the_mode_of_forward():
-    class Drops(pyg.MessagePassing):
-        def forward(self, x, edge_index):
-            return self.propagate(edge_index, x=x)
-
-        def message(self, x_j):
-            return F.dropout(x_j, 0.5, self.training)
-
     results = []
     for mode in (True, False):
         data = small(3)

@@ -47,7 +47,6 @@ def infinite(group):
     x, batch = torch.arange(40.0, dtype=torch.float64).view(20, 2), torch.arange(20) // 5
     x[(x % 3 == 0) | (batch == 1).view(-1, 1)] = -torch.inf
     x[-1] = torch.inf
-    whole = x.clone().requires_grad_()
     mine = torch.arange(20) % group.size() == dist.get_rank(group)
     weight = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for ours in (pyg_sar.nn.global_max_pool, pyg_sar.nn.convert(torch_geometric.nn.MaxAggregation(), group)):
