@@ -168,7 +168,10 @@ def load_checkpoint(
         local = _LocalRows(model, optimizer)
         same = info["workers"] == size_of(group)
         mine = _read(it, f"rank-{rank if same else 0:04d}.safetensors", info)
-        same = same and mine["nodes"] == _nodes(data)
+        if not _fits(len(mine["seeds"]), len(_seeds(data))):
+            raise ValueError(f"it was saved with 'data' of {len(mine['seeds'])} graphs (got {len(_seeds(data))})")
+        nodes = mine["nodes"], _nodes(data)
+        same = same and (nodes[0] == nodes[1] if local.names else _fits(*nodes))
         parts = [mine] if same else []
         if not same and local.names:
             parts = [_read(it, f"rank-{r:04d}.safetensors", info) for r in range(info["workers"])]
@@ -194,7 +197,7 @@ def load_checkpoint(
             optimizer.load_state_dict(shared["optimizer"])
         if scheduler is not None:
             scheduler.load_state_dict(shared["scheduler"])
-        for seeds, (seed, drawn) in zip(_seeds(data), told["mine"]["seeds"], strict=True):
+        for seeds, (seed, drawn) in zip(_seeds(data), told["mine"]["seeds"], strict=False):
             seeds.seed, seeds.drawn = seed, drawn
         _restore_generators(told["mine"]["generators"], same, rank)
 
@@ -369,6 +372,11 @@ def _seeds(data: Any) -> list[Seeds]:
     graphs: Iterator[Any] = (v for store in ([] if data is None else data.stores) for v in store.values())
     found = {id(v.graph.seeds): v.graph.seeds for v in graphs if isinstance(v, ShardedEdgeIndex)}
     return list(found.values())
+
+
+def _fits(saved: int, here: int) -> bool:
+    """Whether numbers that tell of ``data`` are the same, or 0 where there was none, or is none now."""
+    return saved == here or 0 in (saved, here)
 
 
 def _seed_states(data: Any) -> list[tuple[int | None, int]]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from pyg_sar.distributed.collectives import broadcast_parameters
+from pyg_sar.distributed.group import copied
 from pyg_sar.nn.convert import convert
-from pyg_sar.structure import copied
 
 
 @torch.no_grad()

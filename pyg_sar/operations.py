@@ -49,6 +49,7 @@ class EdgeNumbers(Tensor):
     _graph: ShardedGraph
     _kind: str
     _data: Tensor | None
+    _ends: Tensor | None  # beside sources, the destinations of the same edges, where they are known
 
     @staticmethod
     def __new__(cls, graph: ShardedGraph, kind: str = EDGES, data: Tensor | None = None) -> EdgeNumbers:
@@ -56,7 +57,7 @@ class EdgeNumbers(Tensor):
         shape = (2, graph.num_edges) if data is None else data.shape
         strides = None if data is None else data.stride()
         out = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=torch.int64, device=graph.device)
-        out._graph, out._kind, out._data = graph, kind, data
+        out._graph, out._kind, out._data, out._ends = graph, kind, data, None
         return out
 
     @property
@@ -69,9 +70,11 @@ class EdgeNumbers(Tensor):
         """Whether this is a layer of a message-flow graph, which has the in-edges of some destinations only."""
         return self._graph.origin is not None
 
-    def derive(self, kind: str, data: Tensor) -> EdgeNumbers:
+    def derive(self, kind: str, data: Tensor, ends: Tensor | None = None) -> EdgeNumbers:
         """Return numbers that an operation made of these."""
-        return type(self)(self._graph, kind, data)
+        out = type(self)(self._graph, kind, data)
+        out._ends = ends
+        return out
 
     @classmethod
     @torch.compiler.disable
@@ -100,6 +103,11 @@ def plain(value: Any) -> Any:
 def sharded(*values: Any) -> Iterator[EdgeNumbers]:
     """Yield the sharded tensors in the arguments."""
     return (t for t in tensors(*values) if isinstance(t, EdgeNumbers))
+
+
+def shares(*values: Any) -> Iterator[EdgeNumbers]:
+    """Yield those of graphs of which this process holds a share, and not the whole."""
+    return (it for it in sharded(*values) if not it._graph.exchange.alone)
 
 
 def bind(args: Any, kwargs: Any, *names: str) -> list[Any]:
@@ -140,7 +148,7 @@ def identity(func: Callable, args: Any, kwargs: Any) -> Any:
 def copy(func: Callable, args: Any, kwargs: Any) -> Any:
     """Copy what was derived; the edges of the graph itself never change."""
     it = args[0]
-    return it if it._data is None else it.derive(it._kind, it._data.clone())
+    return it if it._data is None else it.derive(it._kind, it._data.clone(), it._ends)
 
 
 def reshape(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -149,17 +157,20 @@ def reshape(func: Callable, args: Any, kwargs: Any) -> Any:
     out = func(*plain(args), **kwargs)
     if it._kind != SOURCES and out.shape != it.shape:
         refuse(func, args, kwargs, "its two rows hold numbers of different kinds")
-    return it.derive(it._kind, out)
+    return it.derive(it._kind, out, None if it._ends is None else func(it._ends, *args[1:], **kwargs))
 
 
 def compare(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Tell edge by edge whether sources equal destinations; other numbers mean something else."""
+    """Tell edge by edge whether sources equal destinations of the same edges; other numbers mean something else."""
     one, other = bind(args, kwargs, "input", "other")
     known = list(sharded(args))
     if not isinstance(other, Tensor) or other.shape != one.shape or {s._kind for s in known} != {SOURCES}:
         refuse(func, args, kwargs, "it compares numbers of different kinds")
     if len(known) == 1:
         refuse_two_sets(func, args, known[0]._graph)
+        ends, others = known[0]._ends, other if known[0] is one else one
+        if ends is None or ends.dtype != others.dtype or not torch.equal(ends, others):
+            refuse(func, args, kwargs, "it compares sources with other numbers than the destinations of these edges")
     elif known[0]._graph is not known[1]._graph:
         refuse(func, args, kwargs, "it compares sources of different graphs")
     return func(*plain(args))
@@ -201,9 +212,9 @@ def flip(func: Callable, args: Any, kwargs: Any) -> Any:
 def row(it: EdgeNumbers, which: int) -> Tensor:
     """Return one row of the edges: sources, which stay sharded, or destinations, which are rows of this worker."""
     refuse_whole_graph(it)
-    out = plain(it)[which]
+    both = plain(it)
     holds_sources = (which % 2 == 0) == (it._kind == EDGES)
-    return it.derive(SOURCES, out) if holds_sources else out
+    return it.derive(SOURCES, both[which], both[1 - which % 2]) if holds_sources else both[which]
 
 
 def unbind(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -251,7 +262,7 @@ def pick(func: Callable, edges: Tensor, which: Any, it: EdgeNumbers | None = Non
         raise wrong_rows(it._graph, found, count, "mask[data.e_id]")
     if not isinstance(edges, EdgeNumbers):
         return edges[which]
-    return edges.derive(edges._kind, plain(edges)[..., which])
+    return edges.derive(edges._kind, plain(edges)[..., which], None if edges._ends is None else edges._ends[..., which])
 
 
 def everything(index: Any) -> bool:
@@ -342,7 +353,9 @@ def move(func: Callable, args: Any, kwargs: Any) -> Any:
     device = torch.device(*devices[:1] or [it._graph.device if func.__name__ == "to" else func.__name__])
     if device == it._graph.device:
         return it
-    return type(it)(it._graph.to(device), it._kind, None if it._data is None else it._data.to(device))
+    out = type(it)(it._graph.to(device), it._kind, None if it._data is None else it._data.to(device))
+    out._ends = None if it._ends is None else it._ends.to(device)
+    return out
 
 
 def describe(func: Callable, args: Any, kwargs: Any) -> str:

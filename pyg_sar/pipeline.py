@@ -308,8 +308,7 @@ class Pipeline:
         self.hear()
         count = self.edge_index.graph.num_dst
         out = run(packed(x) if self.stages.first else tuple(self.receive(count, "all nodes").wait()))
-        if not self.stages.last:
-            self.stages.send(out, self.stages.rank + 1, "all nodes")
+        self.send_on(out, "all nodes")
         self.describe(out)
         self.stages.settle()
         return out
@@ -326,6 +325,20 @@ class Pipeline:
             if k not in self.shapes:
                 mine = [[list(t.shape[1:]), t.dtype] for t in out] if k == self.stages.rank else None
                 self.shapes[k] = [(shape, dtype) for shape, dtype in self.stages.tell(mine, k)]
+
+    def send_on(self, out: Values, what: str) -> None:
+        """Send what this stage made to the next one, if there is one, which expects rows like those of before."""
+        if self.stages.last:
+            return
+        found = [(list(t.shape[1:]), t.dtype) for t in out]
+        known = [(list(shape), dtype) for shape, dtype in self.shapes.get(self.stages.rank, found)]
+        if found != known:
+            raise ValueError(
+                f"[rank {rank_of()}] Stage {self.stages.rank} makes rows of {found}, and of {known} before. Rows "
+                f"between stages must have the same widths and types in each call: also within 'torch.autocast', or "
+                f"without."
+            )
+        self.stages.send([t.detach() for t in out], self.stages.rank + 1, what)
 
     def receive(self, count: int, what: str) -> Any:
         """Start to receive rows of the stage before."""
@@ -350,22 +363,24 @@ class Pipeline:
         under_way = None if stages.first else self.receive(counts[0], names[0])
         for k, (it, span) in enumerate(chunks):
             if under_way is None:
-                values = tuple(t[span] for t in packed(x))
+                values = given = packed(x) if it is None else tuple(t[span] for t in packed(x))
             else:
                 values = tuple(t.requires_grad_(t.is_floating_point()) for t in under_way.wait())
+                given = tuple(Arrived.apply(t) for t in values)
                 if k + 1 < len(chunks):  # before this one is computed: a message starts when it is expected
                     under_way = self.receive(counts[k + 1], names[k + 1])
             with self.timed("forward", it):
-                out = self.run(values, self.edge_index, edges, it)
+                out = self.run(given, self.edge_index, edges, it)
                 if stages.last:
                     with watch.allow_local():  # it is this worker's share
                         loss = loss_fn(unpacked(out), span)
                     check_loss(loss)
                     total += loss.detach().double()
-            if stages.last:
-                made.append((values, (loss,)))
+            del given
+            self.send_on(out, names[k])
+            if stages.last:  # rows of which no label speaks take part in backward: others have read them
+                made.append((values, (loss,) if depends(loss, out) else (loss, *out)))
             else:
-                stages.send([t.detach() for t in out], stages.rank + 1, names[k])
                 made.append((values, out))
             self.describe(out)
         stages.settle()
@@ -374,8 +389,9 @@ class Pipeline:
         for k, after in zip_longest(order, order[1:]):
             values, out = made[k]
             made[k] = (), ()
-            grads: Sequence[Tensor | None] = [None]
-            if coming is not None:
+            if coming is None:  # the loss, and rows that it is not made of
+                grads = [None, *map(torch.zeros_like, out[1:])]
+            else:
                 grads = coming.wait()
                 coming = None if after is None else self.receive_grads(counts[after], names[after])
             wanted: Any = [(t, grad) for t, grad in zip(out, grads, strict=True) if t.requires_grad]
@@ -414,6 +430,35 @@ class Pipeline:
         """Report that these are some of all rows, if they are."""
         some = it is not None or size_of(self.group) > 1
         return tuple(map(watch.rows, values)) if some else values
+
+
+class Arrived(torch.autograd.Function):
+    """Rows that came of another stage. They are no leaf, so that a block may change them in place, and no copy."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        """Return the rows."""
+        return rows.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient."""
+        return grad
+
+
+def depends(loss: Tensor, rows: Values) -> bool:
+    """Whether a loss is made of some of the rows."""
+    ends, seen = {t.grad_fn for t in rows}, set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node in ends:
+            return True
+        seen.add(node)
+        todo += [other for other, _ in node.next_functions]
+    return False
 
 
 def last_first(count: int) -> Iterator[int]:

@@ -27,6 +27,7 @@ from pyg_sar.distributed.group import connected
 from pyg_sar.distributed.process_group import silent_group
 from pyg_sar.live import Live, few_objects
 from pyg_sar.pipeline import Pipeline
+from pyg_sar.pipeline_checks import described
 from pyg_sar.planner import Share, largest, make_inputs
 
 Blocks = Callable[[], Sequence[torch.nn.Module]]
@@ -91,7 +92,7 @@ def plan_pipeline(
         each = []
         for k in range(stages):
             stage = slice(sum(cut[:k]), sum(cut[: k + 1]))
-            if (alike := f"{k == 0} {k == stages - 1} {model[stage]}") not in known:
+            if (alike := f"{k == 0} {k == stages - 1} {model[stage]} {described(model[stage])}") not in known:
                 loaded, step = memory(blocks, stage, worst, in_channels, chunks, optimizer)
                 if chunks > 1:  # halo rows: fresh ones and history, and gradients
                     loaded += 2 * sum(worst.rows_in) * sum(read[stage])

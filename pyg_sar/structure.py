@@ -1,12 +1,12 @@
-r"""What is in a structure of lists, tuples and dictionaries, such as the arguments of a call; and copies of modules."""
+r"""What is in a structure of lists, tuples and dictionaries, such as the arguments of a call; and whose attributes
+those of modules are.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -21,7 +21,7 @@ def tensors(*values: Any) -> Iterator[Tensor]:
             yield from tensors(*value.values())
 
 
-def copied(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model whose layers belong to the same groups of workers, which cannot be copied."""
-    groups = [module.__dict__.get("group") for module in model.modules()]
-    return copy.deepcopy(model, {id(group): group for group in groups if group is not None})
+def takes_group(cls: type) -> bool:
+    """Whether the attribute ``group`` of a module is the workers that it asks, and nothing else of the user's."""
+    owner: Any = next((base for base in cls.__mro__ if "group" in base.__dict__), None)
+    return owner is not None and owner.__module__.startswith("pyg_sar.")

@@ -84,6 +84,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 THIRD_PARTY = {
     "torch_geometric": {
         "nn",
+        "checks/run.py",
         "cli.py",
         "watch/mode.py",
         "whole_graph.py",

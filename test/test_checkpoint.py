@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import graphs
+from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar import checkpoint
@@ -255,6 +256,38 @@ def test_what_does_not_fit(tmp_path):
     for wrong in ({"keep": 0}, {"every": 0}):
         with pytest.raises(ValueError, match="to be 1 or more"):
             pyg_sar.save_checkpoint(tmp_path, **wrong) if "keep" in wrong else pyg_sar.Checkpoints(tmp_path, **wrong)
+
+
+def with_data(group, saves, folder, saved, loaded):
+    """Save with or without ``data``, and load with or without it; return how many drops were drawn."""
+    data = pyg_sar.load(folder, group=group)
+    model = torch.nn.Linear(2, 2)
+    data.edge_index.graph.seeds.drawn = 5
+    pyg_sar.save_checkpoint(saves, model=model, epoch=3, group=group, **({"data": data} if saved else {}))
+    data.edge_index.graph.seeds.drawn = 0
+    with torch.no_grad():
+        model.weight.zero_()
+    found = pyg_sar.load_checkpoint(saves, model=model, group=group, **({"data": data} if loaded else {}))
+    assert found["epoch"] == 3 and model.weight.any()
+    return data.edge_index.graph.seeds.drawn
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True), (True, True)])
+def test_data_is_optional(pool, folder, tmp_path, saved, loaded):
+    assert pool.run(2, with_data, tmp_path / "saves", folder(2), saved, loaded) == [5 * (saved and loaded)] * 2
+
+
+def test_data_of_another_number_of_graphs(tmp_path):
+    model, seeds = torch.nn.Linear(2, 2), torch.ones(2, 2)
+    data = [Data(edge_index=pyg_sar.shard(torch.tensor([[0, 1], [1, 0]]), 2)) for _ in range(2)]
+    data[0].other = pyg_sar.shard(torch.tensor([[0, 1], [1, 0]]), 2)
+    pyg_sar.save_checkpoint(tmp_path, model=model, data=data[0])
+    with torch.no_grad():
+        model.weight.copy_(seeds)
+    with pytest.raises(RuntimeError, match=r"it was saved with 'data' of 2 graphs \(got 1\)"):
+        pyg_sar.load_checkpoint(tmp_path, model=model, data=data[1])
+    assert torch.equal(model.weight, seeds), "nothing was loaded"
 
 
 def failing(group, saves):

@@ -156,6 +156,10 @@ def test_compare(plain, sharded):
     assert (row == col).equal(loops) and (col == row).equal(loops) and torch.eq(row, col).equal(loops)
     assert (row != col).equal(~loops) and row.ne(col).equal(~loops) and (col != row).equal(~loops)
     assert bool((row == sharded[0]).all())
+    some = plain[1] > 5
+    (row, col), loops = sharded[:, some], loops[some]
+    assert (row == col).equal(loops) and (sharded[0][some] != plain[1][some]).equal(~loops)
+    assert (row.clone() == col).equal(loops) and (sharded.flip(0)[1] == plain[1]).equal(plain[0] == plain[1])
 
 
 def test_flip(plain, sharded):
@@ -284,6 +288,8 @@ ROW = {
     "too many rows": lambda row, x: torch.cat([x, x])[row],
     "wrong dimension": lambda row, x: x.t()[row],
     "wrong dimension by name": lambda row, x: x.index_select(1, row),
+    "one node": lambda row, x: row == torch.full_like(row, 3),
+    "nodes of other edges": lambda row, x: row == torch.arange(len(row)) % N,
     "scalar rows": lambda row, x: x.sum()[row],
     "two indices": lambda row, x: x[row, 0],
     "two tensors": lambda row, x: x[row, torch.zeros(len(row), dtype=torch.long)],

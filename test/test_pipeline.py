@@ -65,8 +65,11 @@ def optimizer_of(parameters, norm):
 
 
 def trained(group, stages, parts, folder, kind, chunks, epochs, norm="layer", frozen=0, modes=(),
-            labels=None, **settings):  # fmt: skip
-    """Losses, states and outputs of a pipeline whose first blocks may be frozen, and the gradients of the last step."""
+            labels=None, constant=False, **settings):  # fmt: skip
+    """Losses, states and outputs of a pipeline whose first blocks may be frozen, and the gradients of the last step.
+
+    The loss of a chunk without labels may be a constant.
+    """
     mesh = mesh_for(stages, parts)
     if mesh is None:
         return None
@@ -75,11 +78,14 @@ def trained(group, stages, parts, folder, kind, chunks, epochs, norm="layer", fr
     pipe = pyg_sar.Pipeline(blocks, data.edge_index, mesh, chunks, **settings)
     optimizer = optimizer_of(pipe.parameters(), norm)
     x, total, losses = start(data.x, kind), labels or int(inputs().train_mask.sum()), []
+
+    def loss_fn(out, rows):
+        mask = data.train_mask[rows]
+        return torch.zeros(()) if constant and not mask.any() else loss_of(out, data.y[rows], mask, total)
+
     for _ in range(epochs):
         optimizer.zero_grad()
-        loss = pipe.step(
-            x, lambda out, rows: loss_of(out, data.y[rows], data.train_mask[rows], total), *edges_of(data, kind)
-        )
+        loss = pipe.step(x, loss_fn, *edges_of(data, kind))
         optimizer.step()
         losses.append(loss.item())
     out, grads = pipe.eval()(x, *edges_of(data, kind)), grads_of(pipe)
@@ -447,6 +453,26 @@ def test_bytes_within_stages_and_of_parameters(stages_pool, folders, chunks):
             assert len(seen.computed) == 2 * 2 * chunks and all(0 < seconds < 60 for *_, seconds in seen.computed)
 
 
+def cached(group, folder):
+    """Bytes of rows that come in the second step, and rows that this worker reads of the other one."""
+    mesh = mesh_for(1, 2)
+    if mesh is None:
+        return None
+    data = pyg_sar.load(folder, group=mesh.get_group("graph"), remat=False)
+    data.edge_index.cache_features(data.x)
+    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "sage"), data.edge_index, mesh)
+    pipe.step(data.x, lambda out, rows: out.sum())
+    pipe.blocks.zero_grad()
+    with pipe.record() as seen:
+        pipe.step(data.x, lambda out, rows: out.sum())
+    return sum(t.forward_received for t in seen.within), data.edge_index.graph.exchange.routes.num_halo
+
+
+def test_features_that_never_change_come_once(stages_pool, folders):
+    for received, halo in stages_pool(cached, folders[2]):
+        assert received == (BLOCKS - 1) * halo * WIDTH * 8
+
+
 class Ring(torch.nn.Module):
     """A layer on one of several equal rings, as torch's own schedule calls it, or on all of them."""
 
@@ -619,19 +645,99 @@ def test_gradients_are_those_of_the_frozen_history(turned, monkeypatch):
     assert pipe.stale > 0.2
 
 
+@pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize(("chunks", "mesh"), [(3, (1, 2)), (3, (2, 2)), (NODES, (1, 1))])
-def test_chunks_without_rows_edges_or_labels(stages_pool, tmp_path, chunks, mesh):
+def test_chunks_without_rows_edges_or_labels(stages_pool, tmp_path, chunks, mesh, constant):
     data, (stages, parts) = inputs(), mesh
     data.edge_index = data.edge_index[:, data.edge_index[1] > 30]
     data.edge_weight, data.train_mask = data.edge_weight[: data.num_edges], torch.arange(NODES) < 2
     pyg_sar.partition(data, parts, tmp_path / "parts", method=torch.arange(NODES) // 39 % parts)
-    found = stages_pool(trained_on, stages, parts, str(tmp_path / "parts"), chunks)
+    found = stages_pool(trained_on, stages, parts, str(tmp_path / "parts"), chunks, constant)
     as_the_reference(found, "sage", chunks, 10, True, 4, data=data)
 
 
-def trained_on(group, stages, parts, folder, chunks):
+def trained_on(group, stages, parts, folder, chunks, constant):
     """On two labels; of two parts one has a single node."""
-    return trained(group, stages, parts, folder, "sage", chunks, 4, labels=2)
+    return trained(group, stages, parts, folder, "sage", chunks, 4, labels=2, constant=constant)
+
+
+def test_a_loss_that_is_not_made_of_the_rows_of_a_chunk():
+    """Such as one that is the sum of all weights' squares: others have read the rows."""
+    data, found = inputs(), []
+    for made_of_rows in (True, False):
+        pipe = alone(data.edge_index, 4)
+
+        def loss(out, rows, pipe=pipe, made_of_rows=made_of_rows):
+            share = sum(p.square().sum() for p in pipe.parameters()) / 4 + (0 * out.sum() if made_of_rows else 0)
+            return share + (out.square().sum() if rows.stop == NODES else 0)
+
+        pipe.step(data.x, loss)
+        found.append([p.grad for p in pipe.parameters()])
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+
+
+def test_a_step_that_was_interrupted_leaves_no_gradients():
+    data, found = inputs(), []
+    for interrupted in (False, True):
+        pipe = alone(data.edge_index, 4)
+        steps(pipe, data, 1)
+        if interrupted:
+            hook = pipe.blocks[0].conv.lin_r.weight.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                steps(pipe, data, 1)
+            hook.remove()
+            pipe.epoch = 1
+        pipe.blocks.zero_grad()
+        pipe.step(data.x, lambda out, rows: out.square().sum())
+        found.append([p.grad for p in pipe.parameters()])
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+
+
+def test_rows_of_another_type_between_stages(monkeypatch):
+    pipe = alone(inputs().edge_index, 1)
+    monkeypatch.setattr(pipe.stages, "size", 2)
+    pipe.shapes[0] = [([WIDTH], torch.bfloat16)]
+    with pytest.raises(ValueError, match=r"rows of \[\(\[6\], torch.float32\)\], and of \[\(\[6\], torch.bfloat16\)\]"):
+        pipe.send_on((torch.zeros(NODES, WIDTH),), "all nodes")
+
+
+class InPlace(torch.nn.Module):
+    """A layer on rows that it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = pyg_sar.nn.SAGEConv(WIDTH, WIDTH)
+
+    def forward(self, x, edge_index):
+        return self.conv(x.relu_() + x, edge_index)
+
+
+def in_place(group, stages, folder):
+    """Gradients of the features and of a layer that changes what came of the stage before."""
+    mesh = mesh_for(stages, 1)
+    if mesh is None:
+        return None
+    data = pyg_sar.load(folder, group=mesh.get_group("graph"))
+    torch.manual_seed(0)
+    pipe = pyg_sar.Pipeline([pyg_sar.nn.SAGEConv(WIDTH, WIDTH).double(), InPlace().double()], data.edge_index, mesh)
+    pipe.step(data.x, lambda out, rows: out.square().sum())
+    return grads_of(pipe)
+
+
+def test_blocks_that_change_what_came(stages_pool, folders):
+    (one,) = stages_pool(in_place, 1, folders[1])
+    for two in stages_pool(in_place, 2, folders[1]):
+        assert two.keys() == one.keys()
+        for name, grad in one.items():
+            close(two[name], grad)
+
+
+def test_chunks_of_data_that_was_loaded_one_shot(stages_pool, folders):
+    settings = {"history": 2, "modes": {"one_shot": True}}
+    found = stages_pool(with_settings, 2, 2, folders[2], "sage", 5, 6, settings)
+    as_the_reference(found, "sage", 5, 2, True, 6)
 
 
 def test_gradients_of_features():

@@ -107,3 +107,20 @@ def test_features_have_no_gradient():
     shares = [from_counts(1000, 10000, 2, boundary=0.5)] * 2
     need = plan_pipeline(lambda: layers, shares, 8, 1, chunks=3)
     assert need.within == 2 * 250 * (8 * 4 + 2 * 16 * 4) and need.between == 0
+
+
+class Hidden(torch.nn.Module):
+    """Prints the same for any width."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.into, self.out = (torch.nn.Parameter(torch.ones(size)) for size in ((WIDTH, width), (width, WIDTH)))
+
+    def forward(self, x, edge_index):
+        return (x @ self.into).relu() @ self.out
+
+
+def test_stages_that_print_alike():
+    blocks = [Hidden(width) for width in (8, 8, 512, 8)]
+    need = plan_pipeline(lambda: blocks, [from_counts(1000, 10000, 1)], WIDTH, 4, chunks=8)
+    assert all(more > less + 500_000 for more, less in zip(need.each[2], need.each[1], strict=True))

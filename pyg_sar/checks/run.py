@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.checks.record import CheckError, Recorder
 from pyg_sar.checks.sample import Sample, ids_of, total_nodes
 from pyg_sar.data.load import load
-from pyg_sar.distributed.group import Workers, is_local
+from pyg_sar.distributed.group import Workers, copied, is_group, is_local
 from pyg_sar.nn.models.node_embedding import NodeEmbedding
-from pyg_sar.structure import copied, tensors
+from pyg_sar.structure import tensors
 
 Step = Callable[[torch.nn.Module, Any], Any]
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -60,7 +61,10 @@ class Problem:
         """Return a copy of the model without gradients, groups of workers, and what layers kept of another graph."""
         model = copied(self.model).cpu()
         for module in model.modules():
-            for name in [n for n in module.__dict__ if n == "group" or n.startswith("_cached")]:
+            kept = [name for name, value in module.__dict__.items() if name == "group" and is_group(value)]
+            if isinstance(module, torch_geometric.nn.MessagePassing):
+                kept += [name for name in module.__dict__ if name.startswith("_cached")]
+            for name in kept:
                 setattr(module, name, None)
         model.zero_grad()
         return model if self.dtype is None else model.to(self.dtype)
@@ -117,11 +121,16 @@ class Problem:
         return run
 
     def fill_tables(self, model: torch.nn.Module, ids: dict[Any, Tensor], totals: dict[Any, Tensor]) -> None:
-        """Give tables of nodes the rows of the small graph, of that type of nodes of which they have had as many."""
-        for module in model.modules():
+        """Give tables of nodes the rows of the small graph, of that type of nodes of which they have had these, or as
+        many.
+        """
+        for name, module in model.named_modules():
             if isinstance(module, NodeEmbedding):
-                stores = self.sample.given.node_stores
-                kind = next(store._key for store in stores if total_nodes(store) == module.num_nodes) or "nodes"
+                stores = [s for s in self.sample.given.node_stores if total_nodes(s) == module.num_nodes]
+                if not stores:
+                    raise CheckError(f"The table '{name}' is of {module.num_nodes} nodes, which 'data' does not have")
+                alike = (s for s in stores if "n_id" in s and torch.equal(s.n_id.cpu(), module.n_id.cpu()))
+                kind = next(alike, stores[0])._key or "nodes"
                 generator = torch.Generator().manual_seed(11)
                 size = totals[kind].numel(), *module.weight.shape[1:]
                 module.become(ids[kind], torch.randn(size, generator=generator, dtype=torch.float64))

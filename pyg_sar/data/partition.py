@@ -219,7 +219,11 @@ def _place(
     """Return the part of every node, and all nodes part by part in the order of rows, by type."""
     whole, spans = _joined(graph)
     if isinstance(method, dict):
-        method = torch.cat([torch.as_tensor(method[t]).view(-1) for t in spans])
+        parts = {t: torch.as_tensor(part).view(-1) for t, part in method.items()}
+        found, expected = {t: part.numel() for t, part in parts.items()}, dict(graph.num_nodes)
+        if found != expected:
+            raise ValueError(f"Expected 'method' to have the part of each node, by type: {expected} (got {found})")
+        method = torch.cat([parts[t] for t in spans])
     part = assign(whole, num_parts, method, seed)
     bar.update()
     bar.set_description("ordering rows")

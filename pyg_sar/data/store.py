@@ -359,7 +359,17 @@ def _check_free(out: Path, overwrite: bool) -> None:
         if out.exists() and any(out.iterdir()):
             read_meta(out)
     except (OSError, ValueError) as error:
-        raise ValueError(f"'{out}' will not be replaced, because it holds no partition: {error}") from error
+        if not _is_ours(out / "meta.json"):
+            raise ValueError(f"'{out}' will not be replaced, because it holds no partition: {error}") from error
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a JSON file is of any version of ours, also if it was changed since."""
+    try:
+        info = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(info, dict) and info.get("format") == FORMAT["format"]
 
 
 def _set_aside(out: Path) -> list[Path]:

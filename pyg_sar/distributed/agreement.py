@@ -159,6 +159,8 @@ def settings(optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str
     groups = [] if optimizer is None else optimizer.param_groups
     for k, group in enumerate(groups):
         for name, value in group.items():
+            if name == "params":
+                continue
             numbers = value if isinstance(value, (tuple, list)) else (value,)
             numbers = [v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in numbers]
             if all(isinstance(v, (int, float)) for v in numbers):

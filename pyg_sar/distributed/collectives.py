@@ -34,7 +34,7 @@ def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
     Returns:
         The sum, of the same shape and type, the same on all workers.
     """
-    tensor = tensor.detach().clone()
+    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)  # workers add up what lies in memory
     if grouped(group):
         with talking("summing over all of them", group):
             workers.all_reduce_(tensor, group)
@@ -211,5 +211,10 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
     named = {name: t for name, t in [*module.named_parameters(), *module.named_buffers()] if not is_local(t)}
     agree("their parameters and buffers", describe(named), group)
     for tensor in named.values():
+        flat = tensor.detach().contiguous()  # workers may have it in another order of memory
         with talking("waiting for the parameters of rank 0", group):
-            workers.broadcast_(tensor.detach(), group)
+            workers.broadcast_(flat, group)
+        if 0 in tensor.stride():  # numbers that share their memory
+            tensor.data = flat
+        elif not tensor.is_contiguous():
+            tensor.copy_(flat)

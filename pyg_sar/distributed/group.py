@@ -7,6 +7,7 @@ workers, or None: the simulated workers to which this thread belongs, if there a
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import threading
@@ -45,6 +46,12 @@ def is_group(value: Any) -> bool:
     return value is None or isinstance(value, Member) or (dist.is_available() and isinstance(value, dist.ProcessGroup))
 
 
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model whose layers belong to the same groups of workers, which cannot be copied."""
+    groups = [module.__dict__.get("group") for module in model.modules()]
+    return copy.deepcopy(model, {id(group): group for group in groups if group is not None and is_group(group)})
+
+
 def connected() -> bool:
     """Whether there is a group, if only of one worker."""
     return isinstance(current(), Member) or (dist.is_available() and dist.is_initialized())
@@ -79,9 +86,7 @@ def talking(doing: str, group: Group = None, peer: int | None = None) -> Iterato
     if board is not None:
         if peer is None:
             notices.calls(doing)
-        # Numbers of other groups are not those of the store.
-        known = group is None or group is dist.group.WORLD
-        board.waits = notices.EVERYBODY if peer is None else peer if known else notices.NOBODY
+        board.waits = awaited(group, peer)
     try:
         yield
     except notices.LostWorkers:
@@ -98,6 +103,13 @@ def talking(doing: str, group: Group = None, peer: int | None = None) -> Iterato
     finally:
         if board is not None:
             board.waits = None
+
+
+def awaited(group: Group, peer: int | None) -> int | list[int]:
+    """Return whom a worker waits for, by their ranks among all, see :class:`~pyg_sar.distributed.notices.Sign`."""
+    if peer is None:
+        return notices.EVERYBODY if group is None else dist.get_process_group_ranks(group)
+    return peer if group is None or peer == notices.NOBODY else dist.get_global_rank(group, peer)
 
 
 def host(group: Group = None) -> torch.device:
@@ -151,7 +163,7 @@ def broadcast_(tensor: Tensor, group: Group = None) -> None:
     if isinstance(group, Member):
         tensor.copy_(group.gather("broadcast", tensor)[0])
     else:
-        dist.broadcast(tensor, group=group, group_src=0)
+        dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=0)  # not every backend has every type
 
 
 def start(messages: Sequence[Message], group: Group = None) -> list[Any]:

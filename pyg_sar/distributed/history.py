@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pyg_sar.block import cut, rows_at
 from pyg_sar.distributed.group import rank_of
-from pyg_sar.distributed.peers import Peers
+from pyg_sar.distributed.peers import Remote
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
 from pyg_sar.graph import Seeds, ShardedGraph
 from pyg_sar.halo import fetch_halo
@@ -97,7 +97,7 @@ class History:
 
     def __init__(self, graph: ShardedGraph, ranges: Sequence[tuple[int, int]]) -> None:
         self.graph = graph
-        self.peers = graph.exchange if isinstance(graph.exchange, Peers) else None
+        self.peers = graph.exchange if isinstance(graph.exchange, Remote) else None
         own = torch.empty(graph.num_src, 1, dtype=torch.int64)
         for k, (start, end) in enumerate(ranges):
             own[start:end] = k
@@ -147,6 +147,9 @@ class History:
         """Begin an epoch, with chunks in this order; None for one in which all is fresh."""
         self.place.zero_()
         self.stale.clear()
+        for site in self.sites.values():
+            for rows in site.tiles:
+                rows.grad = None  # left by an epoch that was interrupted
         if order is not None:
             self.place[torch.tensor(order)] = torch.arange(len(order))
 

@@ -47,7 +47,7 @@ class Sign(NamedTuple):
         calls: How many calls it has begun in which workers talk.
         steps: How many training steps it has finished.
         doing: What the last call does.
-        waits: Whom it waits for in it: a rank, ``EVERYBODY``, ``NOBODY``, or None between calls.
+        waits: Whom it waits for in it: a rank, several, ``EVERYBODY``, ``NOBODY``, or None between calls.
         line: The line of its script, in the last call.
     """
 
@@ -55,7 +55,7 @@ class Sign(NamedTuple):
     calls: int
     steps: int
     doing: str
-    waits: int | None
+    waits: int | list[int] | None
     line: str
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Notices:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.others = store, rank, [r for r in range(size) if r != rank]
         self.beat = self.calls = self.steps = 0
-        self.doing, self.waits = "its first lines", None  # type: str, int | None
+        self.doing, self.waits = "its first lines", None  # type: str, int | list[int] | None
         self.reason = ""
         self.last: deque[tuple[float, int, int, str]] = deque(maxlen=LAST)
         self.line, self.over = script_line(), threading.Event()
@@ -180,10 +180,10 @@ class Notices:
                     raise LostWorkers(
                         f"[rank {self.rank}] This worker has finished, but rank {r} stopped answering {sign}"
                     )
-            stuck = [r for r in missing if waits.get(r, 0) >= STUCK]
-            alone = [r for r in stuck if seen[r][0].waits == self.rank]
-            if alone or (stuck and stuck == missing):
-                r = (alone or stuck)[0]
+            stuck = {r: seen[r][0].waits for r in missing if waits.get(r, 0) >= STUCK}
+            alone = [r for r, whom in stuck.items() if whom == self.rank]
+            if alone or (stuck and self.needed_by(stuck) == set(missing)):
+                r = (alone or missing)[0]
                 raise RuntimeError(
                     f"[rank {self.rank}] This worker has left ({line or 'at the end of its script'}), but rank {r} "
                     f"waits for it: it is {seen[r][0]}. The workers ran different code. {ORDER}"
@@ -193,6 +193,13 @@ class Notices:
                 raise RuntimeError(f"[rank {self.rank}] Waited for {limit:g} s for others to finish: {working}")
         self.over.set()
         self.part()
+
+    def needed_by(self, waits: dict[int, Any]) -> set[int]:
+        """Return which workers wait for this one, or for one that does."""
+        found = {self.rank}
+        while more := {r for r, whom in waits.items() if r not in found and reaches(whom, found)}:
+            found |= more
+        return found - {self.rank}
 
     def part(self) -> None:
         """See that nobody reads the store any more when the worker that may keep it ends."""
@@ -231,6 +238,11 @@ def causes(ended: dict[int, Any], also_lost: bool = False) -> str:
         for r, told in ended.items()
         if also_lost or not told["lost"]
     )
+
+
+def reaches(whom: int | list[int], workers: set[int]) -> bool:
+    """Whether one of the workers is among those that another one waits for."""
+    return whom == EVERYBODY or not workers.isdisjoint(whom if isinstance(whom, list) else [whom])
 
 
 def short(error: BaseException) -> str:

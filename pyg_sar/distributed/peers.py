@@ -153,7 +153,7 @@ class PeerSink:
             return
         client, what = routes.client(q), f"gradients {tile}"
         into = channel.buffer(len(routes.serve[client]), grad)
-        transfers = channel.swap(grad.contiguous(), q, into, client, what, self.meter)
+        transfers = channel.swap(grad, q, into, client, what, self.meter)
         self.queue.append((client, into, transfers, grad.dtype))
         if len(self.queue) > self.peers.prefetch:
             self._drain()

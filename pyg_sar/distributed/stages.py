@@ -108,7 +108,7 @@ class Stages:
         meter = self.traffic.forward if to > self.rank else self.traffic.backward
         for k, t in enumerate(rows):
             nothing = t.new_empty(0)
-            self.sent += self.channel.swap(t.contiguous(), to, nothing, to, named(what, self.rank, to, k), meter)
+            self.sent += self.channel.swap(t, to, nothing, to, named(what, self.rank, to, k), meter)
 
     def receive(self, shapes: Sequence[Shape], count: int, of: int, what: str) -> Arriving:
         """Start to receive so many rows."""

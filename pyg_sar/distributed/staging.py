@@ -17,7 +17,8 @@ from pyg_sar.distributed.group import Group, Member
 
 def is_staged(tensor: Tensor, group: Group) -> bool:
     """Whether a tensor does not travel by itself."""
-    return tensor.is_cuda and not isinstance(group, Member) and "cuda:gloo" in dist.get_backend_config(group)
+    others = tensor.is_cuda and dist.is_initialized() and not isinstance(group, Member)
+    return others and "cuda:gloo" in dist.get_backend_config(group)
 
 
 @functools.cache

@@ -61,7 +61,7 @@ class Channel:
 
         What ``src`` does is heard before its rows are waited for.
         """
-        out, landing = out.to(self.sent_as(out.dtype)), None
+        out, landing = out.to(self.sent_as(out.dtype)).contiguous(), None
         if staging.is_staged(into, self.group):
             out = staging.to_host(out) if out.numel() > 0 else out
             landing = staging.Landing(into) if into.numel() > 0 else None

@@ -36,6 +36,7 @@ from pyg_sar.nn.norm.mean_subtraction_norm import MeanSubtractionNorm
 from pyg_sar.nn.norm.pair_norm import PairNorm
 from pyg_sar.nn.pool.readout import Readout
 from pyg_sar.nn.replay.choose import STRATEGIES
+from pyg_sar.structure import takes_group
 from pyg_sar.whole_graph import reason
 
 OURS = (
@@ -71,7 +72,7 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
     Args:
         module (torch.nn.Module): The model.
         group (ProcessGroup, optional): The workers, for layers that look at the rows of all of them. (default:
-            :obj:`None`, all of them)
+            :obj:`None`, those that a layer knows, or all of them)
         verbose (bool, optional): Whether to print what becomes of every layer. (default: :obj:`False`)
 
     Returns:
@@ -92,7 +93,7 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
         if cls is not None and cls is not type(layer):
             layer.__class__ = cls
             layer.__dict__.pop("propagate", None)  # PyG binds it where a layer is or was explained
-        if cls is not None and hasattr(cls, "group"):
+        if group is not None and cls is not None and takes_group(cls):
             layer.group = group
     if verbose:
         print(describe(module))

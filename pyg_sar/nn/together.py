@@ -12,15 +12,15 @@ from pyg_sar import running
 from pyg_sar.caller import running_modules
 from pyg_sar.distributed.collectives import grouped
 from pyg_sar.distributed.group import rank_of
-from pyg_sar.operations import sharded
+from pyg_sar.operations import sharded, shares
 
 
 def together(group: Any) -> bool:
     """Whether a module that looks at all rows must ask the other workers for theirs.
 
-    It must, unless a module that is running was given an ordinary ``edge_index`` and none a sharded one: then the rows
-    are those of a graph that this process holds as a whole, and the others may do something else. A module that is
-    called on rows alone cannot know, and asks.
+    It must, unless a module that is running was given an ordinary ``edge_index``, or that of :func:`pyg_sar.shard`, and
+    none a share of a graph: then the rows are those of a graph that this process holds as a whole, and the others may
+    do something else. A module that is called on rows alone cannot know, and asks.
 
     Raises:
         NotImplementedError: On a chunk of a pipeline, which has a part of the rows.
@@ -35,13 +35,14 @@ def together(group: Any) -> bool:
 
 @torch.compiler.disable
 def on_an_ordinary_graph() -> bool:
-    """Whether the modules that are running were given ordinary edges and no sharded ones."""
+    """Whether the modules that are running were given edges of graphs that this process holds, and no share of one."""
     ordinary = False
     for _, variables in running_modules():
         edges = [edge_index for name, value in variables.items() for edge_index in edges_in(name, value)]
-        if next(sharded(edges, list(variables.values())), None) is not None:
+        given = [edges, *variables.values()]
+        if next(shares(given), None) is not None:
             return False
-        ordinary |= len(edges) > 0
+        ordinary |= len(edges) > 0 or next(sharded(given), None) is not None
     return ordinary
 
 

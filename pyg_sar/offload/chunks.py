@@ -85,7 +85,7 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
     """Return chunks of destinations, which are made once for each graph; with all sources in one piece, or in as many
     as the place has room for. Where source rows stay for the next chunks, these are in the order that loads fewer.
     """
-    count, num_slots = len(place.ranges), place.slots if by_pieces else None
+    count, num_slots = place.chunks, place.slots if by_pieces else None
     keeps = by_pieces and place.keeps
 
     def make() -> list[Chunk]:
@@ -98,7 +98,7 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
             every, sources = ([of_chunk[c] for c in order] for of_chunk in (every, sources))
         pieces = [list(source_pieces(ids, room)) for ids in sources]
         room = max(len(ids) for of_chunk in pieces for ids in of_chunk)
-        slots: Iterable[Any] = scheduled(graph, pieces, room) if keeps else [None] * count
+        slots: Iterable[Any] = scheduled(graph, pieces, room) if keeps else [None] * len(pieces)
         return [chunk(place.home, graph, *of_one, room) for of_one in zip(every, pieces, slots, strict=True)]
 
     # Data of this graph may have other homes later.
@@ -107,9 +107,9 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
 
 
 def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
-    """Cut destinations into ranges of about equal cost."""
+    """Cut destinations into at most so many ranges of about equal cost, of which none is empty if there are any."""
     rowptr = F.pad(graph.degree.cumsum(0), (1, 0))
-    return [(chunk.start, chunk.stop) for chunk in ranges(rowptr.cpu(), count)]
+    return [(one.start, one.stop) for one in ranges(rowptr.cpu(), count) if one.start < one.stop] or [(0, 0)]
 
 
 def sources_of(graph: ShardedGraph, span: tuple[int, int]) -> Tensor:

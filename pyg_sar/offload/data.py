@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pyg_sar.distributed.agreement import agree, on_all
+from pyg_sar.distributed.group import copied
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import graph_of, move, place_of
-from pyg_sar.structure import copied
 
 
 def offload(

@@ -4,6 +4,7 @@ any number of chunks and workers, and when a range runs again in backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
 
 def dropout_rows(x: Tensor, p: float, seed: int, n_id: Tensor) -> Tensor:
     """Return rows with some entries dropped, and the others scaled."""
-    out: Tensor = DropoutRows.apply(x.reshape(len(x), -1), p, seed, n_id)
+    out: Tensor = DropoutRows.apply(x.reshape(len(x), math.prod(x.shape[1:])), p, seed, n_id)
     return out.view(x.shape)
 
 
@@ -43,7 +44,7 @@ class DropoutRows(torch.autograd.Function):
         """Drop numbers."""
         ctx.save_for_backward(n_id)
         ctx.p, ctx.seed = p, seed
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)  # rows in a row, which those of x need not be
         dropout_rows_(out, x, n_id, seed, p)
         return out
 
@@ -52,6 +53,6 @@ class DropoutRows(torch.autograd.Function):
         """Drop those of the gradient."""
         once_differentiable()
         (n_id,) = ctx.saved_tensors
-        out = torch.empty_like(grad)
+        out = grad.new_empty(grad.shape)
         dropout_rows_(out, grad, n_id, ctx.seed, ctx.p)
         return out, None, None, None

@@ -48,7 +48,7 @@ def place_of(
         device: Where rows are computed on; by default the CPU.
     """
     n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
-    return Place(home, device or graph.device, spans(graph, chunks), n_id, graph.seeds, graph.exchange, slots)
+    return Place(home, device or graph.device, spans(graph, chunks), chunks, n_id, graph.seeds, graph.exchange, slots)
 
 
 def move(data: Any, place: Place) -> Any:

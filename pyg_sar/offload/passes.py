@@ -6,6 +6,7 @@ and differentiates it (HongTu, section 4.2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -261,23 +262,27 @@ class Take(torch.autograd.Function):
 
 
 class Total(torch.autograd.Function):
-    """The sum of all rows, as an ordinary tensor, summed up in at least single precision."""
+    """The sum of all rows, or of all numbers, as an ordinary tensor, made in at least single precision; with a divisor,
+    the mean.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: HostRows) -> Tensor:
+    def forward(ctx: Any, rows: HostRows, numbers: bool, divisor: int | None) -> Tensor:
         """Add up ranges."""
-        ctx.place, ctx.shape = rows.place, rows.shape
+        ctx.place, ctx.shape, ctx.divisor = rows.place, rows.shape, divisor
         assert rows.host is not None
         given, dtype = reader(rows), accumulator(rows.dtype) if rows.is_floating_point() else None
         sums = [given(span).sum(0, dtype=dtype) for span in rows.place.ranges]
-        total = torch.stack(sums).sum(0)
+        total = torch.stack(sums).sum(None if numbers else 0)
+        total = total if divisor is None else total / divisor
         return total if dtype is None else total.to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """All rows have the same gradient, which takes the memory of one."""
         once_differentiable()
-        return HostRows(ctx.place, grad.cpu().expand(ctx.shape))
+        grad = grad if ctx.divisor is None else grad / ctx.divisor
+        return HostRows(ctx.place, grad.cpu().expand(ctx.shape)), None, None
 
 
 class Moments(torch.autograd.Function):
@@ -322,8 +327,10 @@ def reshape(func: Callable, args: Any, kwargs: Any) -> HostRows:
     """Shape each row anew: the number of rows is that of the range."""
     rows, *shape = args
     shape = list(shape[0]) if shape and isinstance(shape[0], (list, tuple)) else shape
-    if shape and shape[0] == len(rows) and -1 not in shape:
-        shape = [-1, *shape[1:]]
+    if shape and shape[0] == len(rows):
+        known = math.prod(size for size in shape[1:] if size != -1)
+        width = math.prod(rows.shape[1:]) // max(known, 1)
+        shape = [-1, *(width if size == -1 else size for size in shape[1:])]
     return record(func, (rows, *shape), kwargs)
 
 
@@ -366,9 +373,8 @@ def total(func: Callable, args: Any, kwargs: Any) -> Any:
         return record(func, args, kwargs)
     if (dims is not None and dims != [0]) or len(args) > 2 or kwargs.keys() - {"dim"}:
         refuse(func, args, kwargs, "of rows, 'sum(0)', 'mean(0)', 'sum()' and 'mean()' are known")
-    out = Total.apply(force(rows))
-    out = out.sum() if dims is None else out
-    return out if name_of(func) == "sum" else out / (rows.numel() if dims is None else len(rows))
+    count = rows.numel() if dims is None else len(rows)
+    return Total.apply(force(rows), dims is None, None if name_of(func) == "sum" else count)
 
 
 @answers("batch_norm")

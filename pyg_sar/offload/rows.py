@@ -32,6 +32,7 @@ class Place(NamedTuple):
         home: Makes memory for rows.
         device: Computes.
         ranges: The rows that are computed on at one time.
+        chunks: In how many ranges they were asked to be cut, of which some would be empty.
         n_id: Global ids of the rows.
         seeds: Of what is dropped.
         exchange: The workers, of which each has some of the rows.
@@ -42,6 +43,7 @@ class Place(NamedTuple):
     home: Home
     device: torch.device
     ranges: list[tuple[int, int]]
+    chunks: int
     n_id: Tensor
     seeds: Seeds
     exchange: Exchange

@@ -18,7 +18,7 @@ from pyg_sar.caller import beyond, spoken, within
 from pyg_sar.distributed import guard
 from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.operations import sharded
+from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
 from pyg_sar.watch import ROWS, SAME, current, install
 from pyg_sar.watch.kinds import SHARE, Call, Kind, Local
@@ -155,8 +155,7 @@ class Watch(TorchFunctionMode):
         try:
             out = function(*args, **kwargs)
             given = {kind.what for t in tensors(args, kwargs) if (kind := self.kind(t)) is not None}
-            shares = (it for it in sharded(args, kwargs) if not it._graph.exchange.alone)
-            known = what != ROWS or ROWS in given or next(shares, None) is not None
+            known = what != ROWS or ROWS in given or next(shares(args, kwargs), None) is not None
             dim = getattr(args[0], "node_dim", 0) if what == ROWS else 0
             for t in tensors(out):
                 self.mark(t, Kind(what, dim % max(t.dim(), 1)) if known else None)

@@ -572,3 +572,61 @@ def test_what_cannot_be_checked() -> None:
     text = refused(lambda model, data: model(x, data.edge_index, data.edge_attr)[data.train_mask].sum())
     assert "fails on the small graph in one process already" in text and "from the `data`" in text
     assert "no 'edge_index'" in refused(correct, Data(x=x))
+
+
+class Attributes(torch.nn.Module):
+    """What is called ``group`` and ``_cached_k`` here is the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.group, self._cached_k = pyg_sar.nn.SAGEConv(WIDTH, CLASSES), 4, 3
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index) * self.group * self._cached_k
+
+
+def test_attributes_of_the_user() -> None:
+    def step(model: torch.nn.Module, data: Data) -> Tensor:
+        out = model(data.x, data.edge_index)
+        return finish(pyg_sar.global_mean(F.cross_entropy(out, data.y, reduction="none")), model)
+
+    pyg_sar.check(step, graph(), Attributes())
+
+
+class TwoTables(torch.nn.Module):
+    """Learns features of two types of nodes, of which there are as many."""
+
+    def __init__(self, data: HeteroData, group: Any) -> None:
+        super().__init__()
+        tables = {t: pyg_sar.nn.NodeEmbedding(data[t], 4, group=group) for t in data.node_types}
+        self.tables = torch.nn.ModuleDict(tables)
+        self.conv = torch_geometric.nn.HeteroConv({it: pyg_sar.nn.SAGEConv(4, CLASSES) for it in data.edge_types})
+
+    def forward(self, edges: dict[Any, Tensor]) -> Tensor:
+        return self.conv({t: table() for t, table in self.tables.items()}, edges)["paper"]
+
+
+def two_tables_step(model: torch.nn.Module, data: HeteroData) -> Tensor:
+    out = model(data.edge_index_dict)
+    return finish(pyg_sar.global_mean(F.cross_entropy(out, data["paper"].y, reduction="none")), model)
+
+
+def check_two_tables(group: Any, folder: Path) -> None:
+    data = pyg_sar.load(folder, group=group)
+    model = TwoTables(data, group)
+    pyg_sar.check(two_tables_step, data, model)
+    model.tables["paper"].num_nodes = 7
+    with pytest.raises(pyg_sar.CheckError, match=r"The table 'tables\.paper' is of 7 nodes, which 'data' does not"):
+        pyg_sar.check(two_tables_step, data, model)
+
+
+def test_tables_of_two_types_with_as_many_nodes(pool, tmp_path) -> None:
+    g, data = torch.Generator().manual_seed(0), HeteroData()
+    for t in ("author", "paper"):
+        data[t].num_nodes = 60
+    data["paper"].y = torch.randint(CLASSES, (60,), generator=g)
+    for source, target in (("author", "paper"), ("paper", "author")):
+        data[source, "to", target].edge_index = torch.randint(60, (2, 200), generator=g)
+    method = {t: torch.randint(2, (60,), generator=g) for t in ("author", "paper")}
+    pyg_sar.partition(data, 2, tmp_path / "parts", method=method)
+    pool.run(2, check_two_tables, tmp_path / "parts")

@@ -239,6 +239,21 @@ def test_one_assignment_of_all_types(tmp_path):
     assert report["method"] == "given" and report["nodes"] == [45, 41]
 
 
+@pytest.mark.parametrize("wrong", ["missing", "unknown", "swapped"])
+def test_assignments_that_do_not_fit(tmp_path, wrong):
+    given = {t: torch.arange(n) % 2 for t, n in NODES.items()}
+    one, other, *_ = given
+    if wrong == "missing":
+        del given[one]
+    elif wrong == "unknown":
+        given["nobody"] = torch.zeros(3, dtype=torch.long)
+    else:
+        given[one], given[other] = given[other], given[one]
+    with pytest.raises(ValueError, match="Expected 'method' to have the part of each node, by type"):
+        pyg_sar.partition(graph(), 2, tmp_path / "g", method=given)
+    assert not (tmp_path / "g").exists()
+
+
 def test_a_worker_without_nodes_of_a_type(pool, tmp_path):
     given = {t: torch.ones(n, dtype=torch.long) if t == "venue" else torch.arange(n) % 2 for t, n in NODES.items()}
     given["author"][:] = 0

@@ -634,3 +634,16 @@ def test_killed_between_two_renames(tmp_path):
     with pytest.raises(FileExistsError, match="exists already"), store.create(out):
         raise AssertionError("not reached")
     assert store.read_meta(out)["identity"] == "old" and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("what", [{"version": 3}, {"identity": "changed"}])
+def test_overwrite_of_what_cannot_be_read_any_more(folder, what):
+    file = folder / "meta.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | what))
+    with pytest.raises(ValueError):
+        store.read_meta(folder)
+    with store.create(folder, overwrite=True) as new:
+        for shard in shards("b" * 32):
+            store.write_part(new, shard)
+        store.write_meta(new, {"identity": "b" * 32})
+    assert store.read_meta(folder)["identity"] == "b" * 32

@@ -260,3 +260,31 @@ def histogram(group):
 def test_degree_histogram(pool):
     expected = torch.bincount(torch.bincount(edges()[1], minlength=NUM_NODES)).tolist()
     assert pool.run(3, histogram) == [expected] * 3
+
+
+class Strided(torch.nn.Module):
+    """Parameters and buffers whose order in memory differs between workers."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 4) if rank else torch.randn(4, 3).t())
+        self.register_buffer("prior", torch.tensor([0.5]).expand(64))
+        self.register_buffer("small", torch.arange(6, dtype=torch.int16).view(2, 3) + rank)
+
+
+def strided(group):
+    rank = dist.get_rank(group)
+    torch.manual_seed(rank)
+    model = Strided(rank)
+    broadcast_parameters(model, group)
+    return {name: t.clone() for name, t in model.state_dict().items()}, all_reduce(model.weight.t() * 2.0, group)
+
+
+def test_parameters_in_any_order_of_memory(pool):
+    (first, total), (other, same) = pool.run(2, strided)
+    torch.manual_seed(0)
+    assert torch.equal(first["weight"], torch.randn(4, 3).t())
+    for name, value in first.items():
+        assert torch.equal(other[name], value), name
+    torch.testing.assert_close(total, 4 * first["weight"].t())
+    assert torch.equal(total, same)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyg_sar.distributed import notices
-from pyg_sar.distributed.notices import EVERYBODY, LostWorkers, Notices
+from pyg_sar.distributed.notices import EVERYBODY, NOBODY, LostWorkers, Notices
 
 
 class Store:
@@ -137,6 +137,27 @@ def test_leaving_while_others_wait_for_a_third_one(boards):
     for it in (thread, *more):
         it.join(5)
     assert isinstance(found[0], float)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), ([1, 2], [1, 2]), (2, NOBODY)])
+def test_leaving_while_others_talk_among_themselves(boards, first, second):
+    """In a group without this one, for longer than many signs."""
+    boards[1].waits, boards[2].waits = first, second
+    found, (thread,) = leaving(boards[:1], 10.0)
+    time.sleep(0.5)
+    assert not found
+    more = leaving(boards[1:], 10.0)[1]
+    for it in (thread, *more):
+        it.join(5)
+    assert isinstance(found[0], float)
+
+
+@pytest.mark.parametrize("waits", [0, [0, 1], 2])
+def test_leaving_while_one_waits_for_one_that_waits_for_this_one(boards, waits):
+    boards[1].waits, boards[2].waits = waits, [0, 2]
+    found, (thread,) = leaving(boards[:1], 10.0)
+    thread.join(5)
+    assert "This worker has left" in found[0] and "waits for it" in found[0]
 
 
 @pytest.mark.parametrize(

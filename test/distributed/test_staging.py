@@ -62,3 +62,8 @@ def test_copies():
     landing.host.copy_(host)
     landing.finish()
     assert torch.equal(into * 2, 2 * x + 2)
+
+
+def test_nothing_is_staged_without_a_group():
+    assert not dist.is_initialized()
+    assert not staging.is_staged(mock.Mock(is_cuda=True), None)

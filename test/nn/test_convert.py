@@ -186,3 +186,26 @@ def test_rows_between_layers_are_compiled():
         out = compiled(x, it)
         close(out, expected, "compiled", 1e-6)
         out.sum().backward()
+
+
+class Grouped(torch.nn.Module):
+    """What is called ``group`` here is no group of workers."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.conv, self.norm = gnn.SAGEConv(8, 8), pyg_sar.nn.BatchNorm(8, group=own)
+
+    def forward(self, x, edge_index):
+        return self.group([self.norm(self.conv(x, edge_index)), x])
+
+    def group(self, rows):
+        return torch.stack(rows).sum(0)
+
+
+def test_only_groups_of_workers_are_replaced():
+    own, other = object(), object()
+    model = convert(Grouped(own))
+    assert model(torch.randn(NUM_NODES, 8), edges()).shape == (NUM_NODES, 8) and model.norm.module.group is own
+    assert (
+        "group" not in vars(model) and convert(model, other).norm.module.group is other and "group" not in vars(model)
+    )

@@ -1,4 +1,4 @@
-"""What looks at the rows of all workers leaves them alone where a model runs on an ordinary graph."""
+"""What looks at the rows of all workers leaves them alone where a model runs on a graph that this process holds."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch_geometric.nn as gnn
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 from torch_geometric.data import Data
 
-from pyg_sar import nn
+from pyg_sar import nn, shard
 
 V = ("v", "to", "v")
 
@@ -56,25 +56,30 @@ def modules():
 
 
 def one_alone(group):
-    """Rank 0 runs models on an ordinary graph while the others do not; then all of them on the sharded one."""
+    """Rank 0 runs models on a graph of its own while the others do not; then all of them on their shares of one."""
     torch.manual_seed(1)
     x = torch.randn(NUM_NODES, 8, dtype=torch.float64)
     mine = share(group, edges(), assignment("random", group.size()))
     for reference, given in modules():
         reference = reference.double()
         model = nn.convert(copy.deepcopy(reference), group)
+        whole = reference(*given(x, edges()))
         if dist.get_rank(group) == 0:
-            alone = nn.convert(copy.deepcopy(reference), group)
-            close(alone(*given(x, edges())), reference(*given(x, edges())), f"{reference} alone")
-        else:
-            reference(*given(x, edges()))  # running statistics
+            for it in (edges(), shard(edges(), NUM_NODES, 2)):
+                alone = nn.convert(copy.deepcopy(reference), group)
+                close(alone(*given(x, it)), whole, f"{reference} alone")
         expected = reference(*given(x, edges()))
         for _ in range(2):
             out = model(*given(x[mine.src], mine.edge_index))
         close(out, expected[mine.src] if out.size(0) > 1 else expected, f"{reference} together")
     pools, whole = Pools(), Pools()(x, edges(), gnn)
+    cheb, cheb_of_pyg = nn.ChebConv(8, 4, 3).double(), gnn.ChebConv(8, 4, 3).double()
+    cheb_of_pyg.load_state_dict(cheb.state_dict())
+    cheb.group = group
     if dist.get_rank(group) == 0:
-        close(pools(x, edges(), group=group), whole, "pools alone")
+        for it in (edges(), shard(edges(), NUM_NODES, 2)):
+            close(pools(x, it, group=group), whole, "pools alone")
+            close(cheb(x, it), cheb_of_pyg(x, edges()), "ChebConv alone")
     close(pools(x[mine.src], mine.edge_index, group=group), whole, "pools together")
     close(nn.BatchNorm1d(8, group=group).double()(x[mine.src]), torch.nn.BatchNorm1d(8).double()(x)[mine.src], "rows")
 

@@ -22,6 +22,7 @@ from pyg_sar import nn, offload, ops
 from pyg_sar.nn.convert import convert
 from pyg_sar.offload import chunks as by_chunks
 from pyg_sar.offload import slots
+from pyg_sar.offload.dropout import dropout_rows
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
@@ -246,6 +247,14 @@ def test_backward_runs_a_layer_in_the_mode_of_forward():
     equal(*results)
 
 
+def test_dropout_of_no_rows_and_of_rows_that_are_columns_in_memory():
+    for x in (torch.ones(0, 3, 2), torch.ones(3, 5).t()):
+        x.requires_grad_()
+        out = dropout_rows(x, 0.5, 1, torch.arange(len(x)))
+        out.backward(torch.ones_like(x))
+        assert out.shape == x.shape and torch.equal(x.grad, out)
+
+
 def test_dropout_of_rows():
     """It is a function of the row, so the same in every number of chunks, and in backward."""
     results = []
@@ -278,6 +287,7 @@ FUNCTIONS = {
     "norm": lambda x: x.norm(dim=1, keepdim=True),
     "view": lambda x: x.view(-1, 2, 4),
     "reshape": lambda x: x.reshape(x.size(0), 4, 2).sum(2),
+    "heads": lambda x: x.view(x.size(0), -1, 2).view(x.size(0), -1),
     "columns": lambda x: x[:, 2:5],
     "one": lambda x: x[:, 3],
     "split": lambda x: x[..., :4] * x[..., 4:],
@@ -393,6 +403,23 @@ def test_sums_in_half_precision_round_once():
     data = small(12)
     x = HostRows(data.x.place, torch.rand(NUM_NODES, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
     assert torch.equal(x.sum(0), x.host.float().sum(0).bfloat16())
+    assert torch.equal(x.mean(0), x.host.float().mean(0).bfloat16())
+    assert torch.equal(x.mean(), x.host.float().mean().bfloat16())
+    large = HostRows(data.x.place, torch.full((NUM_NODES, 4), 2000.0).half()).requires_grad_()
+    mean = large.mean(0)
+    mean.sum().backward()
+    assert mean.eq(2000).all() and host(large.grad).eq(torch.tensor(1 / NUM_NODES).half()).all()
+
+
+def test_chunks_around_a_hub():
+    """No range is empty, which functions of rows would have to know how to take."""
+    edge_index = torch.stack([torch.arange(NUM_NODES).repeat(50), torch.zeros(50 * NUM_NODES, dtype=torch.int64)])
+    for num_nodes, count in ((NUM_NODES, 4), (1, 3)):
+        data = Data(x=torch.ones(num_nodes, 4), edge_index=pyg_sar.shard(edge_index % num_nodes, num_nodes))
+        data = offload(data, chunks=count)
+        assert all(a < b for a, b in data.x.place.ranges)
+        out = nn.GraphNorm(4)(F.dropout(data.x, 0.5))[torch.arange(num_nodes)]
+        assert out.shape == (num_nodes, 4) and torch.isfinite(out).all()
 
 
 def test_rows_that_are_taken():

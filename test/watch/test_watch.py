@@ -516,3 +516,37 @@ def test_compiled_code_is_left_alone(parts: str) -> None:
         return torch.compile(lambda x: x.relu() + 1, backend="eager", fullgraph=True)(data.x)
 
     passes(f"{parts}/one", work)
+
+
+class Centred(gnn.MessagePassing):
+    """Has an argument that is no tensor, for which it runs one-shot, and a mean over nodes."""
+
+    def __init__(self, centred: bool) -> None:
+        super().__init__()
+        self.centred = centred
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        return self.propagate(edge_index, x=x, k=(1, 2))
+
+    def message(self, x_j: Tensor, k: Any) -> Tensor:
+        return k[0] * x_j.tanh()
+
+    def update(self, out: Tensor) -> Tensor:
+        return out - out.mean(0) if self.centred else out * 2
+
+
+def test_code_of_layers_that_run_one_shot(parts: str) -> None:
+    def work(centred: bool, hooked: bool) -> Callable[[Any], Tensor]:
+        def run(data: Any) -> Tensor:
+            it = pyg_sar.nn.convert(Centred(centred))
+            if hooked:
+                it.register_message_forward_hook(lambda *_: None)
+            return it(data.x, data.edge_index)
+
+        return run
+
+    for hooked in (False, True):
+        for result in outcomes(f"{parts}/one", work(True, hooked)):
+            assert isinstance(result, NotImplementedError) and "'mean'" in str(result), result
+        first, second = passes(f"{parts}/one", work(False, hooked))
+        assert first.shape[1:] == second.shape[1:] == (8,)

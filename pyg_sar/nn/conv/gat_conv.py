@@ -12,7 +12,13 @@ from pyg_sar.aggregate import SUMS, is_elsewhere
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear
 from pyg_sar.nn.conv.attention import attend, pack, replace_self_loops, travelling
-from pyg_sar.nn.conv.message_passing import MessagePassing, affine, loops_between_sets
+from pyg_sar.nn.conv.message_passing import (
+    MessagePassing,
+    edge_weights,
+    is_matrix,
+    loops_between_sets,
+    multiplies_edges,
+)  # fmt: skip
 from pyg_sar.ops.reference import ADDITIVE
 from pyg_sar.sources import ProjectedRows
 
@@ -48,17 +54,18 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
     ) -> Any:  # fmt: skip
         """Run the forward pass."""
         x = self.pair(x, edge_index)
-        graph = self.streamed(edge_index, x, size) if return_attention_weights is None else None
+        usual = return_attention_weights is None and multiplies_edges(self.lin_edge, edge_attr)
+        graph = self.streamed(edge_index, x, size) if usual else None
         if graph is None or loops_between_sets(self, graph, edge_index):
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
         res = None if self.res is None or x_dst is None else self.res(x_dst)
         if self.add_self_loops:
             graph, edge_attr = replace_self_loops(graph, edge_attr, self.fill_value)
+        rows, query, project = self.inputs(graph, x_src, x_dst)
         edge = None
         if edge_attr is not None and self.lin_edge is not None:
-            edge = edge_attr, through(self.lin_edge.weight, self.att_edge)
-        rows, query, project = self.inputs(graph, x_src, x_dst)
+            edge = edge_attr, through(edge_weights(self.lin_edge, edge_attr), self.att_edge)
         return attend(
             self, graph, ADDITIVE, self.negative_slope, rows, query, edge, project=project, res=res, bias=self.bias
         )  # fmt: skip
@@ -94,12 +101,6 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
     def terms(self, z: Tensor, att: Tensor) -> Tensor:
         """Return the terms of transformed rows, one for each head."""
         return (z.view(-1, self.heads, self.out_channels) * att).sum(-1)
-
-
-def is_matrix(lin: Any) -> bool:
-    """Whether a linear layer is nothing but its weight."""
-    pair = affine(lin)
-    return pair is not None and pair[1] is None
 
 
 def through(weight: Tensor, att: Tensor) -> Tensor:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from pyg_sar.aggregate import SUMS
 from pyg_sar.nn.conv.attention import attend, replace_self_loops
-from pyg_sar.nn.conv.message_passing import MessagePassing, affine, loops_between_sets, project
+from pyg_sar.nn.conv.message_passing import (
+    MessagePassing,
+    affine,
+    edge_weights,
+    loops_between_sets,
+    multiplies_edges,
+    project,
+)  # fmt: skip
 from pyg_sar.ops.reference import GATV2
 from pyg_sar.sources import ProjectedRows
 
@@ -44,7 +51,8 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
     ) -> Any:
         """Run the forward pass."""
         x = self.pair(x, edge_index)
-        graph = self.streamed(edge_index, x) if return_attention_weights is None else None
+        usual = return_attention_weights is None and multiplies_edges(self.lin_edge, edge_attr)
+        graph = self.streamed(edge_index, x) if usual else None
         if graph is None or loops_between_sets(self, graph, edge_index):
             return super().forward(x, edge_index, edge_attr, return_attention_weights)
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
@@ -58,7 +66,7 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
         edge = None
         if edge_attr is not None:
             assert self.lin_edge is not None
-            edge = edge_attr, self.lin_edge.weight
+            edge = edge_attr, edge_weights(self.lin_edge, edge_attr)
         out = attend(
             self, graph, GATV2, self.negative_slope, rows, query, edge, self.att, res=res, bias=self.bias
         )  # fmt: skip

@@ -77,6 +77,7 @@ def normalised(
     """Return the graph and its weights, with self-loops unless ``fill`` is None, and by what the rows of sources and
     destinations are scaled, :math:`(n_{src}, 1)`.
     """
+    edge_weight = None if edge_weight is None else edge_weight.view(-1)
     if fill is not None:
         graph, edge_weight = add_remaining_self_loops(graph, edge_weight, fill)
     scale = degree(graph, edge_weight, dtype).pow(-0.5)

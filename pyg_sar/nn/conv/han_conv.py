@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pyg_sar.distributed.collectives import global_sum, grouped
 from pyg_sar.nn.conv.message_passing import MessagePassing
-from pyg_sar.operations import sharded
+from pyg_sar.operations import shares
+from pyg_sar.ops.reference import accumulator
 
 
 class HANConv(MessagePassing, torch_geometric.nn.HANConv):
@@ -33,7 +34,7 @@ class HANConv(MessagePassing, torch_geometric.nn.HANConv):
         return_semantic_attention_weights: bool = False,
     ) -> Any:  # fmt: skip
         """Run the forward pass."""
-        if not grouped(self.group) or next(sharded(edge_index_dict), None) is None:
+        if not grouped(self.group) or next(shares(edge_index_dict), None) is None:
             return super().forward(x_dict, edge_index_dict, return_semantic_attention_weights)
         rows = {t: self.proj[t](x).view(-1, self.heads, self.out_channels // self.heads) for t, x in x_dict.items()}
         outs: dict[str, list[Tensor]] = {t: [] for t in x_dict}
@@ -51,7 +52,9 @@ class HANConv(MessagePassing, torch_geometric.nn.HANConv):
         if not outs:
             return None, None
         out = torch.stack(outs)
-        count = global_sum(out.new_tensor(float(out.size(1))), self.group).clamp(min=1)
-        mean = global_sum(torch.tanh(self.k_lin(out)).sum(1), self.group) / count
+        rows = torch.tanh(self.k_lin(out))
+        share = rows.sum(1, dtype=accumulator(rows.dtype))
+        count = global_sum(share.new_tensor(float(out.size(1))), self.group).clamp(min=1)
+        mean = (global_sum(share, self.group) / count).to(rows.dtype)
         weights = F.softmax((self.q * mean).sum(-1), 0)
         return (weights.view(-1, 1, 1) * out).sum(0), weights

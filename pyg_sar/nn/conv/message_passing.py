@@ -108,20 +108,13 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         """Whether :meth:`stream` can do with these arguments of :meth:`propagate`; yes, by default."""
         return True
 
-    @gives(ROWS)
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Stream if possible, else run PyG's own code."""
-        if type(self).stream is not MessagePassing.stream and self.streams(kwargs):
-            graph = self.streamed(edge_index, kwargs.get("x"), size)
-            if graph is not None:
-                return self.stream(graph, **kwargs)
-        call = Call(self, kwargs)
-        if isinstance(edge_index, ShardedEdgeIndex):
-            out = replay(call, edge_index, size)
-            if out is not None:
-                return out
+        out = self.propagated(edge_index, size, kwargs)
+        if out is not None:
+            return out
         try:
-            return call.run(edge_index, size, kwargs)
+            return as_rows(self, edge_index, Call(self, kwargs).run(edge_index, size, kwargs))
         except IndexError as error:  # PyG's quantiles of nodes without in-edges, for example
             if not isinstance(edge_index, ShardedEdgeIndex):
                 raise
@@ -131,13 +124,34 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             ) from error
 
     @gives(ROWS)
+    def propagated(self, edge_index: Any, size: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the result of :meth:`propagate` if it can stream."""
+        if type(self).stream is not MessagePassing.stream and self.streams(kwargs):
+            graph = self.streamed(edge_index, kwargs.get("x"), size)
+            if graph is not None:
+                return self.stream(graph, **kwargs)
+        return replay(Call(self, kwargs), edge_index, size) if isinstance(edge_index, ShardedEdgeIndex) else None
+
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Stream if possible, else run PyG's own code; the generated one does not know the arguments of an overridden
         ``forward``.
         """
+        out = self.updated_edges(edge_index, size, kwargs)
+        if out is not None:
+            return out
+        return as_rows(self, edge_index, Call(self, kwargs, updates=True).run(edge_index, size, kwargs))
+
+    @gives(ROWS)
+    def updated_edges(self, edge_index: Any, size: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the result of :meth:`edge_updater` if it can stream."""
         call = Call(self, kwargs, updates=True)
-        out = replay(call, edge_index, size) if isinstance(edge_index, ShardedEdgeIndex) else None
-        return call.run(edge_index, size, kwargs) if out is None else out
+        return replay(call, edge_index, size) if isinstance(edge_index, ShardedEdgeIndex) else None
+
+
+@gives(ROWS)
+def as_rows(layer: Any, edge_index: Any, out: Any) -> Any:
+    """Report what a layer's own code made, which ran one-shot: the watch has looked at it as at any other code."""
+    return out
 
 
 def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
@@ -149,7 +163,7 @@ def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
     given = {n: args[k] if k < len(args) else kwargs.get(n) for n, k in layer.edge_arguments.items()}
     it: Any = given.pop("edge_index", None)
     sharded = isinstance(it, ShardedEdgeIndex)
-    if not (sharded or (layer.streamable and type(it) is Tensor)) or it.dim() != 2:
+    if not (sharded or (layer.streamable and type(it) is Tensor)) or it.dim() != 2 or it.layout != torch.strided:
         return
     for name, t in given.items():
         if not isinstance(t, Tensor) or t.dim() == 0 or t.size(0) == it.size(1):
@@ -185,6 +199,27 @@ def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:
     if type(lin) is not torch_geometric.nn.Linear or any(hooks) or is_uninitialized_parameter(lin.weight):
         return None
     return lin.weight, lin.bias
+
+
+def multiplies_edges(lin: Any, edge_attr: Any) -> bool:
+    """Whether a linear layer of edge features is nothing but a matrix, or will be one, where there are features."""
+    if lin is None or not isinstance(edge_attr, Tensor):
+        return True
+    lazy = is_uninitialized_parameter(getattr(lin, "weight", None))
+    return lin.bias is None if lazy else is_matrix(lin)
+
+
+def is_matrix(lin: Any) -> bool:
+    """Whether a linear layer is nothing but its weight."""
+    pair = affine(lin)
+    return pair is not None and pair[1] is None
+
+
+def edge_weights(lin: Any, edge_attr: Tensor) -> Tensor:
+    """Return the matrix of a linear layer of edge features, which is made now if it has waited for their width."""
+    if is_uninitialized_parameter(lin.weight):
+        lin(edge_attr[:0] if edge_attr.dim() > 1 else edge_attr[:0].unsqueeze(-1))
+    return lin.weight
 
 
 def project(lin: Any, x: Tensor) -> Tensor:

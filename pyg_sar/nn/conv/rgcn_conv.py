@@ -45,6 +45,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     """
 
     streamable = SIMPLE
+    adds_to_zeros = True  # of the default type, as PyG's
 
     def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
@@ -83,8 +84,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         return self.finish(Multiply.apply(typed, graph.num_dst, sums, weights), x_dst)
 
     def finish(self, out: Tensor, x_dst: Tensor) -> Tensor:
-        """Add the destinations' own term and the bias; PyG adds to zeros of the default type."""
-        out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
+        """Add the destinations' own term and the bias."""
+        out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype())) if self.adds_to_zeros else out
         if self.root is not None:
             out = add(out, linear(x_dst, self.root.t()) if x_dst.is_floating_point() else self.root[x_dst])
         return out if self.bias is None else add(out, self.bias)
@@ -205,3 +206,4 @@ class FastRGCNConv(RGCNConv, torch_geometric.nn.FastRGCNConv):
     """
 
     streamable = SUMS
+    adds_to_zeros = False

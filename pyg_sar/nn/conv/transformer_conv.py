@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_sar.aggregate import SUMS
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.attention import attend, pack, travelling
-from pyg_sar.nn.conv.message_passing import MessagePassing, affine, project
+from pyg_sar.nn.conv.message_passing import MessagePassing, affine, edge_weights, multiplies_edges, project
 from pyg_sar.ops.reference import DOT
 from pyg_sar.sources import ProjectedRows
 
@@ -48,14 +48,14 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
         x = self.pair(x, edge_index)
         # PyG's layer says what is wrong with features that it does not expect.
         usual = return_attention_weights is None and (edge_attr is None) == (self.lin_edge is None)
-        graph = self.streamed(edge_index, x) if usual else None
+        graph = self.streamed(edge_index, x) if usual and multiplies_edges(self.lin_edge, edge_attr) else None
         if graph is None:
             return super().forward(x, edge_index, edge_attr, return_attention_weights)
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
-        edge = None if self.lin_edge is None else (edge_attr, self.lin_edge.weight)
-        factor = 1 / math.sqrt(self.out_channels)
+        factor, query = 1 / math.sqrt(self.out_channels), project(self.lin_query, x_dst)
         rows = self.rows(graph, x_src)
-        out = attend(self, graph, DOT, factor, rows, project(self.lin_query, x_dst), edge)  # type: ignore[arg-type]
+        edge = None if edge_attr is None else (edge_attr, edge_weights(self.lin_edge, edge_attr))
+        out = attend(self, graph, DOT, factor, rows, query, edge)
         if out.is_cuda and torch.is_autocast_enabled("cuda"):
             out = out.float()  # as PyG's, because there autocast sums up in single precision
         if not self.root_weight:
@@ -69,8 +69,9 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
     def rows(self, graph: ShardedGraph, x: Tensor) -> Tensor | ProjectedRows:
         """Return packed source rows, values and keys."""
         value, key, groups = affine(self.lin_value), affine(self.lin_key), travelling(self, graph)
-        if value is None or key is None:
-            return pack(self.lin_value(x), self.lin_key(x), self.heads, groups, 1)
+        if value is None or key is None or (value[1] is None) != (key[1] is None):
+            keys = self.lin_key(x)  # first, as in PyG, if random numbers are drawn for its weights
+            return pack(self.lin_value(x), keys, self.heads, groups, 1)
         (weight, bias), (key_weight, key_bias) = value, key
         both = None if bias is None or key_bias is None else pack(bias, key_bias, self.heads, groups, 0)
         return ProjectedRows(x, pack(weight, key_weight, self.heads, groups, 0), both)

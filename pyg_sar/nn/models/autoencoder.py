@@ -137,7 +137,7 @@ class ARGVA(ARGA, torch_geometric.nn.ARGVA):
         self, encoder: torch.nn.Module, discriminator: torch.nn.Module, decoder: torch.nn.Module | None = None
     ) -> None:
         super().__init__(encoder, discriminator, decoder)
-        self.VGAE = VGAE(encoder, decoder)
+        self.VGAE.__class__ = VGAE  # which another one would draw the weights again for
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Have the autoencoder that draws and compares distributions do so with the same workers."""

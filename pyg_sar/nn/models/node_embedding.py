@@ -122,6 +122,11 @@ class NodeEmbedding(torch.nn.Module):
         if rows is None:
             rows = every()
         elif rows.dtype == torch.bool:
+            if rows.shape != self.n_id.shape:
+                raise ValueError(
+                    f"[rank {rank_of(self.group)}] Expected a mask with an entry for each of this worker's "
+                    f"{self.n_id.numel()} nodes (got {list(rows.shape)}). Take that of the data that 'load' returned."
+                )
             rows = rows.nonzero().view(-1)
         elif rows.shape == self.n_id.shape and torch.equal(rows, self.n_id) and not torch.equal(rows, every()):
             raise ValueError(

@@ -21,4 +21,4 @@ class GraphSizeNorm(NormalisesPerGraph, torch_geometric.nn.GraphSizeNorm):
     def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the number of rows of all workers."""
         per_graph = PerGraph(x, batch, batch_size, self.group)
-        return x * per_graph.of_rows(per_graph.count.pow(-0.5))
+        return (x * per_graph.of_rows(per_graph.count.pow(-0.5))).to(x.dtype)

@@ -2,6 +2,7 @@ r"""Statistics of the rows of all workers, for each graph of a batch, for what P
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
+from pyg_sar.distributed.group import rank_of
 from pyg_sar.nn.norm.columns import Coefficients, NormaliseColumns, global_moments
 from pyg_sar.nn.together import together
+from pyg_sar.ops.reference import accumulator
 from pyg_sar.watch import ROWS, gives
 
 
@@ -18,10 +21,17 @@ class PerGraph:
     """Which graph of a batch each of the local rows belongs to, and how many rows all workers have of every graph.
 
     Workers number graphs alike. Without ``batch`` there is one graph; without ``batch_size`` there are as many as the
-    largest number on any worker says.
+    largest number on any worker says. Sums are made in at least single precision.
+
+    Raises:
+        ValueError: If there is more than a row of numbers for each node.
     """
 
     def __init__(self, x: Tensor, batch: Tensor | None, batch_size: int | None, group: Any) -> None:
+        if x.dim() > 2:
+            raise ValueError(
+                f"[rank {rank_of(group)}] Expected a row of numbers for each node, [n, channels] (got {list(x.shape)})"
+            )
         self.group = group
         self.batch = x.new_zeros(x.size(0), dtype=torch.long) if batch is None else batch
         if batch is None:
@@ -31,10 +41,11 @@ class PerGraph:
             batch_size = int(global_max(largest, group)) + 1
         self.size = batch_size
         count = torch.bincount(self.batch, minlength=batch_size)
-        self.count = all_reduce(count, group).to(x.dtype).view(-1, 1)
+        self.count = all_reduce(count, group).to(accumulator(x.dtype)).view(-1, *[1] * (x.dim() - 1))
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of rows for every graph, with its gradient."""
+        values = values.to(accumulator(values.dtype)) if values.is_floating_point() else values
         out = values.new_zeros(self.size, *values.shape[1:])
         return global_sum(out.index_add(0, self.batch, values), self.group)
 
@@ -75,12 +86,13 @@ class NormalisesPerGraph:
             self.track(*moments)
             return NormaliseColumns.apply(x, moments, self.group, self.coefficients, *parameters)
         per_graph = PerGraph(x, batch, batch_size, self.group)
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), x.dtype)
         mean = per_graph.mean(x)
         x = x - per_graph.of_rows(mean)
         m2 = per_graph.sum(x * x)
         self.track(per_graph.count, mean, m2)
         scale, shift = self.coefficients(per_graph.count.clamp(min=1), mean, m2, *parameters)
-        return x * per_graph.of_rows(scale) + per_graph.of_rows(shift)
+        return (x * per_graph.of_rows(scale) + per_graph.of_rows(shift)).to(dtype)
 
     def track(self, count: Any, mean: Tensor, m2: Tensor) -> None:
         """Note the moments, if a normalisation does."""

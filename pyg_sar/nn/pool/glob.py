@@ -24,7 +24,7 @@ def global_add_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
     gradient is a sum over the workers.
 
     Args:
-        x (torch.Tensor): This worker's rows, :math:`(n, F)`.
+        x (torch.Tensor): This worker's rows, :math:`(n, F)` or :math:`(n)`.
         batch (torch.Tensor, optional): The graph of each row, numbered alike on all workers.
         size (int, optional): The number of graphs. (default: :obj:`None`, one more than the largest on any worker)
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
@@ -34,7 +34,7 @@ def global_add_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
     """
     if not together(group):
         return torch_geometric.nn.global_add_pool(x, batch, size)
-    return PerGraph(x, batch, size, group).sum(x)
+    return PerGraph(x, batch, size, group).sum(x).to(x.dtype)
 
 
 def global_mean_pool(x: Tensor, batch: Tensor | None, size: int | None = None, group: Any = None) -> Tensor:
@@ -44,7 +44,7 @@ def global_mean_pool(x: Tensor, batch: Tensor | None, size: int | None = None, g
         \mathbf{r}_i = \frac{1}{N_i} \sum_{n=1}^{N_i} \mathbf{x}_n
 
     Args:
-        x (torch.Tensor): This worker's rows, :math:`(n, F)`.
+        x (torch.Tensor): This worker's rows, :math:`(n, F)` or :math:`(n)`.
         batch (torch.Tensor, optional): The graph of each row, numbered alike on all workers.
         size (int, optional): The number of graphs. (default: :obj:`None`, one more than the largest on any worker)
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
@@ -54,7 +54,8 @@ def global_mean_pool(x: Tensor, batch: Tensor | None, size: int | None = None, g
     """
     if not together(group):
         return torch_geometric.nn.global_mean_pool(x, batch, size)
-    return PerGraph(x, batch, size, group).mean(x)
+    out = PerGraph(x, batch, size, group).mean(x)
+    return out.to(x.dtype) if x.is_floating_point() else out
 
 
 def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, group: Any = None) -> Tensor:
@@ -66,7 +67,7 @@ def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
         \mathbf{r}_i = \mathrm{max}_{n=1}^{N_i} \, \mathbf{x}_n
 
     Args:
-        x (torch.Tensor): This worker's rows, :math:`(n, F)`.
+        x (torch.Tensor): This worker's rows, :math:`(n, F)` or :math:`(n)`.
         batch (torch.Tensor, optional): The graph of each row, numbered alike on all workers.
         size (int, optional): The number of graphs. (default: :obj:`None`, one more than the largest on any worker)
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
@@ -77,10 +78,10 @@ def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
     if not together(group):
         return torch_geometric.nn.global_max_pool(x, batch, size)
     per_graph = PerGraph(x, batch, size, group)
-    index = per_graph.batch.view(-1, 1).expand_as(x)
-    best = x.new_full((per_graph.size, x.size(1)), -torch.inf).scatter_reduce(0, index, x.detach(), "amax")
+    index = per_graph.batch.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
+    best = x.new_full((per_graph.size, *x.shape[1:]), -torch.inf).scatter_reduce(0, index, x.detach(), "amax")
     best = global_max(best, group)
-    hit = (x == per_graph.of_rows(best)).to(x.dtype)
-    ties = all_reduce(torch.zeros_like(best).index_add(0, per_graph.batch, hit), group)
-    share = per_graph.sum(hit / per_graph.of_rows(ties.clamp(min=1)) * zeros_of(x))
+    hit = (x == per_graph.of_rows(best)).to(per_graph.count.dtype)
+    ties = all_reduce(hit.new_zeros(best.shape).index_add(0, per_graph.batch, hit), group)
+    share = per_graph.sum(hit / per_graph.of_rows(ties.clamp(min=1)) * zeros_of(x)).to(x.dtype)
     return best.masked_fill((best == -torch.inf) & (ties == 0), 0) + share

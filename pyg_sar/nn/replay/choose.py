@@ -76,6 +76,8 @@ def kind_of(call: Call, graph: ShardedGraph) -> Iterator[Any]:
     """Yield what a strategy depends on that all workers know alike: not how many rows arguments have."""
     device = graph.device.type
     yield from (call.updates, graph.bipartite, graph.origin is None)
+    # Workers that have inferred something together know it together: others, or one alone, may be in another group.
+    yield None if graph.exchange.alone else id(graph.exchange.group)
     yield torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     yield tuple((type(module), module.training) for module in call.layer.modules())
     yield tuple(p.dtype for p in call.layer.parameters())

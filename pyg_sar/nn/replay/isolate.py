@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pyg_sar.nn.replay.trace import NotStreamable
+from pyg_sar.structure import takes_group
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def isolated(layer: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """
 
     def refuse(module: torch.nn.Module, args: Any) -> None:
-        if hasattr(type(module), "group") or (isinstance(module, _BatchNorm) and module.training):
+        if takes_group(type(module)) or (isinstance(module, _BatchNorm) and module.training):
             raise NotStreamable(f"its messages go through {type(module).__name__}, which sees all of them")
 
     handle = register_module_forward_pre_hook(refuse)
@@ -51,7 +52,7 @@ def side_effects(layer: torch.nn.Module, device: torch.device, lasting: bool) ->
         lasting: Whether an attribute that the code sets counts, because somebody may read it; of messages it is known
             what a layer keeps.
     """
-    drawn, before, attributes = _random_states(device), _footprint(layer), dict(layer.__dict__)
+    drawn, before, attributes = random_states(device), _footprint(layer), dict(layer.__dict__)
     buffers = {name: b.clone() for name, b in layer.named_buffers()}
     found: list[str] = []
     try:
@@ -62,13 +63,13 @@ def side_effects(layer: torch.nn.Module, device: torch.device, lasting: bool) ->
             found.append("its messages leave something behind")
         for name, b in layer.named_buffers():
             b.data.copy_(buffers.get(name, b))
-        if not torch.equal(drawn, _random_states(device)):
+        if not torch.equal(drawn, random_states(device)):
             found.append("it draws random numbers")
     if found:
         raise NotStreamable(found[0])
 
 
-def _random_states(device: torch.device) -> Tensor:
+def random_states(device: torch.device) -> Tensor:
     """Return the states of the generators from which a layer may draw random numbers."""
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
     return torch.cat(states)

@@ -2,6 +2,7 @@ r"""A random problem on a small *probe graph*, on which strategies for a layer a
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -44,6 +45,7 @@ class Problem:
         call.bind(graph, edge)
         self.layer, self.edge, self.device, self.signed = call.layer, edge, graph.device, signed
         self.side_effects: list[str] = []  # of the layer's code
+        self.is_positive = False
         self.random = torch.Generator().manual_seed(1)
         self.bipartite = graph.bipartite or graph.origin is not None
         self.size = (SRC, DST) if self.bipartite else (SRC, SRC)
@@ -77,6 +79,19 @@ class Problem:
             return value.new_zeros(shape)
         some = torch.randint(value.size(dim), (count,), generator=self.random)
         return value.index_select(dim, some.to(value.device))
+
+    def positive(self) -> Problem:
+        """Return the problem with positive numbers, of which logarithms and roots exist."""
+        if self.is_positive:
+            raise NotStreamable("it makes no finite numbers of random ones")
+
+        def make(kind: str, value: Any) -> Any:
+            given = kind != "const" and isinstance(value, Tensor) and value.is_floating_point()
+            return value.abs() + 0.1 if given else value
+
+        other = copy.copy(self)
+        other.call, other.is_positive = self.call.map(make, self.edge, self.bipartite), True
+        return other
 
     def graph(self, blocks: int) -> ShardedGraph:
         """Return the probe graph in some blocks."""
@@ -123,6 +138,7 @@ class Probe:
         graph, call, self.program = problem.graph(1), problem.leaves(), Program()
         inputs = call.bind(graph, problem.edge)
         self.runner = Runner(call, inputs, graph, self.program, 0)
+        self.runner.probes = True
         (self.block,) = graph.blocks
         self.x = leaf(inputs.packed(graph.num_src))
         edge = [e[self.block.edges] for e in inputs.edge]

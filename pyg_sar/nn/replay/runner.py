@@ -7,8 +7,9 @@ layer makes of the aggregate comes of a last run, on padding edges.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.halo import fetch_halo
 from pyg_sar.nn.replay.call import Call, Inputs, Ref, nodes_at
-from pyg_sar.nn.replay.isolate import State, substituted, unchanged
+from pyg_sar.nn.replay.isolate import State, random_states, substituted, unchanged
 from pyg_sar.nn.replay.trace import Dropout, NoMixing, NotStreamable, Reduction, Stop, Trace
 from pyg_sar.ops.dropout import dropout_factors
 from pyg_sar.reduce import Grads, Needs, Rows
@@ -67,12 +68,19 @@ class Runner:
         self.source_unread = 0 < len(inputs.src) == sum(ref.kind == "src" for ref in self.unread)
         self.drops = drops
         self.dropped = False  # whether a run asked for dropout
+        self.probes = False  # whether random numbers are looked for elsewhere
         self.tables = [fetch_halo(t, graph) for t in inputs.table]
         self.device = graph.device.type
         self.casts, self.dtype = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
         self.state = State(layer)
         frozen = (p for p in layer.parameters() if not p.requires_grad)
         self.versions = [(t, t._version) for t in (*frozen, *inputs.table) if not t.is_inference()]
+
+    def release(self) -> None:
+        """Let go of the arguments: backward has what it reads of them from autograd, which lets go of it afterwards."""
+        self.call = replace(self.call, kwargs={})
+        like = [t.new_empty(0, *t.shape[1:]) for t in self.inputs.src]
+        self.inputs = Inputs(src=like, spec=self.inputs.spec)
 
     def rows(self) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Return the rows of sources, destinations and edges, and what these share; without gradients those that are
@@ -89,12 +97,12 @@ class Runner:
         """Run on the edges of a block, to the end of the aggregation at most; return what becomes of edges."""
         mask = self.mask(lambda: self.graph.ids_of(block)) if self.drops else None
         tables, kwargs = self.arguments(self.inputs.unpacked(x), [t[block.ids] for t in self.tables], rows)
-        how |= {"tables": tables, "backwards": self.call.backwards}
+        how |= {"tables": tables, "backwards": self.call.backwards, "shared": self.shared(rows)}
         trace = Trace(block.row, block.col.long(), block.num_dst, cut=cut, mask=mask, **how)
-        try:
-            return self.run(trace, trace.edges, kwargs, (block.num_src, block.num_dst), self.call.updates, update=_stop)
-        except Stop:
-            return None
+        size = block.num_src, block.num_dst
+        with self.drawing_nothing(), suppress(Stop):
+            return self.run(trace, trace.edges, kwargs, size, self.call.updates, update=_stop)
+        return None
 
     def run_chunk(
         self, edges: Tensor, ids: Tensor, x: Tensor, table: Sequence[Tensor], rows: Rows, num_dst: int
@@ -106,12 +114,32 @@ class Runner:
         make = getattr(self.layer, name)
 
         def message(**given: Any) -> Any:
-            with NoMixing(edges.size(1)):
+            with NoMixing(edges.size(1), self.shared(rows)):
                 return make(**given)
 
         stubs: dict[str, Any] = {name: message, "update": lambda out, **_: out}
         given = edges.flip(0) if self.call.backwards else edges
-        return self.run(mode, given, kwargs, (x.size(0), num_dst), True, **stubs)
+        with self.drawing_nothing():
+            return self.run(mode, given, kwargs, (x.size(0), num_dst), True, **stubs)
+
+    def shared(self, rows: Rows) -> list[Tensor]:
+        """Return what all edges share."""
+        return [*rows.const, *self.layer.buffers()]
+
+    @contextmanager
+    def drawing_nothing(self) -> Iterator[None]:
+        """Raise for random numbers that messages draw: on each run of the same edges they would be others."""
+        if self.probes or (self.device == "cuda" and torch.cuda.is_current_stream_capturing()):
+            yield
+            return
+        self.drawn = random_states(self.graph.device)
+        yield
+        if not torch.equal(self.drawn, random_states(self.graph.device)):
+            raise RuntimeError(
+                f"Messages of '{type(self.layer).__name__}' draw random numbers, which they did not when it was first "
+                f"called: backward would draw others. Draw them before 'propagate', use 'F.dropout', or make a new "
+                f"layer where its code changes."
+            )
 
     def put(self, some: Tensor, out: Tensor, place: Any) -> None:
         """Write what was made of some messages to its place among what is made of all."""
@@ -166,6 +194,7 @@ class Runner:
             self.dropped = True
             if self.seed is None:
                 self.seed = self.graph.seeds.draw()
+                self.drawn = random_states(self.graph.device)
             seed = (self.seed + k * 0x9E3779B97F4A7C15) % (1 << 62)
             return dropout_factors(ids(), width, p, seed, torch.float32)
 

@@ -64,10 +64,13 @@ class Strategy:
         seed = graph.seeds.draw() if drops and self.program.drops else None
         if self.name in ("softmax", "passes"):
             runner = Runner(call, inputs, graph, self.program, seed, drops)
-            return in_one_pass(runner) if self.name == "softmax" else in_passes(runner)
-        padding = max(largest_degree(graph), FEWEST) if self.name == "padded" else FEWEST
-        whole = graph.merge().replace(remat=graph.remat)
-        return in_chunks(Runner(call, inputs, whole, self.program, seed, drops), padding, cells)
+            out = in_one_pass(runner) if self.name == "softmax" else in_passes(runner)
+        else:
+            padding = max(largest_degree(graph), FEWEST) if self.name == "padded" else FEWEST
+            runner = Runner(call, inputs, graph.merge().replace(remat=graph.remat), self.program, seed, drops)
+            out = in_chunks(runner, padding, cells)
+        runner.release()
+        return out
 
     def fits(self, call: Call, graph: ShardedGraph) -> bool:
         """Whether arguments are still rows of edges, or shared by them; all workers must find the same."""

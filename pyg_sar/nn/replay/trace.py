@@ -134,19 +134,48 @@ def mixes(num_edges: int, name: str, args: Any, kwargs: Any) -> bool:
     return any(d is None or (isinstance(d, int) and d % x.dim() == 0) for d in every)
 
 
+def in_place(name: str) -> bool:
+    """Whether a function of a name writes into its first argument."""
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+class Shared:
+    """Tensors that all edges share, however many rows they have: parameters, some that are known, and what is made of
+    these alone.
+    """
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        self.known = WeakIdKeyDictionary(dict.fromkeys(known, True))
+
+    def holds(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether a function is called with such tensors and no others; what it writes others into is none any more."""
+        given = [t in self.known or isinstance(t, torch.nn.Parameter) for t in tensors(args, kwargs)]
+        if not all(given) and in_place(name):
+            for t in tensors(args[:1]):
+                self.known.pop(t, None)
+        return bool(given) and all(given)
+
+    def add(self, out: Any) -> Any:
+        """Know what such a function returned."""
+        self.known.update(dict.fromkeys(tensors(out), True))
+        return out
+
+
 class NoMixing(TorchFunctionMode):
     """Refuses code that computes one number from all edges, which would be another one from some of them.
 
     To ask whether there are edges of some kind is allowed.
     """
 
-    def __init__(self, num_edges: int) -> None:
+    def __init__(self, num_edges: int, shared: Sequence[Tensor]) -> None:
         super().__init__()
-        self.num_edges = num_edges
+        self.num_edges, self.shared = num_edges, Shared(shared)
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch a function of torch."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if self.shared.holds(name, args, kwargs):
+            return self.shared.add(func(*args, **kwargs))
         if mixes(self.num_edges, name, args, kwargs) and args[0].is_floating_point():
             raise MixesEdges(f"it calls '{name}' across edges")
         return func(*args, **kwargs)
@@ -208,14 +237,16 @@ class Trace(Dropout):
         ended: Whether reductions are all known and edges stand for none: dropout is for rows of destinations.
         backwards: Whether ``edge_index`` holds destinations before sources.
         tables: The tensors whose rows may be read by source.
+        shared: Tensors that all edges share, besides parameters.
     """
 
     def __init__(
         self, row: Tensor, col: Tensor, num_dst: int, known: dict[int, Tensor], cut: Cut, *,
         expose: tuple[int, ...] = (), mask: Mask | None = None, ended: bool = False, backwards: bool = False,
-        tables: Sequence[Tensor] = (),
+        tables: Sequence[Tensor] = (), shared: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         super().__init__(row.numel(), mask)
+        self.shared = Shared(shared)
         self.row, self.col, self.num_dst, self.known, self.cut = row, col, num_dst, known, cut
         self.expose, self.ended, self.tables = expose, ended, tables
         self.edges = row.new_empty(()).expand(2, row.numel())  # what stands for 'edge_index'
@@ -238,6 +269,8 @@ class Trace(Dropout):
         kinds = {self.kinds.get(t) for t in tensors(args, kwargs)}
         if name == "dropout":
             return self.drop(func, args, kwargs)
+        if self.shared.holds(name, args, kwargs) and name not in VALUES:
+            return self.shared.add(func(*args, **kwargs))
         if kinds & {"edges", "row", "col"}:
             return self.index(func, name, args, kwargs)
         if name in VALUES and kinds != {"count"}:
@@ -248,8 +281,7 @@ class Trace(Dropout):
             raise NotStreamable(f"it calls '{name}' across edges")
         out = func(*args, **kwargs)
         if "unknown" in kinds and name not in KNOWN:
-            inplace = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-            for t in tensors((out, args[:1] if inplace else ())):
+            for t in tensors((out, args[:1] if in_place(name) else ())):
                 self.kinds[t] = "unknown"
         return out
 

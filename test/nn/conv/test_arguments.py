@@ -136,3 +136,83 @@ def test_forward_of_ones_own(layer):
     expected = subclass(gnn)(x, edges())
     for parts in (1, 2):
         torch.testing.assert_close(subclass(nn)(x, shard(edges(), N, parts)), expected, rtol=0, atol=1e-10)
+
+
+EDGE_LAYERS = ("GATConv", "GATv2Conv", "TransformerConv")
+
+
+def with_edges(library, name, **kwargs):
+    torch.manual_seed(0)
+    return getattr(library, name)(8, 4, 2, edge_dim=3, **kwargs).double()
+
+
+@pytest.mark.parametrize("name", EDGE_LAYERS)
+@pytest.mark.parametrize("parts", [0, 3])
+def test_layers_that_wait_for_the_width_of_edges(name, parts):
+    """Weights are drawn in the order in which PyG draws them."""
+    x, attr, found = torch.randn(N, 8), torch.randn(NUM_EDGES, 3), []
+    for library, it in ((gnn, edges()), (nn, shard(edges(), N, parts) if parts else edges())):
+        torch.manual_seed(0)
+        conv = getattr(library, name)((-1, -1), 4, edge_dim=-1)
+        found.append(conv((x, x), it, attr))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EDGE_LAYERS)
+@pytest.mark.parametrize("parts", [0, 3])
+def test_layers_of_edge_features_that_do_more_than_multiply(name, parts):
+    x, attr = torch.randn(N, 8, dtype=torch.float64), ATTR.double()
+    for make in (lambda: torch.nn.Linear(3, 8), lambda: torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh())):
+        found = []
+        for library, it in ((gnn, edges()), (nn, shard(edges(), N, parts) if parts else edges())):
+            conv = with_edges(library, name)
+            torch.manual_seed(1)
+            conv.lin_edge = make().double()
+            found.append(conv(x, it, attr))
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
+
+
+def test_a_bias_of_values_alone():
+    x, found = torch.randn(N, 8, dtype=torch.float64), []
+    for library, it in ((gnn, edges()), (nn, shard(edges(), N, 3))):
+        torch.manual_seed(0)
+        conv = library.TransformerConv(8, 4)
+        conv.lin_key = gnn.Linear(8, 4, bias=False)
+        found.append(conv.double()(x, it))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("parts", [0, 3])
+def test_weights_in_a_column(loops, parts):
+    x, weight = torch.randn(N, 8, dtype=torch.float64), WEIGHT.double().view(-1, 1)
+    expected = with_seed(lambda: gnn.GCNConv(8, 4, add_self_loops=loops).double())(x, edges(), weight)
+    conv = with_seed(lambda: nn.GCNConv(8, 4, add_self_loops=loops).double())
+    found = conv(x, shard(edges(), N, parts) if parts else edges(), weight)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def with_seed(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def test_edge_features_beside_a_sparse_matrix():
+    dense = torch.zeros(N, N)
+    dense[edges()[1], edges()[0]] = 1.0
+    matrix = dense.to_sparse()
+    attr = torch.randn(matrix._nnz(), 3, dtype=torch.float64)
+    x = torch.randn(N, 8, dtype=torch.float64)
+    found = [with_edges(library, "TransformerConv")(x, matrix, attr) for library in (gnn, nn)]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum"])
+def test_fast_rgcn_has_the_type_that_pyg_gives_it(aggr):
+    x, convs = torch.randn(N, 8).bfloat16(), []
+    for library in (gnn, nn):
+        convs.append([with_seed(lambda library=library: library.FastRGCNConv(8, 8, 5, aggr=aggr)).bfloat16()] * 2)
+    graphs = edges(), shard(edges(), N, 3)
+    expected, found = (b(a(x, it, TYPE).relu(), it, TYPE) for (a, b), it in zip(convs, graphs, strict=True))
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * expected.abs().max().item())

@@ -254,3 +254,11 @@ def plain_table(group, layer):
 def test_a_table_that_is_no_workers_own_is_refused(pool, layer):
     pool.run(2, plain_table, layer)
     assert layer(torch.nn.Embedding(NUM_NODES, 6).weight, pyg_sar.shard(edges(), NUM_NODES, 2)).size(0) == NUM_NODES
+
+
+@pytest.mark.parametrize("length", [3, NUM_NODES + 1])
+def test_a_mask_of_other_nodes(length):
+    table = NodeEmbedding(torch.arange(NUM_NODES), 4)
+    assert table(torch.arange(NUM_NODES) < 5).shape == (5, 4)
+    with pytest.raises(ValueError, match=rf"mask with an entry for each of this worker's {NUM_NODES} nodes"):
+        table(torch.ones(length, dtype=torch.bool))

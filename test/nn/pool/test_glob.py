@@ -70,3 +70,32 @@ def test_examples_without_rows_are_zero(name):
     batch = torch.tensor([0, 2, 2])
     x = torch.randn(3, 2)
     close(getattr(pyg_sar.nn, name)(x, batch, 4), getattr(torch_geometric.nn, name)(x, batch, 4), name, 1e-6)
+
+
+def other_shapes(group):
+    """A number for each node, many rows of half precision, and more than rows."""
+    rank, size = dist.get_rank(group), group.size()
+    g = torch.Generator().manual_seed(0)
+    x, batch = torch.randn(20, generator=g, dtype=torch.float64), torch.arange(20) // 5
+    mine = torch.arange(20) % size == rank
+    for name in POOLS:
+        theirs, ours = (getattr(library, name) for library in (torch_geometric.nn, pyg_sar.nn))
+        for numbers in (None, batch):
+            part = None if numbers is None else numbers[mine]
+            close(ours(x[mine], part, group=group), theirs(x, numbers), name)
+        try:
+            ours(torch.ones(3, 2, 2), None, group=group)
+        except ValueError as error:
+            assert f"[rank {rank}] Expected a row of numbers for each node" in str(error)
+        else:
+            raise AssertionError("more than rows")
+    many = torch.full((70_000 // size, 2), 0.5, dtype=torch.float16, requires_grad=True)
+    mean = pyg_sar.nn.global_mean_pool(many, None, group=group)
+    assert mean.dtype == torch.float16 and mean.eq(0.5).all()
+    norm = pyg_sar.nn.convert(torch_geometric.nn.GraphNorm(2), group).half()
+    out = norm(many.detach() * torch.tensor([1.0, 3.0]).half(), torch.zeros(len(many), dtype=torch.long))
+    assert out.dtype == torch.float16 and torch.isfinite(out).all()
+
+
+def test_other_shapes_and_types(pool):
+    pool.run(2, other_shapes)

@@ -264,6 +264,66 @@ def test_nothing_lives_on():
     assert seen[2]() is None
 
 
+def test_inputs_do_not_outlive_backward():
+    graph, seen = pyg_sar.shard(edges(), NUM_NODES, 3), []
+    for aggr in ("sum", "median"):
+        it = layer(lambda self, x, w, c: self.lin(x).tanh(), aggr=aggr)
+        it(rows(), graph)
+        x = rows().tanh()
+        seen.append(weakref.ref(x))
+        loss = it(x, graph).square().sum()
+        del x
+        loss.backward()
+    gc.collect()
+    assert [r() for r in seen] == [None, None]
+
+
+def test_messages_that_come_to_draw_random_numbers():
+    for aggr in ("sum", "median"):
+        it = layer(lambda self, x, w, c: (x + c * torch.randn_like(x) if c > 0 else x).tanh(), aggr=aggr)
+        graph = pyg_sar.shard(edges(), NUM_NODES, 3)
+        it(rows(), graph, None, 0.0)
+        with pytest.raises(RuntimeError, match="Messages of 'Layer' draw random numbers, which they did not when"):
+            it(rows(), graph, None, 0.1)
+
+
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+def test_parameters_with_as_many_rows_as_edges(aggr, monkeypatch):
+    """Of a piece, or a chunk; what is made of them alone is none of the edges either."""
+    monkeypatch.setattr("pyg_sar.pieces.EDGES", 50)
+    for size in range(3, 70):
+        it = layer(lambda self, x, w, c: (x * (2 * self.mix).softmax(0).max() * self.mix.norm()).tanh(), aggr=aggr)
+        it.mix = torch.nn.Parameter(torch.randn(size, dtype=torch.float64))
+        same(it)
+        assert "refused" not in str(*STRATEGIES[it].values())
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_numbers_that_are_none_on_the_probe_graph(after):
+    """Logarithms of random numbers, of which the mean is none."""
+    it = layer(lambda self, x, w, c: x.log(), (lambda self, out: out - out.mean(0)) if after else None)
+    x = rows().detach().abs().add(0.1).requires_grad_()
+    if not after:
+        same(it, x=x)
+        return
+    with pytest.raises(NotImplementedError, match="its output on a worker's share would differ"):
+        it(x, pyg_sar.shard(edges(), NUM_NODES, 3))
+
+
+def alone_and_together(group):
+    """One worker knows how the layer runs on a graph of its own, and nothing of how it does with others."""
+    mine = share(group, edges(), torch.arange(NUM_NODES) % 2)
+    for it in (convert(gnn.SimpleConv("sum")), layer(lambda self, x, w, c: self.lin(x).tanh())):
+        x = torch.randn(NUM_NODES, 4, dtype=torch.float64)
+        if group.rank() == 0:
+            it(x, pyg_sar.shard(edges(), NUM_NODES, 2))
+        it(x[mine.src], mine.edge_index)
+
+
+def test_what_one_worker_knows_alone(pool):
+    pool.run(2, alone_and_together)
+
+
 def drop_edges(group):
     """One worker has no in-edges, so that its edges are the same in every step."""
     mine = share(group, edges(), (edges()[1].bincount(minlength=NUM_NODES) == 0).long())
