@@ -140,11 +140,12 @@ def test_leaving_while_others_wait_for_a_third_one(boards):
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), ([1, 2], [1, 2]), (2, NOBODY)])
-def test_leaving_while_others_talk_among_themselves(boards, first, second):
+def test_leaving_while_others_talk_among_themselves(boards, monkeypatch, first, second):
     """In a group without this one, for longer than many signs."""
+    monkeypatch.setattr(notices, "STUCK", 1)
     boards[1].waits, boards[2].waits = first, second
     found, (thread,) = leaving(boards[:1], 10.0)
-    time.sleep(0.5)
+    time.sleep(2.0)
     assert not found
     more = leaving(boards[1:], 10.0)[1]
     for it in (thread, *more):
@@ -153,7 +154,8 @@ def test_leaving_while_others_talk_among_themselves(boards, first, second):
 
 
 @pytest.mark.parametrize("waits", [0, [0, 1], 2])
-def test_leaving_while_one_waits_for_one_that_waits_for_this_one(boards, waits):
+def test_leaving_while_one_waits_for_one_that_waits_for_this_one(boards, monkeypatch, waits):
+    monkeypatch.setattr(notices, "STUCK", 1)
     boards[1].waits, boards[2].waits = waits, [0, 2]
     found, (thread,) = leaving(boards[:1], 10.0)
     thread.join(5)

@@ -301,7 +301,8 @@ def test_parameters_with_as_many_rows_as_edges(aggr, monkeypatch):
 @pytest.mark.parametrize("after", [False, True])
 def test_numbers_that_are_none_on_the_probe_graph(after):
     """Logarithms of random numbers, of which the mean is none."""
-    it = layer(lambda self, x, w, c: x.log(), (lambda self, out: out - out.mean(0)) if after else None)
+    update = (lambda self, out: out - out.mean(0)) if after else None
+    it = layer(lambda self, x, w, c: x.log() + x.flip(-1).log(), update)
     x = rows().detach().abs().add(0.1).requires_grad_()
     if not after:
         same(it, x=x)
