@@ -75,5 +75,5 @@ $(DATA): | $(VENV)
 	$(BIN)/pyg-sar partition Community --num-parts 2 --out $@
 
 clean:
-	rm -rf .venv .pyg runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .pyg runs build dist *.egg-info pyg_sar/*.so .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,12 +1,12 @@
-"""Time and memory of one layer in one process: pyg_sar, DGL, PyG, and the machine's own bound.
+"""Time and memory of one layer in one process: pyg_sar on a graph of one block, DGL, PyG, and the machine's own bound.
 
     python benchmarks/layers.py --out docs/results
     python benchmarks/layers.py --out /tmp --cases gat sum-400 --implementations DGL gather --repetitions 3
 
 Every implementation of a case lives in a child process of its own, with the same graph, weights and features; its
 output and all gradients are checked against PyG in double precision before anything is timed. Then they take turns, one
-repetition each, and the table has medians. Peaks of memory come last, in fresh processes that give freed tensors of 1
-MiB and more back to the system. The bound is a loop that only reads the rows which the aggregation must read
+repetition each, and the table has medians. Peaks of memory come last, in fresh processes that give freed tensors of 128
+KiB and more back to the system. The bound is a loop that only reads the rows which the aggregation must read
 (``gather.cpp``). What a GPU does is measured by ``gpu_layers.py``.
 
 DGL and torch-scatter are measured where they can be imported. DGL's release 1.1.3 runs with current torch (besides what

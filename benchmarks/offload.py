@@ -302,7 +302,7 @@ if __name__ == "__main__":
         worker(sys.argv[2:])
         sys.exit()
     parser = argparse.ArgumentParser()
-    parser.add_argument("--of", nargs="+", choices=["time", "limit", "disk"], default=["time", "limit", "disk"])
+    parser.add_argument("--of", nargs="+", choices=["time", "limit", "disk"], default=["time", "limit"])
     parser.add_argument("--graph", default="Community/50000/1000000")
     parser.add_argument("--limited", default="Community/200000/4000000")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that homes are made on")

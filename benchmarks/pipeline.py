@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness.deep import NAMES, graph, partitions
+from harness.deep import graph, partitions, there
 from harness.launch import DeepGNN, answer, asked, launch, words
 from harness.report import write
 from harness.runs import Runs
@@ -167,15 +167,6 @@ def stale_lines(name: str, folder: str, data: Any) -> list[str]:
         best = float((part[src] != part[dst]).double().mean()) / 2
         lines.append(f"| {name} | {chunks} | {stale_share(f'{folder}/1', chunks):.1%} | {best:.1%} |")
     return lines
-
-
-def there(name: str, root: str) -> bool:
-    """Whether a graph's files are there; say so if not."""
-    path = Path(root) / NAMES.get(name, "")
-    if name in NAMES and not path.exists():
-        print(f"{name} is left out: there is no '{path}'.", file=sys.stderr)
-        return False
-    return True
 
 
 def paper() -> list[str]:

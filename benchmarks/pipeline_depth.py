@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import torch
 from chunks import read
-from harness.deep import NAMES, graph
+from harness.deep import NAMES, graph, there
 from harness.report import write
-from pipeline import there
 from torch_geometric.data import Data
 from tqdm import tqdm
 

@@ -5,7 +5,8 @@
 *Chunks*: one process, two threads. *Waits*: two stages on two cores; and for more of them, which would need as many
 cores, the schedule with the seconds of each block and chunk in one process. *Hosts*: simulated hosts of one thread, see
 ``hosts.py``, which takes root. *Memory*: eight workers, all tensors of the one that holds most, beside what is planned.
-Run it on an idle machine, but for memory. ``runs`` keeps what hosts took. Writes ``pipeline-chunks.md``,
+Run it on an idle machine, but for memory; exit status 77 says that there can be no hosts. ``runs`` keeps what hosts
+took. Writes ``pipeline-chunks.md``,
 ``pipeline-waits.md``, ``pipeline-hosts.md`` and ``pipeline-memory.md``.
 """
 
@@ -22,12 +23,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from harness.deep import graph, partitions
+from harness.deep import graph, partitions, there
 from harness.launch import DeepGNN, answer, asked, environment, launch, results, words
 from harness.process_memory import resident
 from harness.report import processor, write
 from harness.runs import Runs
-from hosts import Hosts
+from hosts import SKIPPED, Hosts, Unavailable
 from tqdm import tqdm
 
 import pyg_sar
@@ -106,7 +107,7 @@ def worker(args: argparse.Namespace) -> None:
             answer(by_block(train, pipe))
             return
         seconds: list[float] = []
-        for _ in range(args.epochs - 1):
+        for _ in range(args.epochs - (pipe is not None)):
             start = time.perf_counter()
             train()
             seconds.append(time.perf_counter() - start)
@@ -300,7 +301,7 @@ ABOUT = {
 def main(args: argparse.Namespace) -> None:
     """Partition, measure, and write each table."""
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {name: f"{scratch}/{k}" for k, name in enumerate(args.graphs)}
+        folders = {name: f"{scratch}/{k}" for k, name in enumerate(args.graphs) if there(name, args.root)}
         parts = {1, 2, args.hosts} | ({8} if "memory" in args.of else set())
         for name, folder in folders.items():
             partitions(graph(name, args.root), folder, sorted(parts))
@@ -337,4 +338,8 @@ if __name__ == "__main__":
     parser.add_argument("--runs", default="hosts.jsonl", help="a file of finished runs of hosts")
     parser.add_argument("--root", default="data")
     parser.add_argument("--out", default="docs/results")
-    main(parser.parse_args())
+    try:
+        main(parser.parse_args())
+    except Unavailable as error:
+        print(error, file=sys.stderr)
+        sys.exit(SKIPPED)

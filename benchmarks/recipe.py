@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from harness.deep import MASKS, graph, labels_as_features
+from harness.deep import MASKS, graph, labels_as_features, there
 from harness.launch import GNN, answer, asked, launch, words
 from harness.report import write
 from harness.runs import Runs, mean_and_spread
@@ -236,6 +236,8 @@ def main(args: argparse.Namespace) -> None:
     runs = Runs(args.runs)
     for name in tqdm(args.graphs):
         todo = [w for w in WORKERS if key(name, w, args) not in runs]
+        if todo and not there(name, args.root):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             data = read(name, args.root) if todo else None
             for workers in tqdm(todo, leave=False):
@@ -246,8 +248,7 @@ def main(args: argparse.Namespace) -> None:
                 own = words(folder=folder, task=name, seeds=seeds_of(name, args), workers=workers)
                 found = launch(__file__, workers, own, threads=max(args.threads // max(workers, 1), 1))
                 runs.keep(key(name, workers, args), found[0])
-            told = write(args.out, "recipe.md", table(runs, args))
-    print(told)
+            print(write(args.out, "recipe.md", table(runs, args)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from harness.deep import MASKS, graph
+from harness.deep import MASKS, graph, there
 from harness.launch import DeepGNN, answer, asked, launch, words
 from harness.report import write
 from harness.runs import Runs, mean_and_spread
@@ -265,7 +265,7 @@ def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for case in tqdm(cases(args.graphs, args.models, args.seeds)):
             task, kind, name, seed = case
-            if (key := json.dumps(case)) in runs:
+            if (key := json.dumps(case)) in runs or not there(task, args.root):
                 continue
             if task not in pairs:
                 data = graph(task, args.root)

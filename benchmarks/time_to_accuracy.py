@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from harness.deep import MASKS, first_split, graph, labels_as_features, partitions
+from harness.deep import MASKS, first_split, graph, labels_as_features, partitions, there
 from harness.launch import GNN, answer, asked, launch, words
 from harness.process_memory import reset_peak, resident, settle
 from harness.report import processor, write
@@ -409,6 +409,7 @@ def prepare(name: str, root: str, folder: str) -> None:
 def main(args: argparse.Namespace) -> None:
     """Train what is not in ``runs`` yet, and write the table and the figure."""
     runs = Runs(args.runs)
+    args.graphs = [name for name in args.graphs if there(TASKS[name].graph, args.root)]
     for name in tqdm(args.graphs):
         with tempfile.TemporaryDirectory() as folder:
             prepare(name, args.root, folder)

@@ -62,7 +62,7 @@ def test(out):
     return [pyg_sar.accuracy(pred, data.y, mask) for mask in (train_mask, val_mask, test_mask)]  # +
 
 
-best_val_acc = 0
+best_val_acc = -1
 for epoch in range(1, args.epochs + 1):
     loss = train()
     model.eval()

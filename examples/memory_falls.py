@@ -10,9 +10,12 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.ticker import LogLocator
 from models import GNN
 
 import pyg_sar
@@ -55,9 +58,6 @@ def measure(folder: str, workers: int, model: str, hidden: int) -> float:
 
 def draw(found: dict[str, list[float]], args: argparse.Namespace) -> None:
     """Draw a line for each model."""
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
-
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for name, values in found.items():
         (line,) = axes.plot(args.workers, values, marker="o", label=name)
@@ -76,6 +76,7 @@ def draw(found: dict[str, list[float]], args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Cut the graph for each number of workers, measure and draw."""
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     data = dataset(args.dataset, args.root)
     found: dict[str, list[float]] = {"sage": [], "gat": []}
     with tempfile.TemporaryDirectory() as scratch:

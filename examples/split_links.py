@@ -8,6 +8,7 @@ edges (``val_pos_edge_label_index``) and, but for training, as many that are non
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 import torch_geometric.transforms as T
@@ -31,4 +32,5 @@ for name, part in zip(("train", "val", "test"), split(data), strict=True):
     kept[f"{name}_pos_edge_label_index"] = part.pos_edge_label_index
     if name != "train":
         kept[f"{name}_neg_edge_label_index"] = part.neg_edge_label_index
+Path(args.out).parent.mkdir(parents=True, exist_ok=True)
 torch.save(kept, args.out)

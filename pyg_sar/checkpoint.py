@@ -370,7 +370,7 @@ def _numbers(folder: Path) -> list[int]:
 def _seeds(data: Any) -> list[Seeds]:
     """Return the seeds of all graphs of loaded data."""
     graphs: Iterator[Any] = (v for store in ([] if data is None else data.stores) for v in store.values())
-    found = {id(v.graph.seeds): v.graph.seeds for v in graphs if isinstance(v, ShardedEdgeIndex)}
+    found = {id(v._graph.seeds): v._graph.seeds for v in graphs if isinstance(v, ShardedEdgeIndex)}
     return list(found.values())
 
 

@@ -50,8 +50,11 @@ def refuse_table(graph: ShardedGraph, *rows: object) -> None:
     """Refuse parameters as rows of nodes where there are other workers, but for those that are a worker's own."""
     for x in rows:
         if isinstance(x, torch.nn.Parameter) and not (is_local(x) or graph.exchange.alone):
-            fail(graph, f"A parameter of shape {list(x.shape)} cannot be rows of nodes, because all workers have the "
-                 f"same parameters and other nodes ('pyg_sar.nn.NodeEmbedding' is a table of nodes)")  # fmt: skip
+            fail(
+                graph,
+                f"A parameter of shape {list(x.shape)} cannot be rows of nodes or edges, because all workers "
+                f"have the same parameters and others of these ('pyg_sar.nn.NodeEmbedding' is a table of nodes)",
+            )
 
 
 def wrong_rows(graph: ShardedGraph, found: str, rows: str, advice: str) -> ValueError:

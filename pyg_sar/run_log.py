@@ -64,9 +64,9 @@ class RunLog:
             stores = [] if data is None else data.edge_stores
             edges = [store.edge_index for store in stores if isinstance(store.get("edge_index"), ShardedEdgeIndex)]
             self.counting = ExitStack()
-            for log in {id(e.graph.exchange.log): e.graph.exchange.log for e in edges}.values():
+            for log in {id(e._graph.exchange.log): e._graph.exchange.log for e in edges}.values():
                 self.records.append(self.counting.enter_context(log.record()))
-            self.device = edges[0].graph.device if edges else torch.device("cpu")
+            self.device = edges[0]._graph.device if edges else torch.device("cpu")
         self.since = time.perf_counter()
 
     def __call__(self, step: int | None = None, **values: float) -> None:

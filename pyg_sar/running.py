@@ -41,12 +41,14 @@ class About(NamedTuple):
         layer: The layer, if it is known.
         parameters: Its own parameters; none where workers have compared them already.
         complete: Whether all parameters have values.
+        training: Whether the layer trains.
     """
 
     what: str
     layer: Layer | None = None
     parameters: Sequence[Tensor] = ()
     complete: bool = True
+    training: bool = True
 
 
 def enter(modules: Sequence[torch.nn.Module]) -> None:
@@ -113,4 +115,4 @@ def about(rows: Tensor | torch.Size, dtype: torch.dtype, how: str) -> About:
     owners = module.modules() if hasattr(module, "propagate") else (module,)
     parameters = [p for owner in owners for p in owner._parameters.values() if p is not None]
     complete = not any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in parameters)
-    return About(f"{layer.name} on {doing}", layer, parameters, complete)
+    return About(f"{layer.name} on {doing}", layer, parameters, complete, module.training)

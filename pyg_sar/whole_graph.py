@@ -27,8 +27,8 @@ REASONS = {
     "normalises over all nodes": "GraphNorm GraphSizeNorm InstanceNorm MeanSubtractionNorm PairNorm",
     "normalises over all nodes (unless mode='node')": "LayerNorm",
     "needs the edges in the order of their destinations": "GRUAggregation GraphMultisetTransformer "
-    "LCMAggregation LSTMAggregation MLPAggregation PatchTransformerAggregation SetTransformerAggregation "
-    "SortAggregation",
+    "LCMAggregation LinkEncoder LSTMAggregation MLPAggregation PatchTransformerAggregation "
+    "SetTransformerAggregation SortAggregation",
     "optimises over all nodes at once": "EquilibriumAggregation",
     "fails in PyG if a worker's first node has no in-edges; mean, max, min work on every graph": "QuantileAggregation",
     "fails in PyG on a worker without edges": "FeaStConv",
@@ -42,13 +42,19 @@ REASONS = {
     "has a model of the whole graph": "MetaLayer",
     "has weights for each node of the whole graph": "LightGCN LINKX",
     "learns from random walks over the whole graph": "MetaPath2Vec Node2Vec",
-    "looks for neighbours among all nodes": "DynamicEdgeConv GravNetConv XConv",
+    "looks for neighbours among all nodes": "DimeNet DynamicEdgeConv GNNFF GravNetConv RadiusInteractionGraph ViSNet "
+    "XConv",
     "numbers the colours of all nodes": "WLConv",
     "reads edges by their position": "MeshCNNConv",
     "scales by the error of all nodes": "CorrectAndSmooth",
     "sums up all nodes of a graph": "AttentiveFP DeepGraphInfomax NeuralFingerprint",
 }
 WHOLE_GRAPH = {name: reason for reason, names in REASONS.items() for name in names.split()}
+
+
+def ours(layer: Any) -> bool:
+    """Return whether a layer is of this package, or converted: no messages are made of no edges."""
+    return "pyg_sar" in packages(cast(Any, type(layer)))
 
 
 def numbers_all_nodes(_layer: Any, _call: dict[str, Any], graph: ShardedGraph | None) -> bool:
@@ -68,7 +74,9 @@ UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph | None], bool]] = 
     "LayerNorm": lambda layer, *_: getattr(layer, "mode", "node") == "node",
     "QuantileAggregation": lambda _, __, g: g is None or g.num_dst == 0 or bool(g.degree[0] > 0),
     "ChebConv": lambda _, call, __: "lambda_max" not in call or call["lambda_max"] is not None,
-    "FeaStConv": lambda layer, _, g: g is None or g.num_edges > 0 or (layer.add_self_loops and g.num_dst > 0),
+    "FeaStConv": lambda layer, _, g: (
+        g is None or ours(layer) or g.num_edges > 0 or (layer.add_self_loops and g.num_dst > 0)
+    ),
     "RGCNConv": multiplies_alike,
     "SuperGATConv": lambda layer, *_: not layer.training,
     "CorrectAndSmooth": lambda layer, *_: not layer.autoscale,
@@ -121,8 +129,8 @@ def inner_modules(layer: torch.nn.Module, seen: set[torch.nn.Module]) -> Iterabl
     aggregations themselves when they run.
     """
     for module in layer.modules():
-        aggr, cls = getattr(module, "aggr_module", None), cast(Any, type(module))
-        if aggr is not None and module is not layer and "pyg_sar" in packages(cls):
+        aggr = getattr(module, "aggr_module", None)
+        if aggr is not None and ours(module):
             seen.update(aggr.modules())
         if module is not layer and module not in seen:
             yield module

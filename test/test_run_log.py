@@ -10,6 +10,7 @@ import torch
 import torch_geometric.logging
 import torch_geometric.nn
 from support import graphs
+from torch_geometric.transforms import AddRemainingSelfLoops
 
 import pyg_sar
 from pyg_sar.report import layers, scalars
@@ -56,6 +57,19 @@ def test_several_logs_of_one_graph(tmp_path):
         log(Loss=1.0)
         assert [len(each.records[0]) for each in (log, both)] == [0, 1]
     assert len(data.edge_index.graph.exchange.log.listeners) == 2
+
+
+def test_edges_that_loops_were_added_to(tmp_path):
+    data = graphs.citations()[0]
+    data.edge_index = pyg_sar.shard(data.edge_index, data.num_nodes)
+    data = AddRemainingSelfLoops()(data)
+    log = pyg_sar.RunLog(tmp_path / "log", data)
+    with pyg_sar.record_traffic(data.edge_index) as layers:
+        pyg_sar.nn.SAGEConv(data.num_features, 2).double()(data.x, data.edge_index)
+    assert len(layers) == len(log.records[0]) == 1
+    pyg_sar.save_checkpoint(tmp_path / "saves", model=torch.nn.Linear(1, 1), data=data)
+    out = pyg_sar.nn.LabelPropagation(2, 0.9)(data.y, data.edge_index)
+    assert out.shape == (data.num_nodes, int(data.y.max()) + 1)
 
 
 def test_it_says_what_is_missing(tmp_path):

@@ -126,13 +126,16 @@ class Problem:
         """Return the gradient of the output ``out``, the same in every process but for its type."""
         return noise(*out.shape, 1, self.device).to(self.dtype)
 
-    def csr(self) -> Tensor:
-        """Return the transposed adjacency matrix, as PyG's layers want it."""
+    def csr(self, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return the transposed adjacency matrix, as PyG's layers want it, or with other numbers.
+
+        Those of 32 bits are faster, but the gradient of torch's mean multiplies two of them, and is wrong.
+        """
         row, col = self.edge_index[1], self.edge_index[0]
-        ptr = torch.zeros(self.num_nodes + 1, dtype=torch.int32, device=self.device)
+        ptr = torch.zeros(self.num_nodes + 1, dtype=dtype, device=self.device)
         ptr[1:] = torch.bincount(row, minlength=self.num_nodes).cumsum(0)
         ones = torch.ones(col.numel(), dtype=self.dtype, device=self.device)
-        return torch.sparse_csr_tensor(ptr, col.int(), ones, (self.num_nodes,) * 2, check_invariants=False)
+        return torch.sparse_csr_tensor(ptr, col.to(dtype), ones, (self.num_nodes,) * 2, check_invariants=False)
 
     def block(self) -> Any:
         """Return the edges as ``pyg_sar`` walks them."""
@@ -351,7 +354,7 @@ def pyg(problem: Problem, kind: str) -> Job:
 
 
 def torch_csr(problem: Problem, kind: str) -> Job:
-    adjacency = problem.csr()
+    adjacency = problem.csr(torch.int32)
     return Job(problem, lambda x: adjacency @ x, {})
 
 

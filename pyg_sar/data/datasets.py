@@ -8,7 +8,8 @@ import os
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -200,29 +201,40 @@ def _ogb(name: str, root: str | os.PathLike[str]) -> Data:
         from ogb.nodeproppred import PygNodePropPredDataset
     except ImportError as error:
         raise ImportError(f"'{name}' needs the package ogb. Run 'pip install ogb'.") from error
-    graphs = PygNodePropPredDataset(name, root=str(root))
-    data = graphs[0]
+    with plain_graphs():  # which OGB reads by torch.load
+        graphs = PygNodePropPredDataset(name, root=str(root))
+        data, splits = graphs[0], graphs.get_idx_split()
     if isinstance(getattr(data, "num_nodes_dict", None), dict):
         raise ValueError(f"'{name}' has several types of nodes: take PyG's own data set, such as 'OGB_MAG'.")
-    for key, index in graphs.get_idx_split().items():
+    for key, index in splits.items():
         mask = index_to_mask(torch.as_tensor(index), data.num_nodes)
         data[f"{key.removesuffix('id')}_mask"] = mask  # OGB says "valid" for PyG's "val"
     if data.y.dim() == 2 and data.y.size(1) == 1:
         data.y = data.y.squeeze(1)
+        if "classification" in graphs.task_type:  # labels may be floats, and none of most nodes
+            data.num_classes = int(graphs.num_classes)
     return data
 
 
-def _read_pt(path: Path) -> Any:
+@contextmanager
+def plain_graphs() -> Iterator[None]:
+    """Have ``torch.load`` read graphs of PyG, and run nothing else that is in a file."""
     before = torch.serialization.get_safe_globals()
     try:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals([one for one in before if one is not defaultdict] + CALLED)
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError("it holds other objects.") from error
+        yield
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
+
+
+def _read_pt(path: Path) -> Any:
+    try:
+        with plain_graphs():
+            data = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError("it holds other objects.") from error
     if not isinstance(data, (Data, HeteroData, dict)):
         raise ValueError(f"it holds a {type(data).__name__}.")
     if isinstance(data, dict):

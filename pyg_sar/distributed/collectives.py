@@ -138,6 +138,7 @@ def sum_gradients(
     Raises:
         RuntimeError: On every worker, unless all of them have the same parameters of the same values and
             ``requires_grad``, and the same numbers of the optimizer; or if gradients were summed before.
+        NotImplementedError: If a gradient is sparse, other than those of a node embedding.
     """
     stepped()
     if modules and workers.is_group(modules[-1]):
@@ -148,6 +149,12 @@ def sum_gradients(
         debugging.look(every, lambda odd: gather_objects(odd, group))
     if not grouped(group):
         return
+    if sparse := [name for name, p in named.items() if p.grad is not None and p.grad.layout != torch.strided]:
+        raise NotImplementedError(
+            f"[rank {workers.rank_of(group)}] The gradient of '{sparse[0]}' is sparse, which is not summed over "
+            f"workers. Take 'sparse=False', or 'pyg_sar.nn.NodeEmbedding(data, channels, sparse=True)', whose rows are "
+            f"each worker's own."
+        )
     totals = compare(named, optimizer, group)
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in named.values():

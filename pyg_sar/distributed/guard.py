@@ -30,7 +30,7 @@ ON = os.environ.get("PYG_SAR_GUARDS") != "0"
 
 SIZE = 256  # of a header, in bytes
 FIELDS = struct.Struct("<dBI")  # see `Told`; the words follow
-UNTOLD, FIRST, CHANGED = range(3)  # there is no sum; it is that of the layer's first call; it is another one
+UNTOLD, FIRST, CHANGED = range(3)  # there is no sum; it is that of the first call, in training; it is another one
 LAST_WORDS = timedelta(seconds=1)  # in which peers shall hear why a worker ends
 
 WIDTHS = "Widths must not be taken from a worker's own labels: 'data.num_classes' is that of the whole graph."
@@ -42,7 +42,8 @@ NEVER = "Was 'pyg_sar.sum_gradients(model)' left out? It must be called between 
 STEPS = (
     "Their optimizers have made different steps: by other numbers such as the learning rate, which "
     "'pyg_sar.sum_gradients(model, optimizer=optimizer)' compares, or by gradients that were not summed after every "
-    "backward pass."
+    "backward pass. Or parameters were drawn or loaded anew: then call 'pyg_sar.broadcast_parameters(model)' after "
+    "'reset_parameters()' or 'load_state_dict(...)'."
 )
 SUMMED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is remembered of parameters, see `agreement.Mark`
 
@@ -69,10 +70,10 @@ def pack(about: About) -> bytearray:
     total, kind, words = 0.0, UNTOLD, about.what.encode()
     if about.layer is not None and (parameters := summable(about.parameters)):
         total, layer = sum(totals(parameters)), about.layer
-        # Lazy layers get their parameters in a first run, before they can be made alike.
+        # Lazy layers get their parameters in a first run, of training, before they can be made alike.
         if layer.first is None and about.complete:
             layer.first = total
-        kind = FIRST if layer.first is None or alike(layer.first, total) else CHANGED
+        kind = FIRST if about.training and (layer.first is None or alike(layer.first, total)) else CHANGED
     packed = FIELDS.pack(total, kind, zlib.crc32(words)) + words
     return bytearray(packed[:SIZE].ljust(SIZE, b"\0"))
 

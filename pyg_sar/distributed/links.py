@@ -2,6 +2,7 @@ r"""Pairs of nodes, such as the edges that link prediction is about, held by the
 
 from __future__ import annotations
 
+import zlib
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.block import cut
+from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max, grouped
 from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.distributed.peers import Peers
@@ -82,8 +84,17 @@ def check_owned(count: int, pairs: Tensor, group: Any) -> None:
     most = int(global_max(torch.tensor(pairs.size(1), device=pairs.device), group))
     if owned < most:
         raise ValueError(
-            f"All workers together own {owned} destinations of {most} pairs. Expected global ids, which 'n_id' holds."
+            f"All workers together own {owned} destinations of {most} pairs. Expected global ids, which 'n_id' holds, "
+            f"and the same pairs on all workers: draw them with one seed, or on one worker."
         )
+
+
+def own_rows(node_id: Tensor, n_id: Tensor, group: Any = None) -> Tensor:
+    """Return which of the nodes of global ids, the same on all workers, are local rows, those of the ids ``n_id``."""
+    found = zlib.crc32(node_id.cpu().numpy().tobytes())
+    agree("the ids of nodes", [f"{node_id.numel()} with checksum {found:08x}"], group)
+    rows = Directory(n_id).rows(node_id)
+    return rows[rows >= 0]
 
 
 class Directory:

@@ -62,15 +62,19 @@ def global_mean(
 
     Raises:
         ValueError: If ``values`` are a single number, or are made by a loss of torch whose own mean would be another
-            one, because of ``weight`` or ``ignore_index``; this is seen where they require a gradient.
+            one, because of ``weight`` or ``ignore_index``; this is seen where they require a gradient. On all workers,
+            if some that ``mask`` leaves out are infinite or no numbers, such as losses of labels that are none.
     """
     check(values, group, weight, mask)
     loss = nll_loss(values)
     if loss is not None:
         check_weight(loss, values, weight, group)
     ignored = torch.zeros((), device=values.device) if loss is None else ignored_values(loss, values, mask)
+    broken = torch.zeros((), device=values.device)
     if mask is not None:
         mask = like_rows(mask, values)
+        if values.requires_grad:
+            broken = (~mask & ~values.isfinite()).sum()
         values = torch.where(mask, values, 0)
     # Half precision would overflow. Counts beyond 2^24 must stay exact, so all travel in double precision.
     kind = torch.promote_types(values.dtype, torch.float32)
@@ -80,7 +84,12 @@ def global_mean(
         count = (weight if mask is None else torch.where(mask, weight, 0)).sum(dtype=torch.float64)
     else:
         count = share.new_tensor(values.numel(), dtype=torch.float64) if mask is None else mask.sum().double()
-    total = all_reduce(torch.stack([share.double(), count, ignored.double()]), group)
+    total = all_reduce(torch.stack([share.double(), count, ignored.double(), broken.double()]), group)
+    if mask is not None and total[3] > 0:
+        raise ValueError(
+            f"[rank {rank_of(group)}] {int(total[3])} of 'values' that 'mask' leaves out are no finite numbers, and "
+            f"neither would gradients be: leave them out before, such as F.mse_loss(out[mask], y[mask], ...)"
+        )
     if loss is not None and total[2] > 0:
         raise ValueError(
             f"[rank {rank_of(group)}] {int(total[2])} of 'values' are those of 'ignore_index', which torch leaves out "

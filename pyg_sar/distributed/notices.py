@@ -212,7 +212,7 @@ class Notices:
 
 
 CURRENT: Notices | None = None  # of this process
-LOOKS = False  # whether :func:`pyg_sar.debug` is on
+LOOKS = 0  # how many blocks of :func:`pyg_sar.debug` are running
 
 
 def calls(doing: str) -> None:

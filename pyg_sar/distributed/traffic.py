@@ -90,4 +90,4 @@ def record_traffic(edge_index: Any) -> AbstractContextManager[list[Traffic]]:
     Returns:
         A context manager that gives a list, to which each aggregation adds its :class:`Traffic`.
     """
-    return edge_index.graph.exchange.log.record()
+    return edge_index._graph.exchange.log.record()

@@ -140,6 +140,8 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
         return (cls, f"runs one-shot (it has a '{name}' of its own)") if name else (streaming(cls), "")
     if issubclass(cls, Readout):
         return cls, "reads out the rows of all workers"
+    if issubclass(cls, torch_geometric.nn.EquilibriumAggregation):
+        return None, reason(layer)
     if issubclass(cls, torch_geometric.nn.Aggregation):
         return streaming(cls), ""
     why = reason(layer)

@@ -2,6 +2,8 @@ r"""Whether the rows that a module normalises or reads out are those of all work
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,3 +56,25 @@ def edges_in(name: str, value: Any) -> Iterator[Any]:
         yield from value.values()
     elif name in ("edge_index", "adj_t") and value is not None:
         yield value
+
+
+_here = threading.local()  # how many functions are running that look at all rows by themselves
+
+
+def knows_all_rows(function: Any) -> Any:
+    """Have a function that looks at the rows of all workers run unseen within code that reads these out."""
+
+    @functools.wraps(function)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        _here.aside = getattr(_here, "aside", 0) + 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _here.aside -= 1
+
+    return unseen
+
+
+def aside() -> bool:
+    """Whether such a function is running."""
+    return getattr(_here, "aside", 0) > 0

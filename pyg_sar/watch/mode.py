@@ -16,7 +16,7 @@ from torch_geometric.data.data import BaseData
 
 from pyg_sar.caller import beyond, spoken, within
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.group import rank_of, size_of
+from pyg_sar.distributed.group import is_local, rank_of, size_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
@@ -64,7 +64,9 @@ class Watch(TorchFunctionMode):
         """Return what a tensor is, if that is known."""
         known = self.kinds.get(tensor)
         if known is None:
-            return Kind(SAME) if isinstance(tensor, torch.nn.Parameter) else None
+            if not isinstance(tensor, torch.nn.Parameter):
+                return None
+            return Kind(ROWS) if is_local(tensor) else Kind(SAME)
         if known.what == SHARE and not torch.equal(tensor, self.values[tensor]):
             return None
         return known

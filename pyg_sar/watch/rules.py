@@ -22,6 +22,7 @@ BEFORE = "Do it before 'pyg_sar.partition', with the whole graph at hand"
 SUM_UP = "Take the sum of all workers first: 'pyg_sar.global_sum(...)', or 'pyg_sar.all_reduce(...)' without a gradient"
 MEAN = "Take 'pyg_sar.global_mean(...)' of the rows, or 'pyg_sar.global_sum(x.sum(0)) / data.total_nodes'"
 REDUCTION = "Pass reduction='none' and take 'pyg_sar.global_mean(...)' of the result"
+ROW_SUMS = "Pass reduction='none' and take 'pyg_sar.global_mean(...)' of the sum of each row ('.flatten(1).sum(1)')"
 NORM = "Take the normalisation of this name in 'pyg_sar.nn', or 'pyg_sar.nn.convert(model)'"
 WIDTH = "A width must be one that all workers know: take 'data.num_classes', or write it down"
 REPLICATED = "Wrap what does not depend on nodes in 'pyg_sar.replicated(...)'"
@@ -162,7 +163,8 @@ def loss(call: Call, out: Tensor) -> Kind | None:
     t, kind = call.first()
     if reduction == "sum" or call.kwargs.get("size_average") is False:
         return Kind(SHARE, size=t.size(kind.dim))
-    raise Local(f"takes '{call.name}' with reduction='{reduction}' {OVER}", REDUCTION)
+    advice = ROW_SUMS if reduction == "batchmean" else REDUCTION
+    raise Local(f"takes '{call.name}' with reduction='{reduction}' {OVER}", advice)
 
 
 def normalised(call: Call, out: Tensor) -> Kind | None:

@@ -328,16 +328,23 @@ def test_bad_argument(tmp_path, name):
         dataset(name, tmp_path)
 
 
-def test_ogb(tmp_path, monkeypatch, data):
-    data.y = data.y[:, None]
+@pytest.mark.parametrize("floats", [False, True])
+def test_ogb(tmp_path, monkeypatch, data, floats):
+    """Its class saves and loads as plain ``torch.save`` and ``torch.load`` do; of some sets labels are floats."""
+    data.y = torch.where(torch.arange(9) < 8, data.y, torch.nan)[:, None] if floats else data.y[:, None]
     del data.train_mask
+    data.is_node_attr("x")  # which it remembers
 
     class Mock:
+        task_type, num_classes = "multiclass classification", 3
+
         def __init__(self, name, root):
             assert (name, root) == ("ogbn-mock", str(tmp_path))
+            torch.save((data, None), tmp_path / "processed.pt")
+            self.data, self.slices = torch.load(tmp_path / "processed.pt")
 
         def __getitem__(self, index):
-            return data
+            return self.data
 
         def get_idx_split(self):
             return {"train": torch.tensor([0, 2]), "valid": torch.tensor([1]), "test": torch.tensor([8])}
@@ -347,7 +354,7 @@ def test_ogb(tmp_path, monkeypatch, data):
     monkeypatch.setitem(sys.modules, "ogb", types.ModuleType("ogb"))
     monkeypatch.setitem(sys.modules, "ogb.nodeproppred", module)
     found = dataset("ogbn-mock", tmp_path)
-    assert found.y.tolist() == [0, 1, 2] * 3
+    assert found.y[:8].tolist() == [0, 1, 2, 0, 1, 2, 0, 1] and found.num_classes == 3
     masks = [found[f"{key}_mask"].nonzero().view(-1).tolist() for key in ("train", "val", "test")]
     assert masks == [[0, 2], [1], [8]]
 

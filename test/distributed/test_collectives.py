@@ -288,3 +288,14 @@ def test_parameters_in_any_order_of_memory(pool):
         assert torch.equal(other[name], value), name
     torch.testing.assert_close(total, 4 * first["weight"].t())
     assert torch.equal(total, same)
+
+
+def sparse(group):
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"The gradient of 'weight' is sparse.*NodeEmbedding"):
+        sum_gradients(table, group=group)
+
+
+def test_sparse_gradients_are_refused(pool):
+    pool.run(2, sparse)

@@ -443,3 +443,31 @@ def test_several_modules_and_parameters():
 
     for one, other in zip(trained(workers(2, work)), trained(workers(2, at_once)), strict=True):
         assert torch.equal(one, other)
+
+
+def test_parameters_that_only_evaluate():
+    """Loaded on one worker alone."""
+
+    def work(rank, model, x, edge_index):
+        if rank == 1:
+            for p in model.parameters():
+                p.data += 1
+        with torch.no_grad():
+            return model.eval()(x, edge_index)
+
+    assert all(
+        "are not those of worker" in text and "broadcast_parameters" in text for text in errors(workers(2, work))
+    )
+
+
+def test_parameters_that_were_drawn_anew():
+    def work(rank, model, x, edge_index):
+        train(rank, model, x, edge_index)
+        torch.manual_seed(rank)
+        for conv in model.convs:
+            conv.reset_parameters()
+        train(rank, model, x, edge_index)
+
+    assert all(
+        "'pyg_sar.broadcast_parameters(model)' after 'reset_parameters()'" in text for text in errors(workers(2, work))
+    )

@@ -233,6 +233,19 @@ def test_what_is_meant_is_not_refused():
     close(global_mean(pixels, weight=WEIGHT[CLASSES.view(3, 2)]), expected, "pixels", 1e-6)
 
 
+def test_masked_values_that_are_no_numbers_are_an_error_on_all():
+    """Their gradients would be none, either."""
+
+    def work(rank):
+        y = torch.tensor([1.0, torch.nan if rank == 1 else 0.0])
+        values = F.mse_loss(torch.ones(2, requires_grad=True), y, reduction="none")
+        return global_mean(values, mask=~y.isnan()), global_mean(values.detach(), mask=~y.isnan())
+
+    assert all("1 of 'values' that 'mask' leaves out are no finite numbers" in error for error in raised(3, work))
+    x = torch.ones(2, requires_grad=True)
+    assert global_mean(F.mse_loss(x, torch.zeros(2), reduction="none"), mask=torch.tensor([True, False])).item() == 1
+
+
 def test_ignored_values_of_one_worker_are_an_error_on_all():
     def work(rank):
         global_mean(entropy(torch.randn(2, 4, requires_grad=True), LABELS[4 - 2 * rank : 6 - 2 * rank]))

@@ -429,7 +429,7 @@ OPTIONS: dict[str, Case] = {
         f"Net {name}": Case(
             lambda name=name: Net(bare(getattr(gnn, name))), says="looks for neighbours among all nodes"
         )
-        for name in ("DynamicEdgeConv", "GravNetConv", "XConv")
+        for name in ("DimeNet", "DynamicEdgeConv", "GNNFF", "GravNetConv", "ViSNet", "XConv")
     },
     "Net batch": Case(lambda: Net(torch.nn.BatchNorm1d(F)), says="'BatchNorm1d' in 'Net'"),
     "Net batch eval": Case(lambda: Net(torch.nn.BatchNorm1d(F)), train=False),

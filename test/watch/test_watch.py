@@ -172,6 +172,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "all pairs": (lambda d: d.x @ d.x.t(), "every row with every other one"),
     "attention among nodes": (lambda d: torch.nn.MultiheadAttention(8, 2)(d.x, d.x, d.x), "attention"),
     "a readout into a layer": (lambda d: LINEAR(d.x.sum(0)), "joins"),
+    "batchmean": (
+        lambda d: F.kl_div(d.x.log_softmax(1), d.x.softmax(1), reduction="batchmean"),
+        r"reduction='batchmean'.*global_mean\(\.\.\.\)' of the sum of each row",
+    ),
+    "mean of a table": (
+        lambda d: (table := pyg_sar.nn.NodeEmbedding(d, 4).weight) - table.mean(0), "takes 'mean' over nodes"
+    ),
     "forgotten global_mean": (
         lambda d: F.cross_entropy(net(d)[d.train_mask], d.y[d.train_mask]),
         r"'cross_entropy' with reduction='mean'.*reduction='none' and take 'pyg_sar\.global_mean",
@@ -550,3 +557,12 @@ def test_code_of_layers_that_run_one_shot(parts: str) -> None:
             assert isinstance(result, NotImplementedError) and "'mean'" in str(result), result
         first, second = passes(f"{parts}/one", work(False, hooked))
         assert first.shape[1:] == second.shape[1:] == (8,)
+
+
+def test_a_term_of_a_table_is_a_share(parts: str) -> None:
+    def work(data: Any) -> Tensor:
+        weight = pyg_sar.nn.NodeEmbedding(data, 4).weight
+        return pyg_sar.global_mean(weight.sum(1)) + 0.1 * weight.pow(2).sum()
+
+    for result in outcomes(f"{parts}/one", work):
+        assert isinstance(result, Tensor) or "replicated" not in str(result), result

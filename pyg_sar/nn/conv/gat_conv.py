@@ -36,7 +36,7 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
     online over the source shards, and backward fetches source rows again unless the graph keeps them (case 2 of the SAR
     paper). In a single process transformed rows exist for some heads at a time, and are made again in backward. The
     mask of attention dropout is a function of the graph's seed, the global edge id and the head, and so does not depend
-    on the number of workers. With ``return_attention_weights`` the layer runs one-shot.
+    on the number of workers. With ``return_attention_weights`` the layer runs as a converted one.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

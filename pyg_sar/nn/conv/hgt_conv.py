@@ -9,8 +9,11 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
+from pyg_sar.distributed.reverse import reverse
 from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.operations import FLIPPED
 from pyg_sar.rewire import join
 
 
@@ -37,7 +40,7 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
         q, first = self._cat({t: kqv[1] for t, kqv in packed.items()})
         keys, queries, values = ({t: kqv[i] for t, kqv in packed.items()} for i in range(3))
         k, v, _ = self._construct_src_node_feat(keys, values, edge_index_dict)
-        graphs = {edge_type: it.regroup() for edge_type, it in edge_index_dict.items()}
+        graphs = {edge_type: directed(it) for edge_type, it in edge_index_dict.items()}
         graph = join(list(graphs.values()), first, [t for *_, t in graphs], q.size(0))
         scale = [self.p_rel["__".join(it)].expand(g.num_edges, -1) for it, g in graphs.items()]
         out = self.propagate(ShardedEdgeIndex(graph), k=k, q=q, v=v, edge_attr=torch.cat(scale))
@@ -51,3 +54,9 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
             return out
         alpha = self.skip[node_type].sigmoid()
         return alpha * out + (1 - alpha) * x
+
+
+def directed(edge_index: ShardedEdgeIndex) -> ShardedGraph:
+    """Return the graph of edges in their direction."""
+    graph = edge_index.regroup()
+    return reverse(graph).graph if edge_index.kind == FLIPPED else graph

@@ -19,8 +19,9 @@ from pyg_sar.nn.conv.one_block import has_kernels, one_block, sizes
 from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.dispatch import replay
 from pyg_sar.operations import sharded
-from pyg_sar.refusals import refuse_table, wrong_rows
+from pyg_sar.refusals import fail, refuse_table, wrong_rows
 from pyg_sar.watch import ROWS, gives
+from pyg_sar.whole_graph import reason
 
 OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 EDGE_TENSORS = ("edge_weight", "edge_attr", "edge_type")  # as PyG's layers call them
@@ -113,6 +114,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         out = self.propagated(edge_index, size, kwargs)
         if out is not None:
             return out
+        if isinstance(edge_index, ShardedEdgeIndex):
+            refuse_aggregation(self, edge_index)
         try:
             return as_rows(self, edge_index, Call(self, kwargs).run(edge_index, size, kwargs))
         except IndexError as error:  # PyG's quantiles of nodes without in-edges, for example
@@ -148,6 +151,14 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         return replay(call, edge_index, size) if isinstance(edge_index, ShardedEdgeIndex) else None
 
 
+def refuse_aggregation(layer: Any, edge_index: ShardedEdgeIndex) -> None:
+    """Raise for an aggregation that PyG's own code would run on this worker's edges in their order, or not at all."""
+    for module in layer.aggr_module.modules():
+        if why := reason(module, {}, edge_index._graph):
+            name = f"'{type(module).__name__}' in '{type(layer).__name__}'"
+            fail(edge_index._graph, f"{name} cannot run on a share of the graph, because it {why}")
+
+
 @gives(ROWS)
 def as_rows(layer: Any, edge_index: Any, out: Any) -> Any:
     """Report what a layer's own code made, which ran one-shot: the watch has looked at it as at any other code."""
@@ -166,6 +177,8 @@ def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
     if not (sharded or (layer.streamable and type(it) is Tensor)) or it.dim() != 2 or it.layout != torch.strided:
         return
     for name, t in given.items():
+        if sharded and isinstance(t, torch.nn.Parameter) and t.dim() > 0 and t.size(0) > 1:
+            refuse_table(it._graph, t)
         if not isinstance(t, Tensor) or t.dim() == 0 or t.size(0) == it.size(1):
             continue
         if not (layer.streamable and layer.streams({name: t})) and (t.size(0) == 1 or not sharded):

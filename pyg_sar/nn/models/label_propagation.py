@@ -46,7 +46,7 @@ class LabelPropagation(WeightedSum, torch_geometric.nn.LabelPropagation):
         if isinstance(edge_index, ShardedEdgeIndex) and y.dtype == torch.long:
             if math.prod(y.shape[1:]) == 1:  # also where there are no nodes, unlike the number of entries
                 here = int(y.max()) + 1 if len(y) > 0 else 0
-                (classes,) = edge_index.graph.exchange.all_reduce_max([here])
+                (classes,) = edge_index._graph.exchange.all_reduce_max([here])
                 y = one_hot(y.view(-1), num_classes=classes)
             y = y.to(torch.get_default_dtype())
         return super().forward(y, edge_index, mask, edge_weight, post_step)

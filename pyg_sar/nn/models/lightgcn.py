@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import rank_of
-from pyg_sar.distributed.links import Directory, shard_links
+from pyg_sar.distributed.links import own_rows, shard_links
 from pyg_sar.distributed.loss import global_mean, with_gradient_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.nn.convert import convert
@@ -145,10 +145,7 @@ class LightGCN(torch_geometric.nn.LightGCN):
             lambda_reg (float, optional): The :math:`L_2` regularisation strength. (default: :obj:`1e-4`)
             **kwargs (optional): As of PyG, which does not use them.
         """
-        rows = None
-        if node_id is not None:
-            rows = Directory(self.embedding.n_id).rows(node_id)
-            rows = rows[rows >= 0]
+        rows = None if node_id is None else own_rows(node_id, self.embedding.n_id, self.group)
         norm = self.embedding(rows).square().sum()
         differ = pos_edge_rank.shape != neg_edge_rank.shape
         count, differ = all_reduce(norm.new_tensor([pos_edge_rank.numel(), differ], dtype=torch.int64), self.group)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments, standardise
-from pyg_sar.nn.together import together
+from pyg_sar.nn.together import knows_all_rows, together
 from pyg_sar.watch import ROWS, gives
 
 
@@ -45,6 +45,7 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
 
     @torch.compiler.disable
     @gives(ROWS)
+    @knows_all_rows
     def over_all(self, x: Tensor) -> Tensor:
         """Normalise by the rows of all workers."""
         if is_elsewhere(x):  # rows at home know those of all workers
@@ -119,6 +120,7 @@ class BatchNorm(torch_geometric.nn.BatchNorm):
 
 
 @torch.compiler.disable
+@knows_all_rows
 def rows_of_all(x: Tensor, group: Any) -> int:
     """Return the number of rows on all workers together."""
     return int(all_reduce(torch.tensor(x.size(0), device=x.device), group))

@@ -6,6 +6,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.nn.norm.statistics import NormalisesPerGraph, PerGraph
+from pyg_sar.nn.together import knows_all_rows
 
 
 class GraphSizeNorm(NormalisesPerGraph, torch_geometric.nn.GraphSizeNorm):
@@ -18,6 +19,7 @@ class GraphSizeNorm(NormalisesPerGraph, torch_geometric.nn.GraphSizeNorm):
     Graphs of a batch must be numbered alike on all workers.
     """
 
+    @knows_all_rows
     def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the number of rows of all workers."""
         per_graph = PerGraph(x, batch, batch_size, self.group)

@@ -9,7 +9,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.distributed.collectives import global_merge
-from pyg_sar.nn.together import together
+from pyg_sar.nn.together import knows_all_rows, together
 from pyg_sar.ops import moments_
 
 
@@ -30,6 +30,7 @@ class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
         return self.over_all(x, type_vec)
 
     @torch.compiler.disable
+    @knows_all_rows
     def over_all(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """Normalise by the rows of all workers."""
         count, mean, var = self.statistics(x.detach(), type_vec)

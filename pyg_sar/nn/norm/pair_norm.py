@@ -9,6 +9,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.nn.norm.statistics import NormalisesPerGraph
+from pyg_sar.nn.together import knows_all_rows
 
 
 class PairNorm(NormalisesPerGraph, torch_geometric.nn.PairNorm):
@@ -25,6 +26,7 @@ class PairNorm(NormalisesPerGraph, torch_geometric.nn.PairNorm):
     workers.
     """
 
+    @knows_all_rows
     def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the rows of all workers."""
         x = super().over_all(x, batch, batch_size)

@@ -12,7 +12,7 @@ from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.nn.norm.columns import Coefficients, NormaliseColumns, global_moments
-from pyg_sar.nn.together import together
+from pyg_sar.nn.together import knows_all_rows, together
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.watch import ROWS, gives
 
@@ -76,6 +76,7 @@ class NormalisesPerGraph:
 
     @torch.compiler.disable
     @gives(ROWS)
+    @knows_all_rows
     def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the rows of all workers."""
         parameters = [*self.parameters(recurse=False)]  # type: ignore[attr-defined]

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from pyg_sar.autograd import zeros_of
+from pyg_sar.caller import running_modules
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
+from pyg_sar.distributed.group import rank_of
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction, Trace
 from pyg_sar.nn.together import together
+from pyg_sar.operations import EDGES, plain, shares
 
 
 class Readout:
@@ -24,8 +27,8 @@ class Readout:
         self, x: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, dim_size: int | None = None,
         dim: int = -2, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """Aggregate rows by their graph of a batch, which all workers number alike."""
-        if not together(self.group):
+        """Aggregate rows by their graph of a batch, which all workers number alike; rows of edges by destinations."""
+        if not together(self.group) or of_edges(index, self.group):
             return super().__call__(x, index, ptr, dim_size, dim, **kwargs)  # type: ignore[misc]
         return self.over_all(x, index, ptr, dim_size, dim, **kwargs)
 
@@ -34,13 +37,21 @@ class Readout:
         self, x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int | None, dim: int, **kwargs: Any
     ) -> Tensor:
         """Aggregate the rows of all workers."""
-        name = type(self).__name__
+        name, given = type(self).__name__, index is not None
         if index is None and ptr is not None:
             raise NotImplementedError(f"'{name}' reads out the rows of all workers: pass 'index' instead of 'ptr'")
         if index is None:
             index, dim_size = torch.zeros(x.size(dim), dtype=torch.int64, device=x.device), 1
         if dim_size is None:
             dim_size = int(global_max(torch.cat([index, index.new_full((1,), -1)]).max(), self.group)) + 1
+        elif given:
+            most, least = global_max(index.new_tensor([dim_size, -dim_size]), self.group).tolist()
+            if most != -least:
+                raise ValueError(
+                    f"[rank {rank_of(self.group)}] '{name}' reads out the graphs of a batch, which all workers number "
+                    f"alike (got {dim_size} of them here, and {-least} to {most} on others). For edges by their "
+                    f"destinations give it 'edge_index[1]', or take a MessagePassing layer."
+                )
         try:
             with Everywhere(index, dim_size, self.group):
                 return super().__call__(x, index, None, dim_size, dim, **kwargs)  # type: ignore[misc]
@@ -49,6 +60,21 @@ class Readout:
                 f"'{name}' cannot read out the rows of all workers, because {error}. Sums, means, extrema, and what is "
                 f"made of them, can: softmax, attention, Set2Set."
             ) from error
+
+
+@torch.compiler.disable
+def of_edges(index: Tensor | None, group: Any) -> bool:
+    """Whether rows are those of edges that a running module was given, and the index has their destinations, as far as
+    any worker can tell: one without edges, or nodes, asks the others.
+    """
+    running = (variables for _, variables in running_modules())
+    given = [it for variables in running for it in shares(list(variables.values())) if it.kind == EDGES]
+    if index is None or not given:
+        return False
+    edges = any(it.size(1) == index.numel() and torch.equal(plain(it)[1], index) for it in given)
+    some = index.numel() > 0
+    of_nodes, of_them = global_max(index.new_tensor([some and not edges, some and edges]), group).tolist()
+    return bool(of_them and not of_nodes)
 
 
 class Everywhere(Trace):

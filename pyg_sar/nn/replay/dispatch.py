@@ -3,11 +3,16 @@ r"""Decides how a layer's call on a sharded graph runs: by its execution strateg
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+import inspect
+from typing import Any, cast
 
 import torch
+import torch_geometric.nn
 from torch import Tensor
+from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
+from pyg_sar.caller import running_modules
 from pyg_sar.distributed.reverse import reverse
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
@@ -18,11 +23,13 @@ from pyg_sar.operations import EDGES, SOURCES
 from pyg_sar.pieces import is_one_piece
 from pyg_sar.refusals import fail
 
+WEIGHTS = "return_attention_weights"
+
 
 @torch.compiler.disable
 def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None:
     """Run a layer by its own code, or by kernels that do the same; return None if it has to run one-shot."""
-    if edge_index.kind == SOURCES or has_message_hooks(call.layer):
+    if edge_index.kind == SOURCES or has_message_hooks(call.layer) or runs_as_it_is(call.layer):
         return None
     graph = edge_index.regroup(call.layer.aggr_module)
     rows = in_host_memory(call)
@@ -42,6 +49,24 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
     kwargs = {name: turned.bring(value) if name in edge else value for name, value in call.kwargs.items()}
     out = along_edges(dataclasses.replace(call, kwargs=kwargs), edge_index, turned.graph, size)
     return turned.take_back(out) if out is not None and call.updates else out
+
+
+def runs_as_it_is(layer: Any) -> bool:
+    """Whether this call of a layer must run its messages once and for all: their weights are drawn now, or its
+    ``forward`` is asked to return what they leave behind.
+    """
+    if any(map(is_uninitialized_parameter, layer.parameters())):
+        return True
+    if not keeps_weights(cast(Any, type(layer))):
+        return False
+    return any(call.get(WEIGHTS) is not None for module, call in running_modules() if module is layer)
+
+
+@functools.cache
+def keeps_weights(cls: Any) -> bool:
+    """Whether messages of a class, and no update of edges before, leave the weights that its ``forward`` may return."""
+    made_before = cls.edge_update is not torch_geometric.nn.MessagePassing.edge_update
+    return not made_before and WEIGHTS in inspect.signature(cls.forward).parameters
 
 
 def along_edges(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, size: Any) -> Tensor | None:

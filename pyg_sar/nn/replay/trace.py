@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.block import Block
+from pyg_sar.nn.together import aside
 from pyg_sar.ops import spmm_
 from pyg_sar.ops.dropout import nothing_drops
 from pyg_sar.structure import tensors
@@ -258,6 +259,8 @@ class Trace(Dropout):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch a function of torch."""
+        if aside():
+            return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         out = self.watch(func, name, args, kwargs or {})
         if name in ZEROS and not out.is_inference():

@@ -77,6 +77,8 @@ def predicts(group, method):
     close(model(mine.edge_index), reference(ratings()[1])[mine.edge], "scores of edges")
     with pytest.raises(ValueError, match=r"\[rank \d\] Expected a negative pair for each positive one, of the same us"):
         model.recommendation_loss(found, found[: -1 if dist.get_rank(group) == 0 else None])
+    with pytest.raises(RuntimeError, match="The workers differ in the ids of nodes"):
+        model.recommendation_loss(found, found, torch.arange(3 + dist.get_rank(group)))
 
 
 def test_link_prediction(pool):

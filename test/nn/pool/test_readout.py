@@ -80,3 +80,56 @@ def test_what_cannot_be_merged_is_refused(pool, kind):
 def test_one_process_runs_pygs():
     layer, x, index = gnn.MedianAggregation(), torch.randn(5, 2), torch.tensor([0, 0, 1, 1, 1])
     assert torch.equal(convert(copy.deepcopy(layer))(x, index), layer(x, index))
+
+
+class OfEdges(torch.nn.Module):
+    """Aggregates edges by their destinations, beside a readout."""
+
+    def __init__(self):
+        super().__init__()
+        self.aggr, self.readout = gnn.MeanAggregation(), gnn.SumAggregation()
+
+    def forward(self, x, edge_index):
+        src, dst = edge_index
+        return self.aggr(x[src], dst, dim_size=x.size(0)), self.readout(x)
+
+
+def of_edges(group):
+    mine = share(group, edges(), assignment("random", group.size()))
+    x, model = (
+        torch.randn(N, F, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+        convert(OfEdges(), group),
+    )
+    found, expected = model(x[mine.src], mine.edge_index), OfEdges()(x, edges())
+    close(found[0], expected[0][mine.dst], "edges")
+    close(found[1], expected[1], "nodes")
+    with pytest.raises(ValueError, match=r"all workers number alike \(got \d of them here, and 5 to 6 on others\)"):
+        model.readout(x[mine.src], torch.zeros(len(mine.src), dtype=torch.long), dim_size=5 + dist.get_rank(group))
+
+
+def test_aggregations_of_edges(pool):
+    pool.run(2, of_edges)
+
+
+def gates(group):
+    """With a normalisation over all nodes."""
+    mine = share(group, edges(), assignment("random", group.size()))
+    x, batch = torch.randn(N, F, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(N) // 40
+    for norm in (torch.nn.BatchNorm1d(F), gnn.GraphNorm(F), gnn.PairNorm(), gnn.InstanceNorm(F)):
+        torch.manual_seed(0)
+        gate = torch.nn.Sequential(torch.nn.Linear(F, F), norm, torch.nn.ReLU(), torch.nn.Linear(F, 1))
+        reference = gnn.AttentionalAggregation(gate).double()
+        model = convert(copy.deepcopy(reference), group)
+        close(model(x[mine.src], batch[mine.src]), reference(x, batch), str(norm))
+
+
+def test_gates_with_normalisations(pool):
+    pool.run(2, gates)
+
+
+def test_what_optimises_or_looks_for_neighbours_is_refused():
+    with pytest.raises(NotImplementedError, match="optimises over all nodes at once"):
+        convert(gnn.EquilibriumAggregation(4, 4, [4]))
+    for make in (lambda: gnn.SchNet(4, 4, 1, 4), lambda: gnn.GNNFF(4, 4, 1)):
+        with pytest.raises(NotImplementedError, match="looks for neighbours among all nodes"):
+            convert(make())

@@ -311,6 +311,33 @@ def test_numbers_that_are_none_on_the_probe_graph(after):
         it(x, pyg_sar.shard(edges(), NUM_NODES, 3))
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: gnn.GeneralConv((-1, -1), 4), lambda: gnn.GINEConv(gnn.Linear(4, 4), edge_dim=-1)]
+)
+def test_weights_that_are_made_at_the_first_call(make):
+    """In the order of PyG, once; afterwards the layer streams."""
+    x, attr, found = torch.randn(NUM_NODES, 4), torch.randn(E, 3), []
+    for convert_it in (False, True):
+        torch.manual_seed(0)
+        it = convert(make()) if convert_it else make()
+        edge = {"edge_attr": attr} if isinstance(it, gnn.GINEConv) else {}
+        graph = pyg_sar.shard(edges(), NUM_NODES, 3) if convert_it else edges()
+        found.append([it((x, x), graph, **edge) for _ in range(2)] + [torch.rand(1)])
+    torch.testing.assert_close(found[1], found[0])
+    assert any("streams" in str(strategy) for strategy in STRATEGIES[it].values())
+
+
+@pytest.mark.parametrize("norm", ["BatchNorm1d in evaluation", "LayerNorm by node", "BatchNorm1d"])
+def test_normalisations_in_messages(norm):
+    inner = {"LayerNorm by node": lambda: gnn.LayerNorm(4, mode="node")}.get(norm, lambda: torch.nn.BatchNorm1d(4))()
+    it = convert(gnn.EdgeConv(torch.nn.Sequential(torch.nn.Linear(8, 4), inner)).double())
+    it = it.eval() if "evaluation" in norm else it
+    it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3))
+    assert str(*STRATEGIES[it].values()).startswith("runs one-shot" if norm == "BatchNorm1d" else "streams")
+    if norm != "BatchNorm1d":
+        same(it)
+
+
 def alone_and_together(group):
     """One worker knows how the layer runs on a graph of its own, and nothing of how it does with others."""
     mine = share(group, edges(), torch.arange(NUM_NODES) % 2)
