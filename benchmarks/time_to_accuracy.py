@@ -409,7 +409,10 @@ def prepare(name: str, root: str, folder: str) -> None:
 def main(args: argparse.Namespace) -> None:
     """Train what is not in ``runs`` yet, and write the table and the figure."""
     runs = Runs(args.runs)
-    args.graphs = [name for name in args.graphs if there(TASKS[name].graph, args.root)]
+    kept = {json.loads(key)[0] for key in runs}
+    args.graphs = [name for name in args.graphs if name in kept or there(TASKS[name].graph, args.root)]
+    if not args.graphs:
+        sys.exit("None of the graphs is there.")
     for name in tqdm(args.graphs):
         with tempfile.TemporaryDirectory() as folder:
             prepare(name, args.root, folder)

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 # The `layer` of this thread, whether its parameters are `told`, and whether its rows are those of a `chunk`
 _here = threading.local()
 LAYERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+LAZY: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models of which parameters had no values when they ran
 
 
 @dataclass
@@ -27,10 +28,12 @@ class Layer:
     Args:
         name: What it is called in the model that ran when it was first seen.
         first: The sum of its parameters then, as soon as all of them have values.
+        lazy: Whether some parameters in the model that ran had none then, which a first run makes.
     """
 
     name: str
     first: float | None = None
+    lazy: bool = False
 
 
 class About(NamedTuple):
@@ -56,7 +59,10 @@ def enter(modules: Sequence[torch.nn.Module]) -> None:
     _here.layer = weakref.ref(modules[0]) if modules else None
     _here.told = False
     if modules and modules[0] not in LAYERS:
-        LAYERS[modules[0]] = Layer(called(modules))
+        outer = modules[-1]
+        if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in outer.parameters()):
+            LAZY[outer] = True
+        LAYERS[modules[0]] = Layer(called(modules), lazy=outer in LAZY)
 
 
 def called(modules: Sequence[torch.nn.Module]) -> str:

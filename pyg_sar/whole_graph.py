@@ -52,11 +52,6 @@ REASONS = {
 WHOLE_GRAPH = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
 
-def ours(layer: Any) -> bool:
-    """Return whether a layer is of this package, or converted: no messages are made of no edges."""
-    return "pyg_sar" in packages(cast(Any, type(layer)))
-
-
 def numbers_all_nodes(_layer: Any, _call: dict[str, Any], graph: ShardedGraph | None) -> bool:
     """Return whether rows are those of all nodes in their order, as they are in one process."""
     return size_of() == 1 if graph is None else graph.exchange.alone and graph.n_id is None
@@ -74,9 +69,7 @@ UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph | None], bool]] = 
     "LayerNorm": lambda layer, *_: getattr(layer, "mode", "node") == "node",
     "QuantileAggregation": lambda _, __, g: g is None or g.num_dst == 0 or bool(g.degree[0] > 0),
     "ChebConv": lambda _, call, __: "lambda_max" not in call or call["lambda_max"] is not None,
-    "FeaStConv": lambda layer, _, g: (
-        g is None or ours(layer) or g.num_edges > 0 or (layer.add_self_loops and g.num_dst > 0)
-    ),
+    "FeaStConv": lambda layer, _, g: g is None or g.num_edges > 0 or (layer.add_self_loops and g.num_dst > 0),
     "RGCNConv": multiplies_alike,
     "SuperGATConv": lambda layer, *_: not layer.training,
     "CorrectAndSmooth": lambda layer, *_: not layer.autoscale,
@@ -130,7 +123,7 @@ def inner_modules(layer: torch.nn.Module, seen: set[torch.nn.Module]) -> Iterabl
     """
     for module in layer.modules():
         aggr = getattr(module, "aggr_module", None)
-        if aggr is not None and ours(module):
+        if aggr is not None and "pyg_sar" in packages(cast(Any, type(module))):
             seen.update(aggr.modules())
         if module is not layer and module not in seen:
             yield module

@@ -5,6 +5,7 @@ features), aclanth2021, papers of the ACL Anthology (edges, CSR of words, years 
 cnr-2000 (CSR). Benchmarks leave out what is not there.
 """
 
+import functools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,6 +45,7 @@ def graph(name: str, root: str) -> Data:
     return Data(**{k: data[k] for k in ("x", "y", "edge_index", *MASKS, "num_classes")})
 
 
+@functools.cache
 def there(name: str, root: str) -> bool:
     """Whether a graph's files are there; say so if not."""
     path = Path(root) / NAMES.get(name, "")

@@ -202,7 +202,7 @@ def sum_flat(parameters: list[Tensor], group: Any) -> None:
 
 @torch.no_grad()
 def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
-    """Copy the parameters and buffers of rank 0 to every worker; lazy layers must have been run once before.
+    """Copy the parameters and buffers of rank 0 to every worker; lazy layers must have been run once in training mode.
 
     The rows of a :class:`~pyg_sar.nn.NodeEmbedding` stay, because each worker has those of its local nodes.
 

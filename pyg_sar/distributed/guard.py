@@ -30,7 +30,7 @@ ON = os.environ.get("PYG_SAR_GUARDS") != "0"
 
 SIZE = 256  # of a header, in bytes
 FIELDS = struct.Struct("<dBI")  # see `Told`; the words follow
-UNTOLD, FIRST, CHANGED = range(3)  # there is no sum; it is that of the first call, in training; it is another one
+UNTOLD, FIRST, CHANGED = range(3)  # there is no sum; it is that of the first call, and may differ; it must not
 LAST_WORDS = timedelta(seconds=1)  # in which peers shall hear why a worker ends
 
 WIDTHS = "Widths must not be taken from a worker's own labels: 'data.num_classes' is that of the whole graph."
@@ -70,10 +70,11 @@ def pack(about: About) -> bytearray:
     total, kind, words = 0.0, UNTOLD, about.what.encode()
     if about.layer is not None and (parameters := summable(about.parameters)):
         total, layer = sum(totals(parameters)), about.layer
-        # Lazy layers get their parameters in a first run, of training, before they can be made alike.
+        # Lazy layers get their parameters in a first run, before they can be made alike.
         if layer.first is None and about.complete:
             layer.first = total
-        kind = FIRST if about.training and (layer.first is None or alike(layer.first, total)) else CHANGED
+        early = about.training or layer.lazy
+        kind = FIRST if early and (layer.first is None or alike(layer.first, total)) else CHANGED
     packed = FIELDS.pack(total, kind, zlib.crc32(words)) + words
     return bytearray(packed[:SIZE].ljust(SIZE, b"\0"))
 

@@ -63,7 +63,7 @@ def global_mean(
     Raises:
         ValueError: If ``values`` are a single number, or are made by a loss of torch whose own mean would be another
             one, because of ``weight`` or ``ignore_index``; this is seen where they require a gradient. On all workers,
-            if some that ``mask`` leaves out are infinite or no numbers, such as losses of labels that are none.
+            if some that ``mask`` leaves out are NaN, such as losses of labels that are.
     """
     check(values, group, weight, mask)
     loss = nll_loss(values)
@@ -74,7 +74,7 @@ def global_mean(
     if mask is not None:
         mask = like_rows(mask, values)
         if values.requires_grad:
-            broken = (~mask & ~values.isfinite()).sum()
+            broken = (~mask & values.isnan()).sum()
         values = torch.where(mask, values, 0)
     # Half precision would overflow. Counts beyond 2^24 must stay exact, so all travel in double precision.
     kind = torch.promote_types(values.dtype, torch.float32)
@@ -85,10 +85,11 @@ def global_mean(
     else:
         count = share.new_tensor(values.numel(), dtype=torch.float64) if mask is None else mask.sum().double()
     total = all_reduce(torch.stack([share.double(), count, ignored.double(), broken.double()]), group)
-    if mask is not None and total[3] > 0:
+    captured = total.is_cuda and torch.cuda.is_current_stream_capturing()  # then nobody can look
+    if mask is not None and not captured and total[3] > 0:
         raise ValueError(
-            f"[rank {rank_of(group)}] {int(total[3])} of 'values' that 'mask' leaves out are no finite numbers, and "
-            f"neither would gradients be: leave them out before, such as F.mse_loss(out[mask], y[mask], ...)"
+            f"[rank {rank_of(group)}] {int(total[3])} of 'values' that 'mask' leaves out are NaN, and gradients would "
+            f"be, too: leave them out before, such as F.mse_loss(out[mask], y[mask], ...)"
         )
     if loss is not None and total[2] > 0:
         raise ValueError(

@@ -82,7 +82,10 @@ def _reverse(graph: ShardedGraph) -> Reversed:
 def _within(graph: ShardedGraph) -> Reversed:
     """Return the edges of a graph that this process holds as a whole."""
     source, row = graph.coo()
-    ids: list[Index] = [slice(0, graph.num_dst)] if graph.bipartite else [block.ids for block in graph.blocks]
+    n, count = graph.num_dst, len(graph.blocks)
+    ids: list[Index] = [block.ids for block in graph.blocks]
+    if graph.bipartite:  # as many of the other set, so that both ways can be joined
+        ids = [slice(n * k // count, n * (k + 1) // count) for k in range(count)]
     part = parts_of(row, ids, graph.num_dst)
     exchange = graph.exchange.reroute(Routes.local(ids, graph.device))
     turned = _turned(graph, torch.stack([row, source]), part, ids, exchange, edge_ids(graph))

@@ -460,6 +460,19 @@ def test_parameters_that_only_evaluate():
     )
 
 
+def test_lazy_layers_may_be_made_in_evaluation():
+    def work(rank, model, x, edge_index):
+        torch.nn.Module.__init__(model)
+        torch.manual_seed(rank)
+        model.one, model.two = (pyg_sar.nn.GATConv(-1, 8) for _ in range(2))
+        model.forward = lambda x, edge_index: model.two(model.one(x, edge_index), edge_index)
+        with torch.no_grad():
+            model.eval()(x, edge_index)
+        return []
+
+    assert workers(2, work) == [[], []]
+
+
 def test_parameters_that_were_drawn_anew():
     def work(rank, model, x, edge_index):
         train(rank, model, x, edge_index)

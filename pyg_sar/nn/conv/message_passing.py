@@ -153,7 +153,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
 
 def refuse_aggregation(layer: Any, edge_index: ShardedEdgeIndex) -> None:
     """Raise for an aggregation that PyG's own code would run on this worker's edges in their order, or not at all."""
-    for module in layer.aggr_module.modules():
+    for module in () if layer.aggr_module is None else layer.aggr_module.modules():
         if why := reason(module, {}, edge_index._graph):
             name = f"'{type(module).__name__}' in '{type(layer).__name__}'"
             fail(edge_index._graph, f"{name} cannot run on a share of the graph, because it {why}")

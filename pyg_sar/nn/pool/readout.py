@@ -2,6 +2,7 @@ r"""PyG's aggregations as readouts: over the rows of all workers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from pyg_sar.caller import running_modules
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction, Trace
-from pyg_sar.nn.together import together
-from pyg_sar.operations import EDGES, plain, shares
+from pyg_sar.nn.together import edges_in, together
+from pyg_sar.operations import EDGES, SOURCES, EdgeNumbers, shares
 
 
 class Readout:
@@ -64,17 +65,34 @@ class Readout:
 
 @torch.compiler.disable
 def of_edges(index: Tensor | None, group: Any) -> bool:
-    """Whether rows are those of edges that a running module was given, and the index has their destinations, as far as
-    any worker can tell: one without edges, or nodes, asks the others.
+    """Whether rows are those of all edges that a running module was given, and the index has their destinations, as far
+    as any worker can tell: one without edges, or nodes, asks the others.
     """
-    running = (variables for _, variables in running_modules())
-    given = [it for variables in running for it in shares(list(variables.values())) if it.kind == EDGES]
+    if isinstance(index, EdgeNumbers):  # sources, onto which PyG's own code adds exactly, if at all
+        return True
+    given = list(edges_here())
     if index is None or not given:
         return False
-    edges = any(it.size(1) == index.numel() and torch.equal(plain(it)[1], index) for it in given)
+    edges = any(ends is not None and torch.equal(ends, index) for ends in map(destinations, given))
     some = index.numel() > 0
     of_nodes, of_them = global_max(index.new_tensor([some and not edges, some and edges]), group).tolist()
     return bool(of_them and not of_nodes)
+
+
+def edges_here() -> Iterator[EdgeNumbers]:
+    """Yield the shares of graphs, or rows of them, that modules which are running were given."""
+    for _, variables in running_modules():
+        held = [edges for name, value in variables.items() for edges in edges_in(name, value)]
+        yield from shares(held, list(variables.values()))
+
+
+def destinations(it: EdgeNumbers) -> Tensor | None:
+    """Return the destinations of edges, if they are known."""
+    if it.kind == SOURCES:
+        return it._ends
+    if it._data is None:
+        return it._graph.row
+    return it._data[1] if it.kind == EDGES else it._data[0]
 
 
 class Everywhere(Trace):

@@ -29,7 +29,7 @@ WEIGHTS = "return_attention_weights"
 @torch.compiler.disable
 def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None:
     """Run a layer by its own code, or by kernels that do the same; return None if it has to run one-shot."""
-    if edge_index.kind == SOURCES or has_message_hooks(call.layer) or runs_as_it_is(call.layer):
+    if edge_index.kind == SOURCES or has_message_hooks(call.layer):
         return None
     graph = edge_index.regroup(call.layer.aggr_module)
     rows = in_host_memory(call)
@@ -38,6 +38,8 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
             name = type(call.layer).__name__
             fail(edge_index._graph, f"'{name}' cannot run on rows in host memory against the direction of edges")
         return by_chunks(call, graph, rows)
+    if runs_as_it_is(call.layer):
+        return None
     if not call.backwards and edge_index.kind == EDGES:
         return along_edges(call, edge_index, graph, size)
     if graph.origin is not None:

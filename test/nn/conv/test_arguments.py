@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch_geometric.nn as gnn
 from support.nasty_graph import NUM_NODES, assignment, edges, share
+from torch_geometric.utils import scatter
 
 from pyg_sar import nn, shard
 
@@ -238,6 +239,39 @@ def test_heterogeneous_attention_on_flipped_edges(parts):
         conv = library.HGTConv(8, 8, (["v"], types), heads=2).double()
         found.append(conv({"v": x}, dict(zip(types, (it, it.flip(0)), strict=True)))["v"])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
+
+
+def test_heterogeneous_attention_on_flipped_edges_of_two_sets():
+    it = edges() % torch.tensor([[40], [N]])
+    x, found = {"u": torch.randn(40, 8, dtype=torch.float64), "v": torch.randn(N, 8, dtype=torch.float64)}, []
+    for library, one in ((gnn, it), (nn, shard(it, (40, N), 3))):
+        torch.manual_seed(0)
+        types = [("u", "to", "v"), ("v", "from", "u")]
+        conv = library.HGTConv(8, 8, (["u", "v"], types), heads=2).double()
+        found.append(conv(x, dict(zip(types, (one, one.flip(0)), strict=True))))
+    for t in x:
+        torch.testing.assert_close(found[1][t], found[0][t], rtol=0, atol=1e-10)
+
+
+class Unaggregated(gnn.MessagePassing):
+    """Adds up messages, which are not the same twice, by code of its own."""
+
+    def __init__(self):
+        super().__init__(aggr=None)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j + 0 * torch.rand_like(x_j)
+
+    def aggregate(self, inputs, index, dim_size):
+        return scatter(inputs, index, 0, dim_size)
+
+
+def test_layers_without_an_aggregation():
+    x = torch.randn(N, 8)
+    torch.testing.assert_close(nn.convert(Unaggregated())(x, shard(edges(), N, 3)), Unaggregated()(x, edges()))
 
 
 @pytest.mark.parametrize("name", ["TransformerConv", "FAConv", "RGATConv"])

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch_geometric.nn as gnn
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
+from torch_geometric.data import Data
 
 from pyg_sar.nn import convert, describe
 
@@ -94,6 +95,16 @@ class OfEdges(torch.nn.Module):
         return self.aggr(x[src], dst, dim_size=x.size(0)), self.readout(x)
 
 
+class OfData(OfEdges):
+    """The same of a ``Data``, and of flipped edges."""
+
+    def forward(self, data):
+        _, dst = data.edge_index
+        row, col = data.edge_index.flip(0)
+        first = self.aggr(data.x[data.edge_index[0]], data.edge_index[1], dim_size=data.num_nodes)
+        return first + self.aggr(data.x[col], row, dim_size=data.num_nodes) + 0 * len(dst), self.readout(data.x)
+
+
 def of_edges(group):
     mine = share(group, edges(), assignment("random", group.size()))
     x, model = (
@@ -103,6 +114,10 @@ def of_edges(group):
     found, expected = model(x[mine.src], mine.edge_index), OfEdges()(x, edges())
     close(found[0], expected[0][mine.dst], "edges")
     close(found[1], expected[1], "nodes")
+    model, of_data = convert(OfData(), group), Data(x=x[mine.src], edge_index=mine.edge_index)
+    found, expected = model(of_data), OfData()(Data(x=x, edge_index=edges()))
+    close(found[0], expected[0][mine.dst], "edges of a Data")
+    close(found[1], expected[1], "nodes of a Data")
     with pytest.raises(ValueError, match=r"all workers number alike \(got \d of them here, and 5 to 6 on others\)"):
         model.readout(x[mine.src], torch.zeros(len(mine.src), dtype=torch.long), dim_size=5 + dist.get_rank(group))
 
