@@ -82,7 +82,7 @@ def save_checkpoint(
             return ""
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".checkpoint-*"):
-            shutil.rmtree(stale)
+            shutil.rmtree(stale, ignore_errors=True)
         name = f"checkpoint-{max([0, *_numbers(folder)]) + 1:06d}"
         (folder / f".{name}.new").mkdir()
         return name
@@ -121,7 +121,7 @@ def save_checkpoint(
         for old in _numbers(folder)[:-keep]:
             gone = folder / f".checkpoint-{old:06d}.old"
             os.replace(folder / f"checkpoint-{old:06d}", gone)
-            shutil.rmtree(gone)
+            shutil.rmtree(gone, ignore_errors=True)  # the next one tries again
 
     on_all(finish, f"finish a checkpoint in '{folder}'", group)
     return folder / name
@@ -215,6 +215,8 @@ class Checkpoints:
     r"""Saves a run every few epochs, and when it is told to end by SIGTERM, as schedulers of clusters do.
 
     A first SIGTERM no longer ends the process, but the next :meth:`step` does what is to be done; a second one ends it.
+    ``torch.distributed.run`` kills its workers 30 seconds after a SIGTERM: where epochs take longer, give it more
+    (:envvar:`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`).
 
     .. code-block:: python
 
@@ -245,12 +247,12 @@ class Checkpoints:
             raise ValueError(f"Expected 'every' to be 1 or more (got {every})")
         self.path, self.every, self.keep, self.group, self.state = path, every, keep, group, state
         self.more: dict[str, Any] = {}
-        self.told = False
+        self.told, self.pid = False, os.getpid()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._tell)
 
     def _tell(self, *_: Any) -> None:
-        if self.told:  # and nobody has listened
+        if self.told or os.getpid() != self.pid:  # and nobody has listened, or this is a process that was forked later
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self.told = True
@@ -393,7 +395,7 @@ def _generators() -> dict[str, Any]:
     """Return the states of the random generators of this process."""
     state: Any = np.random.get_state(legacy=True)
     kind, keys, *rest = state
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     numpy = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
     return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": numpy, "python": random.getstate()}
 
@@ -407,8 +409,8 @@ def _restore_generators(states: dict[str, Any], same: bool, rank: int) -> None:
         random.seed(seed)
         return
     torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"][0])
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     random.setstate(states["python"])

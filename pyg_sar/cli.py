@@ -58,10 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     add("folders", nargs="*", metavar="folder", help=about)
     add("--nodes", type=float, help="number of nodes")
     add("--edges", type=float, help="number of edges")
-    add("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of workers (default: 1 2 4 8 16)")
+    add(
+        "--workers", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of workers (default: 1 2 4 8 16)"
+    )
     add("--boundary", type=float, help="rows read for each local row (default: as in a random partition, the worst)")
-    add("--features", type=int, help="features of a node (default: those of the folder)")
-    add("--classes", type=int, help="number of classes (default: that of the folder)")
+    add("--features", type=positive, help="features of a node (default: those of the folder)")
+    add("--classes", type=positive, help="number of classes (default: that of the folder)")
     add("--relations", type=int, default=0, help="number of edge types, for rgcn")
     add(
         "--model",
@@ -69,15 +71,22 @@ def _parser() -> argparse.ArgumentParser:
         default="sage",
         help="layers, and norms between",
     )
-    add("--layers", type=int, default=3, help="number of layers (default: 3)")
-    add("--hidden", type=int, default=256, help="hidden features; of each head for gat (default: 256)")
-    add("--heads", type=int, default=4, help="heads of gat (default: 4)")
+    add("--layers", type=positive, default=3, help="number of layers (default: 3)")
+    add("--hidden", type=positive, default=256, help="hidden features; of each head for gat (default: 256)")
+    add("--heads", type=positive, default=4, help="heads of gat (default: 4)")
     add("--prefetch", type=int, default=1, help="fetches under way (default: 1)")
     add("--budget", type=float, help="GiB for each worker: what fits, with the least traffic")
     add("--offload", action="store_true", help="rows at home: the fewest chunks that fit --budget")
-    add("--stages", type=int, nargs="+", help="a pipeline of layers: numbers of stages, each of a folder's parts")
-    add("--chunks", type=int, default=1, help="chunks of a pipeline (default: 1, exact)")
+    add("--stages", type=positive, nargs="+", help="a pipeline of layers: numbers of stages, each of a folder's parts")
+    add("--chunks", type=positive, default=1, help="chunks of a pipeline (default: 1, exact)")
     return parser
+
+
+def positive(text: str) -> int:
+    """Return a number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more (got {text})")
+    return int(text)
 
 
 def _partition(args: argparse.Namespace) -> None:
@@ -318,8 +327,11 @@ def _shares(args: argparse.Namespace) -> list[Any]:
         return [from_counts(int(args.nodes), int(args.edges), n, args.boundary) for n in args.workers]
     meta = read_meta(args.folder)
     nodes, _, graph = meta["attributes"]
+    if "x" in nodes and nodes["x"][0] != "float32":
+        print(f"Features are counted as float32; the folder has them as {nodes['x'][0]}.")
     args.features = args.features or (nodes["x"][1][-1] if "x" in nodes else None)
     args.classes = args.classes or graph.get("num_classes")
+    args.relations = args.relations or (graph.get("num_relations", 0) if args.model == "rgcn" else 0)
     args.nodes, args.edges = meta["num_nodes"], meta["num_edges"]
     return [largest(from_partition(args.folder))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,7 +73,10 @@ def debug() -> Iterator[None]:
 @contextmanager
 def debug_if_asked() -> Iterator[None]:
     """Look while a block runs, if the environment says so."""
-    if os.environ.get("PYG_SAR_DEBUG") != "1":
+    asked = os.environ.get("PYG_SAR_DEBUG", "0")
+    if asked not in ("", "0", "1"):
+        warnings.warn(f"Expected PYG_SAR_DEBUG to be 0 or 1 (got '{asked}', taken for 0)", stacklevel=2)
+    if asked != "1":
         yield
         return
     with debug():
@@ -118,7 +122,9 @@ def check(name: str, given: dict[str, Any]) -> None:
 
 def look(named: dict[str, Tensor], gather: Callable[[Any], list[Any]]) -> None:
     """Raise on all workers if a gradient is no number on any of them."""
-    odd = [name for name, p in named.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    grads = {name: p.grad for name, p in named.items() if p.grad is not None}
+    numbers = {name: g if g.layout == torch.strided else g.coalesce().values() for name, g in grads.items()}
+    odd = [name for name, t in numbers.items() if not bool(torch.isfinite(t).all())]
     for rank, names in enumerate(gather(odd)):
         if names:
             raise FloatingPointError(

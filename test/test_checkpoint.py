@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -378,3 +379,26 @@ def test_restarted_by_the_launcher(tmp_path, steps):
     assert told["epoch"] == 4 and told["workers"] == 2
     epochs = [line.split()[1] for line in (done.stdout + done.stderr).splitlines() if line.startswith("epoch ")]
     assert epochs == ["1", "2", "3", "4"]  # none ended twice: each is told after its last exchange
+
+
+def test_what_was_loaded_keeps_no_file(tmp_path):
+    """Which is removed later: NFS would not have it."""
+    values.write(tmp_path / "value", {"a": torch.arange(5000)})
+    found = values.read(tmp_path / "value")
+    assert str(tmp_path / "value") not in Path("/proc/self/maps").read_text() and found["a"][-1] == 4999
+
+
+def test_processes_that_are_forked_later_end(tmp_path):
+    """By a first SIGTERM, as multiprocessing has them end."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        checkpoints = pyg_sar.Checkpoints(tmp_path)
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not checkpoints.told
+    finally:
+        signal.signal(signal.SIGTERM, before)

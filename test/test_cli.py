@@ -145,7 +145,19 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("argv", [[], ["party"], ["partition"], ["partition", "KarateClub", "--num-parts", "two"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["party"],
+        ["partition"],
+        ["partition", "KarateClub", "--num-parts", "two"],
+        *(
+            ["plan", "--nodes", "9", "--edges", "9", f"--{name}", "0"]
+            for name in ("workers", "stages", "heads", "layers")
+        ),
+    ],
+)
 def test_usage_errors(argv, capsys):
     with pytest.raises(SystemExit) as error:
         main(argv)

@@ -97,3 +97,13 @@ def test_last_calls_are_printed(capfd, monkeypatch):
     board.over.set()
     told = capfd.readouterr().err
     assert "[rank 0] The last calls:" in told and "call 30, step 0: call of 29" in told and "call of 9\n" not in told
+
+
+def test_sparse_gradients_of_tables():
+    table = pyg_sar.nn.NodeEmbedding(torch.arange(5), 2, sparse=True)
+    with pyg_sar.debug():
+        table(torch.tensor([1, 2])).sum().backward()
+        pyg_sar.sum_gradients(table)
+        table(torch.tensor([1, 2])).log().sum().mul(torch.nan).backward()
+        with pytest.raises(FloatingPointError, match="The gradient of 'weight'"):
+            pyg_sar.sum_gradients(table)

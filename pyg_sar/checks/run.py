@@ -77,7 +77,7 @@ class Problem:
         """Run on some workers."""
         with tempfile.TemporaryDirectory() as folder:
             self.sample.write(Path(folder) / "parts", size)
-            return self.gather(Workers(size), lambda: self.sample.complete(load(Path(folder) / "parts")))
+            return self.gather(Workers(size), lambda: self.sample.complete(load(Path(folder) / "parts", mmap=False)))
 
     def gather(self, workers: Workers, data: Callable[[], Any]) -> Team:
         """Run on each of the workers."""

@@ -316,7 +316,10 @@ def _save(file: Path, attrs: dict[str, Any], identity: str) -> dict[str, Any]:
         seen.add(tensor.data_ptr())
     file.touch(exist_ok=False)
     mode = file.stat().st_mode
-    save_file(whole, file, metadata={"identity": identity})
+    try:
+        save_file(whole, file, metadata={"identity": identity})
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"'{file}' could not be written: {error}") from error
     file.chmod(mode)  # safetensors keeps others from reading its files
     sync(file)
     return {"bytes": file.stat().st_size, "sha256": digest(file), "tensors": describe(whole), "values": values}

@@ -24,6 +24,7 @@ from torch import Tensor
 from pyg_sar.distributed import notices, values
 
 Group = Any
+OWN = ("allocate memory", "No backend type associated", "Invalid scalar type")  # what torch says of this worker alone
 _here = threading.local()  # whose `member` this thread is
 
 
@@ -92,6 +93,8 @@ def talking(doing: str, group: Group = None, peer: int | None = None) -> Iterato
     except notices.LostWorkers:
         raise
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OWN):
+            raise  # no matter of others
         why = (board.why() if board else "") or (
             f"either a worker ended (look for the first error among all ranks), or they ran different code. "
             f"{notices.ORDER}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -48,7 +50,8 @@ def process_group(
         RuntimeError: If another worker ended, stopped answering, or runs different code, with what it said.
     """
     if not join(backend, timeout):
-        yield 0
+        with debug_if_asked():
+            yield 0
         return
     try:
         with watching(), debug_if_asked():
@@ -85,16 +88,20 @@ def init(backend: str | None = None, timeout: float = 300.0, leave_within: float
     Returns:
         The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start.
     """
+    looking = ExitStack()
     if not join(backend, timeout):
+        looking.enter_context(debug_if_asked())
+        atexit.register(looking.close)
         return 0
     start()
-    leave_at_exit(timeout, leave_within)
+    looking.enter_context(debug_if_asked())
+    leave_at_exit(timeout, leave_within, looking)
     return dist.get_rank()
 
 
-def leave_at_exit(timeout: float, leave_within: float | None) -> None:
+def leave_at_exit(timeout: float, leave_within: float | None, looking: ExitStack) -> None:
     """Leave when the interpreter ends, if it ends well: of an exception it tells in ``sys.last_value``, of ``sys.exit``
-    only those who were called.
+    only those who were called. Before, what was ``looking`` for mistakes ends.
     """
     leaves, statuses = sys.exit, []
 
@@ -103,11 +110,20 @@ def leave_at_exit(timeout: float, leave_within: float | None) -> None:
         leaves(status)
 
     def end() -> None:
+        error = getattr(sys, "last_value", None)
+        with suppress(BaseException):
+            looking.__exit__(None if error is None else type(error), error, None)
         stop()
-        if (error := getattr(sys, "last_value", None)) is not None or any(statuses):
+        if error is not None or any(statuses):
             tell(error or SystemExit(next(filter(None, statuses))))
-        else:
+            return
+        try:
             leave(timeout, leave_within)
+        except BaseException:  # which Python would print, and end as if all were well
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     sys.exit = leaving
     atexit.register(end)
@@ -115,6 +131,16 @@ def leave_at_exit(timeout: float, leave_within: float | None) -> None:
 
 def join(backend: str | None, timeout: float) -> bool:
     """Join the workers, if there are others."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] This process is in a group of workers already. Call 'pyg_sar.init' or "
+            f"'pyg_sar.process_group' once, in place of 'torch.distributed.init_process_group'."
+        )
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "A process that was started by 'multiprocessing', such as one of a DataLoader, runs the script again and "
+            "would join the workers. Put the script under \"if __name__ == '__main__':\"."
+        )
     if "WORLD_SIZE" not in os.environ:
         return False
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
@@ -45,7 +45,10 @@ def write(file: str | os.PathLike[str], value: Any) -> None:
     """Write a value to a file."""
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_described(value, tensors))
-    save_file(tensors, file, metadata={KEY: text})
+    try:
+        save_file(tensors, file, metadata={KEY: text})
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"'{file}' could not be written: {error}") from error
 
 
 def read(file: str | os.PathLike[str]) -> Any:
@@ -58,7 +61,8 @@ def read(file: str | os.PathLike[str]) -> Any:
         text = (f.metadata() or {}).get(KEY)
         if text is None:
             raise ValueError(f"'{file}' holds no value that pyg_sar wrote")
-        return _value(json.loads(text), {key: f.get_tensor(key) for key in f.keys()})  # noqa: SIM118
+        # Copies: who goes on to change them must not keep a file that is removed later, which NFS would not have.
+        return _value(json.loads(text), {key: f.get_tensor(key).clone() for key in f.keys()})  # noqa: SIM118
 
 
 def _described(value: Any, tensors: dict[str, Tensor]) -> Any:

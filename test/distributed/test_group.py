@@ -10,7 +10,8 @@ from torch_geometric.nn import Sequential
 
 import pyg_sar
 from pyg_sar.distributed.collectives import all_gather, gather_objects
-from pyg_sar.distributed.group import Member, Message, Workers, all_reduce_, current, rank_of, size_of
+from pyg_sar.distributed.group import Member, Message, Workers, all_reduce_, current, rank_of, size_of, talking
+from pyg_sar.distributed.notices import LostWorkers
 
 
 def test_numbers_of_workers() -> None:
@@ -133,3 +134,14 @@ def test_messages_of_the_same_tag_keep_their_order() -> None:
         return [row.item() for row in rows]
 
     assert run(2, work) == [[], [0.0, 1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no"), RuntimeError("No backend type associated with device")]
+)
+def test_errors_of_this_worker_alone_are_its_own(error):
+    with pytest.raises(type(error)) as caught, talking("summing"):
+        raise error
+    assert caught.value is error
+    with pytest.raises(LostWorkers, match="Lost the other workers while summing"), talking("summing"):
+        raise RuntimeError("Connection reset by peer")

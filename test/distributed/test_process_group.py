@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -176,7 +177,7 @@ def test_whether_init_waits_at_the_end(monkeypatch, status):
     monkeypatch.setattr(sys, "exit", sys.exit)
     monkeypatch.setattr(module.atexit, "register", ends.append)
     monkeypatch.setattr(module, "leave", lambda *_: left.append(True))
-    module.leave_at_exit(300.0, None)
+    module.leave_at_exit(300.0, None, ExitStack())
     if isinstance(status, ValueError):  # as the interpreter does with what nobody caught
         monkeypatch.setattr(sys, "last_value", status, raising=False)
     else:
@@ -184,6 +185,44 @@ def test_whether_init_waits_at_the_end(monkeypatch, status):
             sys.exit(status)
     ends[0]()
     assert bool(left) == (status in (None, 0))
+
+
+FAILS = """
+import pyg_sar
+from pyg_sar.distributed import process_group as module
+
+
+def fail(*_):
+    raise RuntimeError("this worker has finished, but the others are gone")
+
+
+module.join, module.leave, module.start = lambda *_: True, fail, lambda: None
+module.dist.get_rank = lambda: 0
+pyg_sar.init()
+print("looks", module.notices.LOOKS)
+"""
+
+
+@pytest.mark.parametrize("asked", ["0", "1", "yes"])
+def test_a_worker_that_cannot_leave_fails(asked):
+    """Which Python would print, and end as if all were well; and whether it looks for mistakes."""
+    path = os.pathsep.join([str(Path(pyg_sar.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "PYG_SAR_DEBUG": asked}
+    done = subprocess.run([sys.executable, "-c", FAILS], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "the others are gone" in done.stderr
+    assert done.stdout == f"looks {int(asked == '1')}\n"
+    assert ("Expected PYG_SAR_DEBUG to be 0 or 1 (got 'yes'" in done.stderr) == (asked == "yes")
+
+
+def test_who_is_in_a_group_already_does_not_join(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    with pytest.raises(RuntimeError, match=r"\[rank 3\] This process is in a group of workers already"):
+        pyg_sar.init()
+    monkeypatch.undo()
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match="__main__"):
+        pyg_sar.init()
 
 
 def test_init_without_torchrun_is_a_group_of_one():

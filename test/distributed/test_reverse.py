@@ -65,7 +65,7 @@ def test_edges_within_a_process(parts, two):
     graph = pyg_sar.shard(whole(two), (NUM_NODES, NUM_DST) if two else NUM_NODES, parts).graph
     ids = [torch.arange(n) for n in (NUM_NODES, NUM_DST if two else NUM_NODES, whole(two).size(1))]
     check_edges(graph, reverse(graph), *ids, two)
-    assert len(reverse(graph).graph.blocks) == (1 if two else parts)
+    assert len(reverse(graph).graph.blocks) == parts
 
 
 class Layer(gnn.MessagePassing):
