@@ -84,7 +84,7 @@ def save_checkpoint(
         for stale in folder.glob(".checkpoint-*"):
             shutil.rmtree(stale, ignore_errors=True)
         name = f"checkpoint-{max([0, *_numbers(folder)]) + 1:06d}"
-        (folder / f".{name}.new").mkdir()
+        (folder / f".{name}.new").mkdir(exist_ok=True)
         return name
 
     name = on_all(begin, f"make a checkpoint in '{folder}'", group)[0]
@@ -395,9 +395,11 @@ def _generators() -> dict[str, Any]:
     """Return the states of the random generators of this process."""
     state: Any = np.random.get_state(legacy=True)
     kind, keys, *rest = state
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    cuda, device = [], 0
+    if torch.cuda.is_initialized():
+        cuda, device = torch.cuda.get_rng_state_all(), torch.cuda.current_device()
     numpy = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": numpy, "python": random.getstate()}
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "device": device, "numpy": numpy, "python": random.getstate()}
 
 
 def _restore_generators(states: dict[str, Any], same: bool, rank: int) -> None:
@@ -409,8 +411,12 @@ def _restore_generators(states: dict[str, Any], same: bool, rank: int) -> None:
         random.seed(seed)
         return
     torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"][0])
+    if (cuda := states["cuda"]) and torch.cuda.is_available():
+        here = torch.cuda.current_device()
+        for k, state in enumerate(cuda[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, k)
+        saved = states.get("device", here)  # checkpoints written before do not say
+        torch.cuda.set_rng_state(cuda[min(saved, len(cuda) - 1)], here)
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     random.setstate(states["python"])

@@ -220,7 +220,7 @@ def _chunks(args: argparse.Namespace, shares: list[Any]) -> None:
     from pyg_sar.planner import chunk_counts
 
     if not args.budget or args.relations:
-        raise ValueError("Expected --offload with a --budget, and without --relations.")
+        raise ValueError("Expected --offload with a --budget, and without --relations and --model rgcn.")
     graphs = _graphs(args.folder) if args.folder else []
     columns = ["workers", "chunks", "pieces of", "loaded", "step", "together", "at home", "moved"]
     print("".join(f"{column:>10}" for column in columns) + "   (rows; GiB, of the largest worker; in a step)")

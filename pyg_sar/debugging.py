@@ -123,7 +123,7 @@ def check(name: str, given: dict[str, Any]) -> None:
 def look(named: dict[str, Tensor], gather: Callable[[Any], list[Any]]) -> None:
     """Raise on all workers if a gradient is no number on any of them."""
     grads = {name: p.grad for name, p in named.items() if p.grad is not None}
-    numbers = {name: g if g.layout == torch.strided else g.coalesce().values() for name, g in grads.items()}
+    numbers = {name: g.coalesce().values() if g.layout == torch.sparse_coo else g for name, g in grads.items()}
     odd = [name for name, t in numbers.items() if not bool(torch.isfinite(t).all())]
     for rank, names in enumerate(gather(odd)):
         if names:

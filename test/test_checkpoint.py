@@ -393,10 +393,13 @@ def test_processes_that_are_forked_later_end(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     try:
         checkpoints = pyg_sar.Checkpoints(tmp_path)
+        ready, tells = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(tells, b".")
             time.sleep(30)
             os._exit(0)
+        os.read(ready, 1)  # while it is forked, Python forgets signals
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert not checkpoints.told

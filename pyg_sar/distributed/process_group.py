@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -44,14 +45,15 @@ def process_group(
             still work. (default: :obj:`None`, as long as they live)
 
     Yields:
-        The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start.
+        The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start. In a group that is there
+        already it is the rank there, and whoever made the group leaves it.
 
     Raises:
         RuntimeError: If another worker ended, stopped answering, or runs different code, with what it said.
     """
     if not join(backend, timeout):
         with debug_if_asked():
-            yield 0
+            yield present() or 0
         return
     try:
         with watching(), debug_if_asked():
@@ -86,17 +88,31 @@ def init(backend: str | None = None, timeout: float = 300.0, leave_within: float
         leave_within (float, optional): As for :func:`process_group`.
 
     Returns:
-        The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start.
+        The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start. In a group that is there
+        already it is the rank there, and whoever made the group leaves it.
     """
     looking = ExitStack()
     if not join(backend, timeout):
         looking.enter_context(debug_if_asked())
         atexit.register(looking.close)
-        return 0
+        return present() or 0
     start()
     looking.enter_context(debug_if_asked())
     leave_at_exit(timeout, leave_within, looking)
     return dist.get_rank()
+
+
+FAILED: list[bool] = []  # whether this worker could not leave in order
+
+
+@atexit.register  # so that it runs after what is registered later
+def fail_at_exit() -> None:
+    """End with status 1 if this worker could not leave in order."""
+    if FAILED:
+        for finish in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
+            with suppress(Exception):
+                finish()
+        os._exit(1)
 
 
 def leave_at_exit(timeout: float, leave_within: float | None, looking: ExitStack) -> None:
@@ -120,29 +136,30 @@ def leave_at_exit(timeout: float, leave_within: float | None, looking: ExitStack
         try:
             leave(timeout, leave_within)
         except BaseException:  # which Python would print, and end as if all were well
-            traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            FAILED.append(True)
+            with suppress(Exception):
+                traceback.print_exc()
 
     sys.exit = leaving
     atexit.register(end)
 
 
+def present() -> int | None:
+    """Return the rank in the group that there is, if there is one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+
+
 def join(backend: str | None, timeout: float) -> bool:
-    """Join the workers, if there are others."""
-    if dist.is_initialized():
-        raise RuntimeError(
-            f"[rank {dist.get_rank()}] This process is in a group of workers already. Call 'pyg_sar.init' or "
-            f"'pyg_sar.process_group' once, in place of 'torch.distributed.init_process_group'."
-        )
+    """Join the workers, if there are others, and this one has not joined them."""
+    if present() is not None:  # a group of the user's own, who leaves it
+        return False
+    if "WORLD_SIZE" not in os.environ:
+        return False
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
             "A process that was started by 'multiprocessing', such as one of a DataLoader, runs the script again and "
             "would join the workers. Put the script under \"if __name__ == '__main__':\"."
         )
-    if "WORLD_SIZE" not in os.environ:
-        return False
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
     if backend is None:

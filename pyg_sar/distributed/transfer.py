@@ -95,7 +95,7 @@ class Channel:
             with talking(doing, self.group, peer):
                 yield
         except RuntimeError as error:
-            if self.told is not None:
+            if self.told is not None and isinstance(error, notices.LostWorkers):
                 self.told.explain(error)
             raise
 

@@ -215,12 +215,16 @@ def test_a_worker_that_cannot_leave_fails(asked):
 
 
 def test_who_is_in_a_group_already_does_not_join(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    with pytest.raises(RuntimeError, match=r"\[rank 3\] This process is in a group of workers already"):
-        pyg_sar.init()
+    with pyg_sar.process_group() as rank:
+        assert (pyg_sar.init(), rank) == (3, 3)
     monkeypatch.undo()
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert pyg_sar.init() == 0
+    monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match="__main__"):
         pyg_sar.init()
 
