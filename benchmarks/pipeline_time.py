@@ -6,8 +6,7 @@
 cores, the schedule with the seconds of each block and chunk in one process. *Hosts*: simulated hosts of one thread, see
 ``hosts.py``, which takes root. *Memory*: eight workers, all tensors of the one that holds most, beside what is planned.
 Run it on an idle machine, but for memory; exit status 77 says that there can be no hosts. ``runs`` keeps what hosts
-took. Writes ``pipeline-chunks.md``,
-``pipeline-waits.md``, ``pipeline-hosts.md`` and ``pipeline-memory.md``.
+took. Writes ``pipeline-chunks.md``, ``pipeline-waits.md``, ``pipeline-hosts.md`` and ``pipeline-memory.md``.
 """
 
 import argparse

@@ -39,13 +39,18 @@ def together(group: Any) -> bool:
 def on_an_ordinary_graph() -> bool:
     """Whether the modules that are running were given edges of graphs that this process holds, and no share of one."""
     ordinary = False
+    for edges, values in given_here():
+        if next(shares(edges, values), None) is not None:
+            return False
+        ordinary |= len(edges) > 0 or next(sharded(edges, values), None) is not None
+    return ordinary
+
+
+def given_here() -> Iterator[tuple[list[Any], list[Any]]]:
+    """Yield the edges that each running module was given under a name that is for edges, and all that it was given."""
     for _, variables in running_modules():
         edges = [edge_index for name, value in variables.items() for edge_index in edges_in(name, value)]
-        given = [edges, *variables.values()]
-        if next(shares(given), None) is not None:
-            return False
-        ordinary |= len(edges) > 0 or next(sharded(given), None) is not None
-    return ordinary
+        yield edges, list(variables.values())
 
 
 def edges_in(name: str, value: Any) -> Iterator[Any]:

@@ -2,18 +2,16 @@ r"""PyG's aggregations as readouts: over the rows of all workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_sar.autograd import zeros_of
-from pyg_sar.caller import running_modules
 from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction, Trace
-from pyg_sar.nn.together import edges_in, together
+from pyg_sar.nn.together import given_here, together
 from pyg_sar.operations import EDGES, SOURCES, EdgeNumbers, shares
 
 
@@ -70,20 +68,13 @@ def of_edges(index: Tensor | None, group: Any) -> bool:
     """
     if isinstance(index, EdgeNumbers):  # sources, onto which PyG's own code adds exactly, if at all
         return True
-    given = list(edges_here())
-    if index is None or not given:
+    here = [it for held in given_here() for it in shares(*held)]
+    if index is None or not here:
         return False
-    edges = any(ends is not None and torch.equal(ends, index) for ends in map(destinations, given))
+    edges = any(ends is not None and torch.equal(ends, index) for ends in map(destinations, here))
     some = index.numel() > 0
     of_nodes, of_them = global_max(index.new_tensor([some and not edges, some and edges]), group).tolist()
     return bool(of_them and not of_nodes)
-
-
-def edges_here() -> Iterator[EdgeNumbers]:
-    """Yield the shares of graphs, or rows of them, that modules which are running were given."""
-    for _, variables in running_modules():
-        held = [edges for name, value in variables.items() for edges in edges_in(name, value)]
-        yield from shares(held, list(variables.values()))
 
 
 def destinations(it: EdgeNumbers) -> Tensor | None:
