@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What a GPU has to show, in pieces of less than ten minutes each, where 16 cores and one GPU do the work:
+# What a GPU has to show, in pieces of less than ten minutes each, where 16 cores and one GPU do the work and the package
+# is installed:
 #
 #     benchmarks/gpu.sh tests OUT       # everything that the default tests have for a GPU
 #     benchmarks/gpu.sh sanitize OUT    # every kernel under compute-sanitizer
@@ -16,8 +17,9 @@ python=${PYTHON:-python3}
 
 case $piece in
 tests)
-    # Plugins of benchmarks warn, and warnings are errors here. What failed is told at once, should time be up.
-    "$python" -m pytest -p no:benchmark -v --tb=short -n 11 --dist worksteal -k "gpu or cuda or triton" \
+    # Plugins of benchmarks warn, and warnings are errors here. Should time be up, what failed is told.
+    timeout --signal=INT 560 "$python" -m pytest -p no:benchmark -v --tb=short -n 8 --dist worksteal \
+        -k "gpu or cuda or triton" \
         test/ops test/nn/conv test/nn/replay test/integration/test_cuda.py test/integration/test_devices.py \
         test/distributed/test_staging.py test/offload test/data/test_hetero.py test/integration/test_faults.py 2>&1 | tee "$out/tests.log"
     ;;
@@ -43,7 +45,8 @@ layers)
     ;;
 epochs)
     "$python" benchmarks/gpu_break_even.py --out "$out"
-    "$python" benchmarks/shards.py --device cuda --rounds 1 --steps 3 --ways captured compiled --out "$out"
+    "$python" benchmarks/shards.py --device cuda --rounds 1 --steps 3 --ways captured compiled "sparse matrix" mini-batches \
+        --out "$out"
     ;;
 workers)
     for workers in 1 2; do

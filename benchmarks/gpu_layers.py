@@ -55,13 +55,6 @@ class OnDevice(Problem):
         other.x = noise(self.num_nodes, case.inputs, 2 * seed, self.device).to(dtype)
         return other
 
-    def csr(self) -> Tensor:
-        """Return the transposed adjacency matrix, as PyG's layers want it."""
-        ptr = torch.zeros(self.num_nodes + 1, dtype=torch.int64, device=self.device)
-        ptr[1:] = torch.bincount(self.edge_index[1], minlength=self.num_nodes).cumsum(0)
-        ones = torch.ones(self.edge_index.size(1), dtype=self.dtype, device=self.device)
-        return torch.sparse_csr_tensor(ptr, self.edge_index[0], ones, (self.num_nodes,) * 2, check_invariants=False)
-
 
 def implementations(case: Case) -> list[str]:
     """Return what computes a case, our own first."""
