@@ -183,9 +183,10 @@ def table(args: argparse.Namespace, found: dict[Run, Found | None], edges: int) 
                          f"{middle / statistics.median(one.seconds):.2f}" if one else "", f"{it.memory:.0f}",
                          f"{it.waits}" if args.device == "cuda" else "", f"{it.losses[-1]:.5f}"]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    where = torch.cuda.get_device_name() if args.device == "cuda" else machine(args)
     head = (
         f"A training step of three layers (hidden {HIDDEN['sage']} for sage, {args.heads} x {HIDDEN['gat']} for gat) "
-        f"in one process on {machine(args)}: {args.nodes:,} nodes, {edges:,} edges, {FEATURES} features; "
+        f"in one process on {where}: {args.nodes:,} nodes, {edges:,} edges, {FEATURES} features; "
         f"torch {torch.__version__}, PyG {torch_geometric.__version__}. An epoch is a step, but with mini-batches: "
         f"those of {BATCH} nodes and {FANOUTS} neighbors, for the {args.labelled:.0%} of all nodes that have labels. "
         "Made by `benchmarks/shards.py`."
