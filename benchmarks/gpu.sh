@@ -7,6 +7,7 @@
 #     benchmarks/gpu.sh profile OUT     # kernels of attention and of a sum under Nsight Compute
 #     benchmarks/gpu.sh layers OUT      # tables of layers, the largest graphs last
 #     benchmarks/gpu.sh epochs OUT      # training steps in shards; when an ordinary edge_index is worth a graph
+#     benchmarks/gpu.sh offload OUT     # rows at home in pinned memory, beside rows on the GPU
 #     benchmarks/gpu.sh workers OUT     # the example on one worker (NCCL) and on two that share the GPU (gloo); a trace
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -48,6 +49,9 @@ epochs)
     "$python" benchmarks/shards.py --device cuda --rounds 1 --steps 3 --ways captured compiled "sparse matrix" mini-batches \
         --out "$out"
     ;;
+offload)
+    "$python" benchmarks/gpu_offload.py --out "$out"
+    ;;
 workers)
     for workers in 1 2; do
         "$python" -m pyg_sar partition Community/20000/200000 --num-parts $workers --out "$out/parts-$workers" --overwrite
@@ -57,7 +61,7 @@ workers)
     "$python" benchmarks/gpu_overlap.py --out "$out"
     ;;
 *)
-    echo "There is no piece '$piece': tests, sanitize, profile, layers, epochs or workers." >&2
+    echo "There is no piece '$piece': tests, sanitize, profile, layers, epochs, offload or workers." >&2
     exit 2
     ;;
 esac

@@ -172,7 +172,7 @@ def main(args: argparse.Namespace) -> None:
 def table(args: argparse.Namespace, found: dict[Run, Found | None], edges: int) -> list[str]:
     """Return what was found until now."""
     columns = ["model", "implementation", "shards", "seconds an epoch (min to max)", "times one shard", "peak MiB"]
-    columns += ["host waits", "last loss"]
+    columns += ["synchronisations", "last loss"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for (model, parts, way), it in found.items():
         name = f"{'pyg_sar' if parts else 'PyG'}{way and ', ' + way}"

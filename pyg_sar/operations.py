@@ -70,9 +70,11 @@ class EdgeNumbers(Tensor):
         """Whether this is a layer of a message-flow graph, which has the in-edges of some destinations only."""
         return self._graph.origin is not None
 
-    def derive(self, kind: str, data: Tensor, ends: Tensor | None = None) -> EdgeNumbers:
-        """Return numbers that an operation made of these."""
-        out = type(self)(self._graph, kind, data)
+    def derive(
+        self, kind: str, data: Tensor | None, ends: Tensor | None = None, graph: ShardedGraph | None = None
+    ) -> EdgeNumbers:
+        """Return numbers that an operation made of these, perhaps of another graph."""
+        out = type(self)(graph or self._graph, kind, data)
         out._ends = ends
         return out
 
@@ -353,9 +355,8 @@ def move(func: Callable, args: Any, kwargs: Any) -> Any:
     device = torch.device(*devices[:1] or [it._graph.device if func.__name__ == "to" else func.__name__])
     if device == it._graph.device:
         return it
-    out = type(it)(it._graph.to(device), it._kind, None if it._data is None else it._data.to(device))
-    out._ends = None if it._ends is None else it._ends.to(device)
-    return out
+    data, ends = (None if t is None else t.to(device) for t in (it._data, it._ends))
+    return it.derive(it._kind, data, ends, it._graph.to(device))
 
 
 def describe(func: Callable, args: Any, kwargs: Any) -> str:

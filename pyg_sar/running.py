@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 # The `layer` of this thread, whether its parameters are `told`, and whether its rows are those of a `chunk`
@@ -60,7 +61,7 @@ def enter(modules: Sequence[torch.nn.Module]) -> None:
     _here.told = False
     if modules and modules[0] not in LAYERS:
         outer = modules[-1]
-        if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in outer.parameters()):
+        if any(map(is_lazy, outer.parameters())):
             LAZY[outer] = True
         LAYERS[modules[0]] = Layer(called(modules), lazy=outer in LAZY)
 
@@ -120,5 +121,4 @@ def about(rows: Tensor | torch.Size, dtype: torch.dtype, how: str) -> About:
     # Others than message passing layers, such as a whole model that reads rows itself, may hold many.
     owners = module.modules() if hasattr(module, "propagate") else (module,)
     parameters = [p for owner in owners for p in owner._parameters.values() if p is not None]
-    complete = not any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in parameters)
-    return About(f"{layer.name} on {doing}", layer, parameters, complete, module.training)
+    return About(f"{layer.name} on {doing}", layer, parameters, not any(map(is_lazy, parameters)), module.training)

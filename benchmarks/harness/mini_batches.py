@@ -8,13 +8,13 @@ class Neighbors:
     """Draws the neighbors of nodes, with replacement; an edge that is drawn twice counts once.
 
     Args:
-        edge_index: Sorted by destination, ``(2, |E|)``.
+        edge_index: ``(2, |E|)``.
         num_nodes: ``|V|``.
         fanouts: Neighbors of a node, from the batch outwards.
     """
 
     def __init__(self, edge_index: Tensor, num_nodes: int, fanouts: list[int]) -> None:
-        self.src, self.fanouts = edge_index[0], fanouts
+        self.src, self.fanouts = edge_index[0, edge_index[1].argsort()], fanouts
         self.degree = torch.bincount(edge_index[1], minlength=num_nodes)
         self.ptr = torch.cat([self.degree.new_zeros(1), self.degree.cumsum(0)])
         self.number = torch.full((num_nodes,), -1, device=edge_index.device)

@@ -94,7 +94,7 @@ def refuse(data: Any, model: torch.nn.Module) -> None:
             "The data has no 'edge_index'.\nThe check makes a small graph like it, for which it must know the edges.\n"
             "Give it a Data or HeteroData with 'edge_index', as loaded or as a whole."
         )
-    if any(is_lazy(p) for p in model.parameters()):
+    if any(map(is_lazy, model.parameters())):
         raise CheckError(
             "The model has parameters without a shape.\nIts lazy layers have not been run yet.\n"
             "Run the model once under 'torch.no_grad()' before the check."

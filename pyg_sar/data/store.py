@@ -40,10 +40,11 @@ from urllib.parse import quote, unquote
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from pyg_sar.data.split import Topology
+from pyg_sar.distributed.values import write_tensors
 from pyg_sar.durable import digest, exchange, is_dead, owner, sync
 
 FORMAT = {"format": "pyg_sar partition", "version": 4}  # versions before had no checksum of the JSON files
@@ -316,10 +317,7 @@ def _save(file: Path, attrs: dict[str, Any], identity: str) -> dict[str, Any]:
         seen.add(tensor.data_ptr())
     file.touch(exist_ok=False)
     mode = file.stat().st_mode
-    try:
-        save_file(whole, file, metadata={"identity": identity})
-    except SafetensorError as error:  # such as a full disk
-        raise OSError(f"'{file}' could not be written: {error}") from error
+    write_tensors(file, whole, {"identity": identity})
     file.chmod(mode)  # safetensors keeps others from reading its files
     sync(file)
     return {"bytes": file.stat().st_size, "sha256": digest(file), "tensors": describe(whole), "values": values}

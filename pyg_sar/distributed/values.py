@@ -45,8 +45,17 @@ def write(file: str | os.PathLike[str], value: Any) -> None:
     """Write a value to a file."""
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_described(value, tensors))
+    write_tensors(file, tensors, {KEY: text})
+
+
+def write_tensors(file: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors to a file.
+
+    Raises:
+        OSError: If the system does not let it.
+    """
     try:
-        save_file(tensors, file, metadata={KEY: text})
+        save_file(tensors, file, metadata)
     except SafetensorError as error:  # such as a full disk
         raise OSError(f"'{file}' could not be written: {error}") from error
 

@@ -17,6 +17,7 @@ import pyg_sar
 from pyg_sar import cli
 from pyg_sar.data import store
 from pyg_sar.data.split import Topology, split
+from pyg_sar.distributed.values import write_tensors
 
 NUM_NODES, NUM_EDGES, NUM_PARTS = 30, 200, 3
 
@@ -362,14 +363,13 @@ def test_failing_write_leaves_nothing(tmp_path, monkeypatch, error, overwrite):
     if overwrite:
         write(out)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    save_file = store.save_file
 
-    def fail_later(tensors, file, metadata):
+    def fail_later(file, tensors, metadata):
         if file.parent.name == "part_1" and file.name == "edges.safetensors":
             raise error
-        save_file(tensors, file, metadata)
+        write_tensors(file, tensors, metadata)
 
-    monkeypatch.setattr(store, "save_file", fail_later)
+    monkeypatch.setattr(store, "write_tensors", fail_later)
     with pytest.raises(type(error)), store.create(out, overwrite) as new:
         for shard in shards("b" * 32):
             store.write_part(new, shard)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.sample_graphs import REAL, real
 
 from pyg_sar.linear import HAS_ONEDNN
@@ -139,6 +140,28 @@ def test_offload(tmp_path):
 
 
 @pytest.mark.grid
+def test_gpu_offload(tmp_path):
+    """On a CPU, too; it compares losses."""
+    sizes = ["--device", "cpu", "--nodes", 3000, "--edges", 20000, "--hidden", 16, "--steps", 1, "--chunks", 3]
+    run("gpu_offload", *sizes, "--out", tmp_path)
+    table = (tmp_path / "gpu-offload.md").read_text()
+    assert all(f"| {kind} | {graph} | 3 |" in table for kind in ("sage", "gat") for graph in ("near", "any"))
+
+
+def test_mini_batches(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from harness.mini_batches import Neighbors
+
+    edge_index = torch.randint(200, (2, 3000))
+    nodes, found = Neighbors(edge_index, 200, [4, 3]).draw(torch.tensor([7, 3]))
+    assert nodes[:2].tolist() == [7, 3] and nodes.unique().numel() == nodes.numel()
+    edges = set(map(tuple, edge_index.t().tolist()))
+    assert all(edge in edges for edge in map(tuple, nodes[found].t().tolist()))
+    degree = torch.bincount(found[1], minlength=nodes.numel())
+    assert degree.max() <= 4 and (degree[:2] > 1).all()
+
+
+@pytest.mark.grid
 def test_extrapolate(tmp_path):
     run("extrapolate", "--models", "gat", "--parts", 4, 8, "--out", tmp_path)
     rows = [line.split(" | ") for line in (tmp_path / "extrapolated.md").read_text().splitlines()[4:]]
@@ -150,10 +173,14 @@ def test_extrapolate(tmp_path):
 def test_shards(tmp_path):
     """Shards change nothing but time and memory."""
     sizes = ["--nodes", 300, "--edges", 2000, "--steps", 1, "--rounds", 1, "--parts", 1, 3]
-    run("shards", *sizes, "--models", "gat", "--threads", 1, "--out", tmp_path)
-    rows = [line.split(" | ") for line in (tmp_path / "shards-cpu.md").read_text().splitlines() if "| gat |" in line]
-    assert [row[1:3] for row in rows] == [["pyg_sar", "1"], ["pyg_sar", "3"], ["PyG", ""]]
-    assert len({row[-1] for row in rows}) == 1
+    ways = ["--ways", "mini-batches", "sparse matrix"]
+    run("shards", *sizes, "--models", "gat", "sage", *ways, "--threads", 1, "--out", tmp_path)
+    rows = [line.split(" | ") for line in (tmp_path / "shards-cpu.md").read_text().splitlines()[4:]]
+    for kind, more in (("gat", []), ("sage", [["PyG, sparse matrix", ""]])):
+        mine = [row for row in rows if row[0] == f"| {kind}"]
+        names = [["pyg_sar", "1"], ["pyg_sar", "3"], ["PyG", ""], ["PyG, mini-batches", ""], *more]
+        assert [row[1:3] for row in mine] == names
+        assert len({row[-1] for row in mine[:3]}) == 1
 
 
 @pytest.mark.grid

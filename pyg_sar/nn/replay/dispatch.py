@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch_geometric.nn
 from torch import Tensor
-from torch_geometric.nn.dense.linear import is_uninitialized_parameter
+from torch.nn.parameter import is_lazy
 
 from pyg_sar.caller import running_modules
 from pyg_sar.distributed.reverse import reverse
@@ -57,7 +57,7 @@ def runs_as_it_is(layer: Any) -> bool:
     """Whether this call of a layer must run its messages once and for all: their weights are drawn now, or its
     ``forward`` is asked to return what they leave behind.
     """
-    if any(map(is_uninitialized_parameter, layer.parameters())):
+    if any(map(is_lazy, layer.parameters())):
         return True
     if not keeps_weights(cast(Any, type(layer))):
         return False
