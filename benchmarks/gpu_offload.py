@@ -9,18 +9,16 @@ take, both ways one after the other. Losses of the second step are compared. Wri
 """
 
 import argparse
-import gc
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from harness.device import power_law_graph
 from harness.layer_jobs import clock
 from harness.process_memory import peak, settle
 from harness.report import processor, write
+from offload import bytes_of, step
 from torch import Tensor
 from torch_geometric.data import Data
 from tqdm import tqdm
@@ -31,7 +29,6 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from models import GNN
 
 FEATURES, CLASSES, REACH = 128, 32, 2000
-Setting = tuple[str, str, int]  # model, graph and chunks, 0 for rows in the memory of the device
 
 
 def edges_of(graph: str, nodes: int, edges: int) -> Tensor:
@@ -51,9 +48,8 @@ def make_data(graph: str, nodes: int, edges: int) -> Data:
     return Data(x=x, y=x[:, :CLASSES].argmax(1), edge_index=edge_index, train_mask=torch.arange(nodes) % 2 == 0)
 
 
-def measure(args: argparse.Namespace, whole: Data, setting: Setting) -> dict[str, float]:
-    """Train some steps."""
-    kind, _, chunks = setting
+def measure(args: argparse.Namespace, whole: Data, kind: str, chunks: int) -> dict[str, float]:
+    """Train some steps, with rows in the memory of the device if there are no chunks."""
     torch.manual_seed(0)
     hidden = args.hidden // 4 if kind == "gat" else args.hidden
     model = GNN(pyg_sar.nn, kind, FEATURES, hidden, CLASSES, dropout=0.0).to(args.device)
@@ -67,17 +63,8 @@ def measure(args: argparse.Namespace, whole: Data, setting: Setting) -> dict[str
         seconds.append((clock(args.device) - start) / 1e3)
     return {
         "seconds": statistics.median(seconds[1:]), "loss": losses[1], "peak": peak(args.device) - before,
-        "loaded": sum(t.forward_loaded + t.backward_loaded for t in layers),
-        "stored": sum(t.forward_stored + t.backward_stored for t in layers),
+        **bytes_of(layers),
     }  # fmt: skip
-
-
-def step(model: torch.nn.Module, data: Any, optimizer: torch.optim.Optimizer) -> float:
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(data.x, data.edge_index)[data.train_mask], data.y[data.train_mask])
-    loss.backward()
-    optimizer.step()
-    return loss.item()
 
 
 def bus(device: str) -> tuple[float, float]:
@@ -111,8 +98,7 @@ def main(args: argparse.Namespace) -> None:
         for kind in args.models:
             memory: dict[str, float] | None = None
             for chunks in tqdm((0, *args.chunks), f"{kind}, {graph}"):
-                one = measure(args, whole, (kind, graph, chunks))
-                gc.collect()
+                one = measure(args, whole, kind, chunks)
                 memory = one if memory is None else memory
                 assert abs(one["loss"] - memory["loss"]) <= 1e-4 * abs(memory["loss"]), (one, memory)
                 copies = sum(one[key] / rate for key, rate in zip(("loaded", "stored"), rates, strict=True))

@@ -283,10 +283,17 @@ def worker(argv: list[str]) -> None:
     answer({
         "seconds": statistics.median(seconds[1:]), "loss": losses[1], "device": device,
         "chunks": len(place.ranges) if place else 0, "home": place.home.peak if place else 0,
-        "loaded": sum(t.forward_loaded + t.backward_loaded for t in layers),
-        "stored": sum(t.forward_stored + t.backward_stored for t in layers), "resident": resident("VmHWM"),
+        **bytes_of(layers), "resident": resident("VmHWM"),
         "read": statistics.median(r for r, _ in ways[1:]), "written": statistics.median(w for _, w in ways[1:]),
     })  # fmt: skip
+
+
+def bytes_of(layers: Any) -> dict[str, int]:
+    """Return the bytes of rows that came from home in a step, and that went there."""
+    return {
+        "loaded": sum(t.forward_loaded + t.backward_loaded for t in layers),
+        "stored": sum(t.forward_stored + t.backward_stored for t in layers),
+    }
 
 
 def step(model: torch.nn.Module, data: Any, optimizer: torch.optim.Optimizer) -> float:
