@@ -135,7 +135,7 @@ def test_offload(tmp_path):
     times, limits = ([line.split(" | ") for line in text.splitlines() if "| sage |" in line] for text in texts)
     memory, three, again, stay = times
     assert memory[1:4:2] == ["in memory", "1.00"] and three[1] == "3" and float(three[5]) < 1
-    assert (again[1], stay[1]) == ("3, again", "3, stay") and float(stay[7]) < float(three[7]) <= float(again[7])
+    assert (again[1], stay[1]) == ("3, again", "3, stay") and float(stay[8]) < float(three[8]) <= float(again[8])
     assert "times)" in limits[0][5]
 
 
