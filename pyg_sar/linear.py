@@ -83,18 +83,22 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor |
 
     MKL multiplies some rows at a time, up to 1.5 times as fast where rows of the result are no multiple of 64 bytes.
     """
-    if not x.is_cpu and out is None:
-        return F.linear(x, weight, bias)
+    if not x.is_cpu:
+        return F.linear(x, weight, bias) if out is None else times(x, weight, bias, out)
     out = empty(x, x.size(0), weight.size(0)) if out is None else out
     if by_onednn(x, weight):
         multiply(out, x, weight, bias)
         return out
     for rows, into in zip(x.split(ROWS_AT_A_TIME), out.split(ROWS_AT_A_TIME), strict=True):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=into)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=into)
+        times(rows, weight, bias, into)
     return out
+
+
+def times(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Write ``F.linear(x, weight, bias)`` over ``out``."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 def linear_grad(

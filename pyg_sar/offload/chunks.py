@@ -67,7 +67,7 @@ class Chunk:
     edges: Tensor
 
     def at(self, place: Place) -> Chunk:
-        """Return the chunk with its topology where rows are computed on; what rows at home are found by stays."""
+        """Return the chunk where rows are computed on; what tensors of edges are found by stays."""
         graph = self.graph
         if place.device == graph.device and not place.copies:
             return self
@@ -78,7 +78,10 @@ class Chunk:
             blocks.append(replace(block, **moved))
             blocks[-1].__dict__["transpose"] = tuple(map(place.bring, block.transpose))
         exchange = graph.exchange.to(place.device)
-        return replace(self, graph=graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=place.bring(graph.e_id)))
+        moved_graph = graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=place.bring(graph.e_id))
+        pieces = [place.bring(ids) for ids in self.pieces]
+        slots = None if self.slots is None else [place.bring(of_piece) for of_piece in self.slots]
+        return replace(self, graph=moved_graph, pieces=pieces, slots=slots)
 
 
 def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
@@ -162,10 +165,10 @@ def chunk(
 
 
 def at_home(home: Home, it: Chunk) -> Chunk:
-    """Return the chunk with its index tensors in a file, if rows are in files: of all chunks they are as long as the
-    edges, several times.
+    """Return the chunk with its index tensors at home, if that is apart: of all chunks they are as long as the edges,
+    several times.
     """
-    if home.folder is None:
+    if not home.apart:
         return it
     names = ("rowptr", "col", "ids", "edges", "dst")
     tensors = [it.edges, it.graph.e_id, *(it.slots or ())]
@@ -350,8 +353,8 @@ class ByChunks(torch.autograd.Function):
         sources = fetch_sources(place, graph, kinds, inputs, meter)
         totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k][:2])
                   for k, kind in enumerate(kinds) if kind == SOURCE and wanted[k]}  # fmt: skip
-        sums: list[Any] = [totals.get(k) for k in range(len(kinds))]
-        slots = Slots(place, sources.get(0), totals.get(0), meter)
+        sums: list[Any] = [totals[k].seen(place.home) if k in totals else None for k in range(len(kinds))]
+        slots = Slots(place, sources.get(0), sums[0], meter)
         for it in walk(place, graph, program, inputs):
             values = [read(t, kind, it, place, program, sources.get(k), meter)
                       for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True))]  # fmt: skip
@@ -369,6 +372,7 @@ class ByChunks(torch.autograd.Function):
                     sums[k] = add_up(sums[k], found[k], kind, it, place, meter, *ctx.shapes[k][:2])
             del it, exchange, found
         slots.flush()
+        place.settle()
         for k, total in totals.items():
             sum_halo(total, graph.exchange, meter)
             sums[k] = total.local
@@ -389,12 +393,12 @@ def fetch_sources(
     place: Place, graph: ShardedGraph, kinds: Sequence[str], inputs: Sequence[Any], meter: Meter,
     about: About | None = None,
 ) -> dict[int, SourceRows]:  # fmt: skip
-    """Return the source rows of each input that has some, with those that other workers own."""
+    """Return the source rows of inputs that have some, with those that other workers own, as the device sees them."""
     found = {}
     for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True)):
         if kind == SOURCE and t is not None:
             rows: Any = t.host if isinstance(t, HostRows) else t
-            found[k], about = fetch_halo(rows, place.home, graph.exchange, meter, about), None
+            found[k], about = fetch_halo(rows, place.home, graph.exchange, meter, about).seen(place.home), None
     return found
 
 

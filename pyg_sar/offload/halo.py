@@ -44,6 +44,7 @@ class SourceRows:
 
     def select(self, index: Tensor) -> Tensor:
         """Return some rows."""
+        index = index.to(self.local.device)
         if self.halo is None:
             return self.local.index_select(0, index)
         out = self.local.new_empty(len(index), *self.local.shape[1:])
@@ -53,17 +54,31 @@ class SourceRows:
         return out
 
     def add(self, index: Tensor, rows: Tensor) -> None:
-        """Add to some rows."""
+        """Add to some rows, each of which occurs once."""
+        index, rows = index.to(self.local.device), rows.to(self.local.device, self.local.dtype)
         if self.halo is None:
-            self.local.index_add_(0, index, rows)
+            add_rows(self.local, index, rows)
             return
         local, halo = self.split(index)
-        self.local.index_add_(0, local, rows[: len(local)])
-        self.halo.index_add_(0, halo, rows[len(local) :])
+        add_rows(self.local, local, rows[: len(local)])
+        add_rows(self.halo, halo, rows[len(local) :])
+
+    def seen(self, home: Home) -> SourceRows:
+        """Return the same rows as a device sees them, if it sees all of them."""
+        local, halo = (None if t is None else home.seen(t) for t in (self.local, self.halo))
+        return self if local is None or (halo is None) != (self.halo is None) else SourceRows(local, halo)
 
     def columns(self, which: slice) -> SourceRows:
         """Return some columns."""
         return SourceRows(columns(self.local, which), None if self.halo is None else columns(self.halo, which))
+
+
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Add to some rows, each of which occurs once: a GPU adds nothing to memory of the host by itself."""
+    if total.is_cuda:
+        total.index_copy_(0, index, total.index_select(0, index).add_(rows))
+    else:
+        total.index_add_(0, index, rows)
 
 
 class Part(NamedTuple):

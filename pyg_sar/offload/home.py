@@ -36,6 +36,7 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+_MAPPED = 2  # of cudaHostRegister: the device reads and writes it, at the same address
 _START, _FINISH = 2, 7  # of sync_file_range: SYNC_FILE_RANGE_WRITE, and WAIT_BEFORE | WRITE | WAIT_AFTER
 
 
@@ -51,7 +52,7 @@ class _Mapping(mmap.mmap):
 
     def pin(self) -> None:
         # `pin_memory=True` would take up to twice the bytes: torch rounds them to a power of two.
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.address, len(self), 0))
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.address, len(self), _MAPPED))
         self.pinned = True
 
     def __del__(self) -> None:  # before the bytes are unmapped
@@ -61,11 +62,20 @@ class _Mapping(mmap.mmap):
             os.close(self.descriptor)
 
 
+class _Seen:
+    """The bytes of rows as a device sees them, for torch to make a tensor of, which keeps the rows."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        place = {"data": (rows.data_ptr(), False), "shape": (rows.nbytes,), "typestr": "|u1", "version": 3}
+        self.__cuda_array_interface__ = place
+
+
 class Home:
     """Gives out CPU tensors for rows, in memory or in files of a folder.
 
     A tensor keeps its bytes as long as it or a view of it lives, also longer than the home. In memory, they are used
-    again at once when it dies: who copies without waiting must keep the tensor until the copy is done.
+    again when it dies, once a GPU has done what it was asked for.
 
     Args:
         folder (str, optional): Where files are made. With :obj:`None`, rows are in memory.
@@ -81,7 +91,7 @@ class Home:
     """
 
     def __init__(self, folder: str | None, device: torch.device, limit: int | None) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder, self.device, self.limit = folder, device, limit
         self.pinned = folder is None and device.type == "cuda"
         self.peak = self.widest = 0
         # Bytes of rows in files that the system writes when it likes, or never if they die before.
@@ -95,6 +105,11 @@ class Home:
             except OSError as error:
                 message = f"Homes need a folder that files can be made in, but '{folder}' says: {error.strerror}."
                 raise OSError(error.errno, f"{message} Make this folder writable, or give another one.") from None
+
+    @property
+    def apart(self) -> bool:
+        """Whether tensors at home lie elsewhere than others."""
+        return self.folder is not None or self.pinned
 
     @property
     def held(self) -> int:
@@ -118,8 +133,10 @@ class Home:
         return rows
 
     def keep(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return tensors that are never written again, in one file; in memory, and what is no tensor, as it is."""
-        if self.folder is None:
+        """Return tensors that are never written again, in one file or in pinned memory; in other memory, and what is no
+        tensor, as it is.
+        """
+        if not self.apart:
             return list(tensors)
         places: dict[int, tuple[int, Tensor]] = {}  # by identity: what occurs twice is written once
         needed = 0
@@ -134,6 +151,13 @@ class Home:
             kept[key].copy_(t)
         self.wrote(file, 0, needed)
         return [kept.get(id(t), t) for t in tensors]
+
+    def seen(self, rows: Tensor) -> Tensor | None:
+        """Return the same rows as a GPU sees them, across the bus; None if it does not see them."""
+        if not self.pinned or rows.untyped_storage().data_ptr() not in self._living:
+            return None
+        found = torch.as_tensor(_Seen(rows), device=self.device).view(rows.dtype).view(rows.shape)
+        return found if found.data_ptr() == rows.data_ptr() else None  # a copy for another device
 
     def advise(self, rows: Tensor, begin: int, end: int) -> None:
         """Start reading some rows of a tensor that are needed next."""
@@ -166,6 +190,8 @@ class Home:
         dead = [address for address in self._kept if address not in self._living]
         for address in dead:
             if len(self._kept[address]) == needed:
+                if self.pinned:
+                    torch.cuda.synchronize(self.device)  # which may still read what died
                 return self._kept[address]
         # Other sizes are given back where more would be kept than was in use at one time.
         excess = sum(map(len, self._kept.values())) + needed - max(self.peak, self.held + needed)

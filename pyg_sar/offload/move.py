@@ -52,8 +52,8 @@ def place_of(
 
 
 def move(data: Any, place: Place) -> Any:
-    """Return the same data with its rows at home, which are not copied; numbers of nodes, such as labels and masks,
-    are on the device.
+    """Return the same data with its rows at home, which are copied if that is pinned memory; numbers of nodes, such as
+    labels and masks, are on the device.
     """
     out = copy.copy(data)
     for key in data.node_attrs():
@@ -64,6 +64,7 @@ def move(data: Any, place: Place) -> Any:
             moved = value.to(place.device)
             out[key] = moved if place.exchange.alone or moved is value else watch.rows(moved)
         else:
-            rows = HostRows(place, value.detach()).requires_grad_(value.requires_grad)
+            host = place.home.empty(value.shape, value.dtype).copy_(value.detach()) if place.home.pinned else value
+            rows = HostRows(place, host.detach()).requires_grad_(value.requires_grad)
             out[key] = rows if place.exchange.alone else watch.rows(rows)
     return out

@@ -54,6 +54,11 @@ class Place(NamedTuple):
         """Return rows on the device."""
         return rows.to(self.device, non_blocking=True, copy=self.copies)
 
+    def settle(self) -> None:
+        """Wait for what the device writes to rows at home by itself."""
+        if self.home.pinned:
+            torch.cuda.synchronize(self.device)
+
     @property
     def keeps(self) -> bool:
         """Whether source rows stay on the device for the next chunks: where they come from another memory. On a CPU

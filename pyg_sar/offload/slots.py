@@ -7,6 +7,8 @@ loaded anew, and its gradient stored at once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ class Slots:
 
     Args:
         place: Where rows are computed on.
-        source: The rows at home; None if nobody reads them.
+        source: The rows at home, as the device sees them; None if nobody reads them.
         total: Their gradients at home; None if nobody wants them.
         meter: Counts bytes.
     """
@@ -49,12 +51,11 @@ class Slots:
         if slots is None:
             return fetch(source, ids, self.place, self.meter)
         self.rows = self.buffer(self.source, num_slots) if self.rows is None else self.rows
-        held = self.held.setdefault((which.start, which.stop), torch.full((num_slots,), NOBODY))
-        new = held[slots] != ids
-        ids, slots = ids[new], slots[new]
-        held[slots] = ids
-        rows = columns(self.rows, which)
-        return rows.index_copy_(0, slots.to(rows.device), fetch(source, ids, self.place, self.meter))
+        held = self.held_by(self.held, which, slots, num_slots)
+        new = (held.index_select(0, slots) != ids).nonzero().view(-1)
+        ids, slots = ids.index_select(0, new), slots.index_select(0, new)
+        held.index_copy_(0, slots, ids)
+        return columns(self.rows, which).index_copy_(0, slots, fetch(source, ids, self.place, self.meter))
 
     def add(self, ids: Tensor, slots: Tensor | None, which: slice, grad: Tensor) -> None:
         """Add the gradients of some rows; or of all slots, in some of which they are, others being stored first."""
@@ -63,27 +64,34 @@ class Slots:
             add(self.total.columns(which), ids, grad, self.meter)
             return
         self.grads = self.buffer(self.total, len(grad)) if self.grads is None else self.grads
-        held = self.held_grads.setdefault((which.start, which.stop), torch.full((len(grad),), NOBODY))
-        new = held[slots] != ids
-        self.store(slots[new], which)
-        held[slots[new]] = ids[new]
+        held = self.held_by(self.held_grads, which, slots, len(grad))
+        new = (held.index_select(0, slots) != ids).nonzero().view(-1)
+        slots = slots.index_select(0, new)
+        self.store(slots, which)
+        held.index_copy_(0, slots, ids.index_select(0, new))
         columns(self.grads, which).add_(grad)
 
     def store(self, slots: Tensor, which: slice) -> None:
         """Add the gradients in some slots to those at home, and begin anew."""
         assert self.total is not None and self.grads is not None
         held = self.held_grads[which.start, which.stop]
-        slots = slots[held[slots] != NOBODY]
-        ids, order = held[slots].sort()
-        there = slots[order].to(self.grads.device)
-        grads = columns(self.grads, which)
-        add(self.total.columns(which), ids, grads.index_select(0, there), self.meter)
-        grads.index_fill_(0, there, 0)
+        slots = slots.index_select(0, (held.index_select(0, slots) != NOBODY).nonzero().view(-1))
+        ids, order = held.index_select(0, slots).sort()
+        slots, grads = slots.index_select(0, order), columns(self.grads, which)
+        add(self.total.columns(which), ids, grads.index_select(0, slots), self.meter)
+        grads.index_fill_(0, slots, 0)
 
     def flush(self) -> None:
         """Store what is in slots."""
         for span, held in self.held_grads.items():
-            self.store(torch.arange(len(held)), slice(*span))
+            self.store(torch.arange(len(held), device=held.device), slice(*span))
+
+    def held_by(self, of_tiles: dict[Any, Tensor], which: slice, slots: Tensor, num_slots: int) -> Tensor:
+        """Return which row of a tile is in each slot."""
+        key = which.start, which.stop
+        if key not in of_tiles:
+            of_tiles[key] = slots.new_full((num_slots,), NOBODY)
+        return of_tiles[key]
 
     def buffer(self, rows: SourceRows, num_slots: int) -> Tensor:
         """Return zeros: rows that nobody reads are multiplied, too, and must be numbers."""
@@ -100,5 +108,5 @@ def fetch(rows: SourceRows, index: Tensor, place: Place, meter: Meter) -> Tensor
 
 def add(total: SourceRows, index: Tensor, grad: Tensor, meter: Meter) -> None:
     """Add gradients of rows to those at home, which are loaded and stored."""
-    total.add(index, grad.to(total.local.device, total.local.dtype))
+    total.add(index, grad)
     meter(loaded=grad.nbytes, stored=grad.nbytes)

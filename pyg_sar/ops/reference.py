@@ -71,7 +71,7 @@ def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor, rows: Te
     bags, heads = rows_of(ptr, col, rows).to(col.dtype), out.size(1)
     each = [x] * heads if x.size(1) < y.size(1) else x.chunk(heads, 1)
     for h, (a, b) in enumerate(zip(y.chunk(heads, 1), each, strict=True)):
-        a, b = a.contiguous(), b.contiguous()
+        a, b = (t.to(out.dtype).contiguous() for t in (a, b))  # there is none of half precision on a GPU
         out[:, h] = torch.ops.aten._embedding_bag_per_sample_weights_backward(a, b, col, ptr, bags, 0)
 
 

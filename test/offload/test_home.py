@@ -301,6 +301,27 @@ def test_pinned():
     assert torch.equal(rows.to("cuda", non_blocking=True).cpu(), rows)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_sees_pinned_memory(dtype):
+    home = Home(None, torch.device("cuda"), None)
+    rows = home.empty((1000, 100), dtype).normal_()
+    there, index = home.seen(rows), torch.arange(0, 1000, 3, device="cuda")
+    assert there.device.type == "cuda" and torch.equal(there[index].cpu(), rows[index.cpu()])
+    expected = rows.clone().index_fill_(0, index.cpu(), 9)
+    there.index_copy_(0, index, torch.full((len(index), 100), 9, dtype=dtype, device="cuda"))
+    torch.cuda.synchronize()
+    assert torch.equal(rows, expected), "it is the same memory"
+    del rows
+    assert home.held == there.nbytes, "what the device sees lives"
+    assert home.seen(torch.ones(3, 2)) is home.seen(home.empty((0, 3), dtype)) is None
+
+
+def test_a_device_sees_no_other_memory(folder):
+    home = Home(folder, CPU, None)
+    assert home.seen(home.empty((3, 2), torch.float32)) is None
+
+
 def test_kept_tensors(folder):
     """In one file, what occurs twice once; in memory, and what is no tensor, as they are."""
     home = Home(folder, CPU, None)

@@ -1,5 +1,5 @@
-"""The kernels for GPUs as operators on CPU tensors: run on a GPU if there is one, else in Triton's interpreter, which
-``conftest.py`` asks for.
+"""The kernels for GPUs, and plain PyTorch beside them, as operators on CPU tensors: run on a GPU if there is one, else
+in Triton's interpreter, which ``conftest.py`` asks for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pytest
 import torch
 from support.kernel_check import SCHEMAS
 from torch import Tensor
+
+from pyg_sar.ops import reference
 
 kernels = pytest.importorskip("pyg_sar.ops.triton", reason="needs Triton", exc_type=ImportError)
 schedule = kernels.schedule
@@ -60,14 +62,14 @@ def moved(value: Any, there: dict[int, Tensor]) -> Any:
     return memory.as_strided(value.size(), value.stride(), value.storage_offset())
 
 
-def operator(name: str) -> Callable[..., None]:
+def operator(module: Any, name: str) -> Callable[..., None]:
     written = [k for k, a in enumerate(SCHEMAS[name].arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def run(*args: Any) -> None:
         memory: dict[int, Tensor] = {}
         there = [moved(value, memory) for value in args]
         with np.errstate(all="ignore"):  # the interpreter's numbers are NumPy's, which warns of NaN
-            getattr(kernels, name)(*there)
+            getattr(module, name)(*there)
         for k in written:
             if there[k] is not args[k]:
                 around(args[k]).copy_(around(there[k]))
@@ -75,4 +77,4 @@ def operator(name: str) -> Callable[..., None]:
     return run
 
 
-OPS = SimpleNamespace(**{name: operator(name) for name in SCHEMAS})
+OPS, PLAIN = (SimpleNamespace(**{name: operator(m, name) for name in SCHEMAS}) for m in (kernels, reference))

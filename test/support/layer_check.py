@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch_geometric.nn
 from support.layers import Case, inputs, leaf
-from support.nasty_graph import assignment, backward, close, edges, share
+from support.nasty_graph import assignment, backward, close, edges, share, with_one_loop
 from torch import Tensor
 
 METHODS = ("metis", "random", "empty")
@@ -51,14 +51,6 @@ def run(
     }
 
 
-def with_one_loop(edge_index: Tensor) -> Tensor:
-    """Leave out all self-loops of a node but its first one."""
-    src, dst = edge_index
-    loops = (src == dst).nonzero().view(-1)
-    first = torch.stack([loops[src[loops] == node][0] for node in src[loops].unique()])
-    return edge_index[:, (src != dst).index_fill(0, first, True)]
-
-
 def check_layer(
     group: Any, case: Case, grid: str = "some", dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> int:
@@ -67,7 +59,7 @@ def check_layer(
     weighted = case.layer == "GCNConv" and case.roles == "w"
     edge_index = edges(num_src, num_dst)
     if device != "cpu" and weighted and (case.kwargs.get("aggr") == "max" or "flow" in case.kwargs):
-        edge_index = with_one_loop(edge_index)  # PyG's own code takes the weight of any of several, on a GPU
+        edge_index = with_one_loop(edge_index)
     reference, layer = case.build(torch_geometric.nn, dtype), case.build(dtype=dtype)
     layer.load_state_dict(reference.state_dict(), strict=True)
     reference.load_state_dict(layer.state_dict(), strict=True)

@@ -27,6 +27,14 @@ def edges(num_src: int = NUM_NODES, num_dst: int = NUM_NODES, seed: int = 0) -> 
     return edge_index[:, torch.randperm(edge_index.size(1), generator=g)]
 
 
+def with_one_loop(edge_index: Tensor) -> Tensor:
+    """Leave out all self-loops of a node but its first one: on a GPU PyG takes the weight of any of them."""
+    src, dst = edge_index
+    loops = (src == dst).nonzero().view(-1)
+    first = torch.stack([loops[src[loops] == node][0] for node in src[loops].unique()])
+    return edge_index[:, (src != dst).index_fill(0, first, True)]
+
+
 def assignment(method: str, num_parts: int, num_nodes: int = NUM_NODES, seed: int = 1) -> Tensor:
     """Part of every node: "random", "contiguous", "metis", or "empty" where the last of several parts holds nothing."""
     g = torch.Generator().manual_seed(seed)

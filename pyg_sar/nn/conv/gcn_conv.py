@@ -80,7 +80,8 @@ def normalised(
     edge_weight = None if edge_weight is None else edge_weight.view(-1)
     if fill is not None:
         graph, edge_weight = add_remaining_self_loops(graph, edge_weight, fill)
-    scale = degree(graph, edge_weight, dtype).pow(-0.5)
+    scale = degree(graph, edge_weight, dtype)
+    scale = scale.pow(-0.5).to(scale.dtype)  # single precision under autocast on a GPU
     return graph, edge_weight, scale.masked_fill(scale == torch.inf, 0).unsqueeze(-1)
 
 

@@ -1,5 +1,7 @@
 """Under autocast layers give the types that PyG's give, and are about as near to the truth as these."""
 
+import statistics
+
 import pytest
 import torch
 import torch_geometric.nn
@@ -14,19 +16,48 @@ import pyg_sar
 UNIT = torch.finfo(torch.bfloat16).eps / 2  # what rounding to bfloat16 changes a number by, at most
 
 
-def compare(what, found, reference, truth, slack):
+def compare(what, draws, slack):
     """Say what is of another type, or further from the truth than twice as far as the reference is, and a rounding; for
-    gradients, and ``slack``, because rounding changes signs, and behind a ReLU a gradient is there or not.
+    gradients, and ``slack``, because rounding changes signs, and behind a ReLU a gradient is there or not. Medians of
+    several draws count: a sum of numbers that cancel each other is all rounding, and either may be lucky.
     """
+    found, reference, truth = draws[0]
     types = found["out"].dtype, reference["out"].dtype
     problems = [] if types[0] == types[1] else [f"{what} returns {types[0]} instead of {types[1]}"]
     for name, value in truth.items():
         if value is None or value.norm() < 1e-9:
             continue  # a bias before a softmax, for example: all is rounding
-        one, other = (float((it[name].double() - value).norm() / value.norm()) for it in (found, reference))
+        pairs = [(mine[name], its[name], true[name]) for mine, its, true in draws]
+        one = statistics.median(error(mine, true) for mine, _, true in pairs)
+        other = statistics.median(error(its, true) for _, its, true in pairs)
         if not one <= 2 * other + (UNIT if name == "out" else slack):
             problems.append(f"{what} {name}: {one:.1e} off, and the reference {other:.1e}")
     return problems
+
+
+def error(found, true):
+    return float((found.double() - true).norm() / true.norm())
+
+
+def draw(case, rows, device, seed):
+    """Return what our layer gives, PyG's, both under autocast, and PyG's in double precision."""
+    counts, widths = case.shape()
+    edge_index = edges(*counts)
+    graph = pyg_sar.shard(edge_index, counts if case.pair == "two" else NUM_NODES, 3)
+    torch.manual_seed(seed)
+    x = [torch.randn(n, w, dtype=torch.float64) for n, w in zip(counts, widths, strict=True)]
+    extra, state, results = inputs(case.roles, edge_index.size(1), torch.float64), None, []
+    for package, at, cast in ((torch_geometric.nn, edge_index, False), (torch_geometric.nn, edge_index, True),
+                              (pyg_sar.nn, graph, True)):  # fmt: skip
+        layer = case.build(package)
+        state = state or layer.state_dict()
+        layer.load_state_dict(state)
+        layer, dtype = (layer.float(), rows) if cast else (layer, torch.float64)
+        src, dst = (leaf(t.to(dtype)) for t in x)
+        given = (src, None if case.pair == "none" else dst) if case.pair else src
+        other = [leaf(t.to(dtype) if t.is_floating_point() else t, case.learn) for t in extra]
+        results.append(run(layer.to(device), given, at, other, torch.arange(counts[1]), counts[1], device, cast))
+    return results[::-1]
 
 
 @pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16])
@@ -34,24 +65,10 @@ def test_layers(rows, device):
     """From rows of the user's, or from those of another layer under autocast."""
     problems = []
     for case in [*FULL, *OPTIONS]:
-        counts, widths = case.shape()
-        edge_index = edges(*counts)
-        graph = pyg_sar.shard(edge_index, counts if case.pair == "two" else NUM_NODES, 3)
-        torch.manual_seed(0)
-        x = [torch.randn(n, w, dtype=torch.float64) for n, w in zip(counts, widths, strict=True)]
-        extra, state, results = inputs(case.roles, edge_index.size(1), torch.float64), None, []
-        for package, at, cast in ((torch_geometric.nn, edge_index, False), (torch_geometric.nn, edge_index, True),
-                                  (pyg_sar.nn, graph, True)):  # fmt: skip
-            layer = case.build(package)
-            state = state or layer.state_dict()
-            layer.load_state_dict(state)
-            layer, dtype = (layer.float(), rows) if cast else (layer, torch.float64)
-            src, dst = (leaf(t.to(dtype)) for t in x)
-            given = (src, None if case.pair == "none" else dst) if case.pair else src
-            other = [leaf(t.to(dtype) if t.is_floating_point() else t, case.learn) for t in extra]
-            results.append(run(layer.to(device), given, at, other, torch.arange(counts[1]), counts[1], device, cast))
-        truth, reference, found = results
-        problems += compare(str(case), found, reference, truth, 8 * UNIT)
+        draws = [draw(case, rows, device, 0)]
+        if compare(str(case), draws, 8 * UNIT):
+            draws += [draw(case, rows, device, seed) for seed in range(1, 9)]
+        problems += compare(str(case), draws, 8 * UNIT)
     assert not problems, "\n".join(problems)
 
 
@@ -102,5 +119,5 @@ def test_layers_of_pyg(device):
                 conv_zoo.forward_and_backward(CASES[name], conv_zoo.in_one_process(case, 0), device, True)
             )
             found = named(conv_zoo.forward_and_backward(case, conv_zoo.in_one_process(case, 3), device, True))
-        problems += compare(name, found, reference, truth, 64 * UNIT)
+        problems += compare(name, [(found, reference, truth)], 64 * UNIT)
     assert not problems, "\n".join(problems)
