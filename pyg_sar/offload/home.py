@@ -30,6 +30,7 @@ from torch import Tensor
 # What the system reads ahead at one call: it ignores the rest of a longer range.
 WINDOW = 128 * 1024
 ALIGNMENT = 64  # bytes
+SPARE = 1.5  # times the bytes in use at one time are kept pinned: to pin takes four times as long as to copy
 BEHIND = 2  # ranges of a tensor that are being written to the disk, and stay in memory meanwhile
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -193,8 +194,9 @@ class Home:
                 if self.pinned:
                     torch.cuda.synchronize(self.device)  # which may still read what died
                 return self._kept[address]
-        # Other sizes are given back where more would be kept than was in use at one time.
-        excess = sum(map(len, self._kept.values())) + needed - max(self.peak, self.held + needed)
+        # Other sizes are given back where more would be kept than was in use at one time, or half as much again.
+        most = max(self.peak, self.held + needed) * (SPARE if self.pinned else 1)
+        excess = sum(map(len, self._kept.values())) + needed - most
         while excess > 0:
             excess -= len(self._kept.pop(dead.pop(0)))
         try:

@@ -293,6 +293,23 @@ def test_memory_for_a_gpu_is_pinned_and_given_back(tmp_path):
         assert not pinned
 
 
+def test_pinned_memory_of_two_sizes_is_kept():
+    """In turn they take more than is in use at one time: to pin it takes longer than to use it."""
+    pinned = []
+    cudart = mock.Mock(cudaHostRegister=lambda address, length, flags: pinned.append(length))
+    given = {"cudart": lambda: cudart, "check_error": lambda code: None, "synchronize": mock.Mock()}
+    with mock.patch.multiple(torch.cuda, **given):
+        home = Home(None, torch.device("cuda"), None)
+        for size in (1000, 400, 1000, 400):
+            home.empty((size,), torch.int8)
+        assert pinned == [1000, 400]
+        assert given["synchronize"].call_count == 2, "the device may still read what died"
+        home.empty((200,), torch.int8)
+        assert len(home._kept) == 2, "but no more than half as much again"
+        del home
+        gc.collect()
+
+
 @pytest.mark.gpu
 def test_pinned():
     home = Home(None, torch.device("cuda"), None)
