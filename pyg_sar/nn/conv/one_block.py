@@ -17,7 +17,7 @@ from pyg_sar.ops import reference
 GRAPHS = Memo()  # of every edge_index, as long as it is unchanged
 # On a GPU a graph takes as long as some layers do, and mini-batches bring a new edge_index in every step; small graphs
 # never pay, where the host is what takes time (benchmarks/gpu_break_even.py).
-EDGES, EDGES_AT_ONCE = 1 << 20, 1 << 22  # of an edge_index that becomes a graph, and that becomes one at the first call
+EDGES, EDGES_AT_ONCE = 1 << 21, 1 << 22  # of an edge_index that becomes a graph, and that becomes one at the first call
 CALLS = 8  # with the same edge_index, of those between, before it becomes one
 
 
