@@ -76,9 +76,14 @@ class SourceRows:
 def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
     """Add to some rows, each of which occurs once: a GPU adds nothing to memory of the host by itself."""
     if total.is_cuda:
-        total.index_copy_(0, index, total.index_select(0, index).add_(rows))
+        add_across(total, index, rows)
     else:
         total.index_add_(0, index, rows)
+
+
+def add_across(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Fetch rows, add to them, and write them."""
+    total.index_copy_(0, index, total.index_select(0, index).add_(rows))
 
 
 class Part(NamedTuple):

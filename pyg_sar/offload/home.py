@@ -155,7 +155,7 @@ class Home:
 
     def seen(self, rows: Tensor) -> Tensor | None:
         """Return the same rows as a GPU sees them, across the bus; None if it does not see them."""
-        if not self.pinned or rows.untyped_storage().data_ptr() not in self._living:
+        if not self.pinned or not rows.is_contiguous() or rows.untyped_storage().data_ptr() not in self._living:
             return None
         found = torch.as_tensor(_Seen(rows), device=self.device).view(rows.dtype).view(rows.shape)
         return found if found.data_ptr() == rows.data_ptr() else None  # a copy for another device
@@ -206,7 +206,8 @@ class Home:
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)  # the first write is several times as fast
         if self.pinned:
-            mapping.pin()
+            with torch.cuda.device(self.device):  # or it would be seen as that of another one
+                mapping.pin()
         self._kept[mapping.address] = mapping
         return mapping
 

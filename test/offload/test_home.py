@@ -280,7 +280,8 @@ def test_memory_for_a_gpu_is_pinned_and_given_back(tmp_path):
     pinned = {}
     cudart = mock.Mock(cudaHostUnregister=lambda address: pinned.pop(address))
     cudart.cudaHostRegister = lambda address, length, flags: pinned.update({address: length})
-    with mock.patch.multiple(torch.cuda, cudart=lambda: cudart, check_error=lambda code: None):
+    given = {"cudart": lambda: cudart, "check_error": lambda code: None, "device": nullcontext}
+    with mock.patch.multiple(torch.cuda, **given):
         home = Home(None, torch.device("cuda"), None)
         rows = home.empty((100,), torch.float32)
         assert pinned == {rows.data_ptr(): 400}
@@ -297,7 +298,8 @@ def test_pinned_memory_of_two_sizes_is_kept():
     """In turn they take more than is in use at one time: to pin it takes longer than to use it."""
     pinned = []
     cudart = mock.Mock(cudaHostRegister=lambda address, length, flags: pinned.append(length))
-    given = {"cudart": lambda: cudart, "check_error": lambda code: None, "synchronize": mock.Mock()}
+    given = {"cudart": lambda: cudart, "check_error": lambda code: None, "device": nullcontext}
+    given["synchronize"] = mock.Mock()
     with mock.patch.multiple(torch.cuda, **given):
         home = Home(None, torch.device("cuda"), None)
         for size in (1000, 400, 1000, 400):
