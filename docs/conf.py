@@ -8,6 +8,7 @@ from pathlib import Path
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.nodes import nested_parse_with_titles
 
@@ -18,9 +19,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = "pyg_sar"
 myst_heading_anchors = 3
-# Links to files of the repository outside of this folder: a test follows all links of the sources. And tables of
-# results, which have no titles and are reached from their README.
-suppress_warnings = ["myst.xref_missing", "toc.not_included"]
+suppress_warnings = ["toc.not_included"]  # tables of results, which have no titles and are reached from their README
 napoleon_custom_sections = ["Shapes"]
 autodoc_default_options = {"members": True, "imported-members": True, "show-inheritance": True}
 autodoc_member_order = "alphabetical"
@@ -78,6 +77,21 @@ class Errors(Directive):
         return section.children
 
 
+def name_files(app: Sphinx, tree: nodes.document) -> None:
+    """Write text and path where a page links to a file of the repository that is not in the site."""
+    docs = Path(app.srcdir)
+    page = Path(app.env.doc2path(app.env.docname))
+    for node in list(tree.findall(addnodes.pending_xref)):
+        target = node["reftarget"].split("#")[0]
+        for folder in (page.parent, docs.parent):  # the front page is included
+            found = [path for name in (target, f"{target}.md") if (path := (folder / name).resolve()).is_file()]
+            if target and found and not found[0].is_relative_to(docs):
+                path = nodes.literal(text=str(found[0].relative_to(docs.parent)))
+                node.replace_self([*node.children, nodes.Text(" ("), path, nodes.Text(")")])
+                break
+
+
 def setup(app: Sphinx) -> None:
     """Add what is above."""
     app.add_directive("errors", Errors)
+    app.connect("doctree-read", name_files)

@@ -1,12 +1,10 @@
 #!/usr/bin/env bash
-# Four hosts under Slurm, a worker on each: sbatch examples/multi_node.sh parts/products-4 examples/train.py
+# Four hosts under Slurm, a worker on each: sbatch examples/multi_node.sh examples/train.py parts/products-4
 # Without Slurm run the last command on each host, with HOST the name of the first one and NODES their number.
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
 set -euo pipefail
 
-parts=$1 script=${2:-examples/train.py}
-shift $(($# < 2 ? $# : 2))
 nodes=${SLURM_NNODES:-${NODES:-1}}
 if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
   host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -15,7 +13,7 @@ else
   host=${HOST:-localhost}
   run=()
 fi
-# Workers of one host share its processors; each must see the folder under this path.
+# Workers of one host share its processors; each must see the folder of parts under the same path.
 "${run[@]}" python -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "${WORKERS:-1}" \
   --rdzv-backend c10d --rdzv-endpoint "$host:${PORT:-29500}" --rdzv-id "${SLURM_JOB_ID:-pyg_sar}" --max-restarts 3 \
-  "$script" "$parts" "$@"
+  "$@"

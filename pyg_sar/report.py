@@ -105,6 +105,14 @@ def of_run(ranks: dict[str, Series], names: Sequence[str]) -> list[tuple[str, st
             "Seconds in which a rank waited for halo rows.",
             curves(waits, "seconds"),
         ),
+        *(
+            (
+                what.capitalize(),
+                f"Rows and gradients that a rank {what} in each step.",
+                curves({rank: one[f"traffic/{what}"] for rank, one in ranks.items()}, "MiB"),
+            )
+            for what in ("received", "sent")
+        ),
         (
             "Memory",
             "The largest that each rank has held, with what it loaded and imported.",

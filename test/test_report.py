@@ -45,6 +45,8 @@ def test_run(tmp_path):
                 "values/Loss": 1 / step,
                 "time/seconds": 0.5,
                 "time/exposed communication": 0.1,
+                "traffic/received": 2.0,
+                "traffic/sent": 3.0,
                 "memory/peak": 300.0,
             }
             told |= {f"aggregations/{k} {what}": float(k) for k in range(2) for what in ("received", "saved", "waited")}
@@ -66,7 +68,7 @@ def test_ranks_that_told_nothing(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     assert "no rank has told anything yet" in capsys.readouterr().err
     writer = SummaryWriter(tmp_path / "rank-1")
-    for name in ("time/seconds", "time/exposed communication", "memory/peak"):
+    for name in ("time/seconds", "time/exposed communication", "traffic/received", "traffic/sent", "memory/peak"):
         writer.add_scalar(name, 1.0, 1)
     writer.close()
     assert "<h2>Seconds</h2>" in page(report(tmp_path, tmp_path / "page.html"))

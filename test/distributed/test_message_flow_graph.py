@@ -456,3 +456,28 @@ def wrong_on_one(group, what, mode):
 @pytest.mark.parametrize("what", WRONG)
 def test_all_workers_hear_of_a_wrong_argument(pool, what, mode):
     pool.run(3, wrong_on_one, what, mode)
+
+
+def steps(group, method):
+    """Gradients of the flow of all labels, and of those of every fourth label together."""
+    mine = share(group, EDGES, assignment(method, group.size()))
+    torch.manual_seed(0)
+    convs = torch.nn.ModuleList([pyg_sar.nn.SAGEConv(8, 8), pyg_sar.nn.SAGEConv(8, 3)]).double()
+    x, mask = torch.randn(NUM_NODES, 8).double()[mine.src], (torch.arange(NUM_NODES) % 3 > 0)[mine.src]
+    place, found = torch.arange(len(mask)) % 4, []
+    quarters = [mask & (place == k) for k in range(4)]
+    assert torch.equal(sum(quarter.int() for quarter in quarters), mask.int()), "disjoint, and all of them"
+    for masks in ([mask], quarters):
+        convs.zero_grad()
+        for flow in [message_flow_graphs(mine.edge_index, one, 2) for one in masks]:
+            h = convs[0](x[flow.node_rows], flow.edge_indices[0]).relu()
+            convs[1](h, flow.edge_indices[1]).square().sum().backward()
+        pyg_sar.sum_gradients(convs, group)
+        found.append([p.grad.clone() for p in convs.parameters()])
+    for one, other in zip(*found, strict=True):
+        close(other, one, "gradient of a parameter")
+
+
+@pytest.mark.parametrize(("size", "method"), [(1, "random"), (2, "random"), (3, "empty")])
+def test_steps_on_disjoint_labels_have_the_gradient_of_all(pool, size, method):
+    pool.run(size, steps, method)

@@ -81,15 +81,23 @@ def test_memory_falls(tmp_path):
 
 
 @pytest.mark.grid
-def test_multi_node(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["examples/train.py", "PARTS"], "sage: test accuracy"),
+        (["examples/physics_gat.py", "--dataset", "PARTS"], "Loss"),
+    ],
+)
+def test_multi_node(tmp_path, words, says):
     run("-m", "pyg_sar", "partition", "Community/300/4000", "--num-parts", 2, "--out", tmp_path / "parts")
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-           "NODES": "2", "PORT": "29517"}  # fmt: skip
-    command = ["bash", ROOT / "examples/multi_node.sh", tmp_path / "parts", "examples/train.py"]
-    nodes = [subprocess.Popen([*command, "--epochs", "1", "--hidden", "8"], cwd=ROOT, env=env, stdout=subprocess.PIPE,
+           "NODES": "2", "PORT": str(29517 + len(words))}  # fmt: skip
+    words = [tmp_path / "parts" if word == "PARTS" else word for word in words]
+    command = ["bash", ROOT / "examples/multi_node.sh", *words, "--epochs", "1", "--hidden", "8"]
+    nodes = [subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE,
                               text=True) for _ in range(2)]  # fmt: skip
     told = "".join(node.communicate(timeout=200)[0] for node in nodes)
-    assert not any(node.returncode for node in nodes) and "sage: test accuracy" in told, told
+    assert not any(node.returncode for node in nodes) and says in told, told
 
 
 @pytest.mark.grid
