@@ -56,9 +56,10 @@ def test_run(tmp_path):
         names = ["layer 'convs.0' (SAGEConv)", ""]
         (tmp_path / "run" / f"rank-{rank}" / "layers.json").write_text(json.dumps(names))
     text = page(report(tmp_path / "run", tmp_path / "page.html"))
-    titles = ["Numbers", "Loss", "Seconds", "Exposed communication", "Memory", "Aggregations: received"]
-    assert re.findall(r"<h2>(.*?)</h2>", text) == [*titles, "Aggregations: saved", "Aggregations: waited"]
-    assert "<td>Loss</td><td>0.3333</td><td>0.3333</td><td>1</td>" in text and text.count("<svg") == 7
+    titles = ["Numbers", "Loss", "Seconds", "Exposed communication", "Received", "Sent", "Memory"]
+    titles += [f"Aggregations: {what}" for what in ("received", "saved", "waited")]
+    assert re.findall(r"<h2>(.*?)</h2>", text) == titles
+    assert "<td>Loss</td><td>0.3333</td><td>0.3333</td><td>1</td>" in text and text.count("<svg") == 9
     assert text.count("<!-- convs.0 -->") == 3
 
 
