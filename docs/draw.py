@@ -63,8 +63,13 @@ def bar(axes: plt.Axes, start: float, row: float, width: float, owner: int, text
     axes.text(start + width / 2, row + 0.3, text, ha="center", va="center", color="white", fontsize=7)
 
 
-if __name__ == "__main__":
+def main(path: Path) -> None:
+    """Draw both."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), width_ratios=[1, 1.5], layout="constrained")
     blocks(left)
     schedule(right)
-    figure.savefig(Path(__file__).with_name("sar.png"), dpi=110)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main(Path(__file__).with_name("sar.png"))

@@ -2,7 +2,11 @@
 
 import ast
 import re
+import runpy
 import shlex
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +108,60 @@ def test_blocks_of_pages_run(page, tmp_path, monkeypatch):
         exec(compile(block, page, "exec"), values)
 
 
+def of_docstrings() -> Iterator[tuple[str, str]]:
+    """Yield what has a block of code in its docstring, and the block."""
+    for path in sorted((ROOT / "pyg_sar").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                told = f"{ast.get_docstring(node) or ''}\n"
+                for block in re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", told):
+                    yield node.name, textwrap.dedent(block)
+
+
+# What blocks of docstrings name, and what stands for it here
+SMALLER = {
+    '"parts/cora"': '"graph"', 'load("parts")': 'load("graph")', '"parts/products"': '"graph"', '"/scratch"': '"."',
+    "pyg_sar.stage_mesh(4)": "None", 'mesh.get_group("graph")': "None", '"parts/2"': '"graph"',
+    "GATConv(64,": "GATConv(-1,", "GAT(100,": "GAT(-1,", "range(100)": "range(2)", "101": "3", "pyg_sar.init()": "",
+    'torch_geometric.datasets.Planetoid("data", "Cora")[0]': "whole",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "block"), list(of_docstrings()), ids=[name for name, _ in of_docstrings()])
+def test_blocks_of_docstrings_run(name, block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values, whole = names(tmp_path / "graph"), graphs.citations()[0]
+    data, model, out, width = values["data"], values["model"], values["out"], whole.num_features
+    losses = F.cross_entropy(out, data.y, reduction="none")
+    pairs = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    encoder = torch_geometric.nn.GCN(width, 8, 2).double()
+    models = {
+        "GAE": lambda: pyg_sar.nn.GAE(pyg_sar.nn.convert(encoder)),
+        "LightGCN": lambda: pyg_sar.nn.LightGCN(data, 8, 2).double(),
+        "Pipeline": lambda: Data(
+            blocks=pyg_sar.nn.blocks(torch_geometric.nn.GCN(width, 8, 2, data.num_classes).double())
+        ),
+    }
+    model.rel_emb = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    torch.save(model.state_dict(), "graphsage.pt")
+    values |= {
+        "whole": whole, "x": whole.x, "edge_index": whole.edge_index, "num_nodes": whole.num_nodes, "rank": 0,
+        "losses": losses, "loss": losses.sum(), "y": data.y, "w": torch.rand(len(data.y)).double(), "total": 9,
+        "global_mean": pyg_sar.global_mean, "torch_geometric": torch_geometric, "pos_edge_label_index": pairs,
+        "pos": pairs, "neg": pairs, "self": Namespace(), "Wrapped": pyg_sar.exchange.Wrapped, "train": lambda: 0.5,
+        "test": lambda: 0.5, "optimizer": torch.optim.Adam(model.parameters()),
+        "model": models.get(name, lambda: model)(),
+    }  # fmt: skip
+    if name in ("shard", "convert"):  # whose layers are made in single precision
+        values["data"] = whole if name == "shard" else data
+        values["data"].x = values["data"].x.float()
+    if name == "global_mean":  # of nodes and of classes, as many
+        values |= {"losses": losses[: data.num_classes], "w": torch.rand(data.num_classes).double()}
+    for one, other in SMALLER.items():
+        block = block.replace(one, other)
+    exec(compile(block, name, "exec"), values)
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/guide.md"])
 def test_commands_run(name, tmp_path, monkeypatch, capsys):
     """On a smaller graph than theirs."""
@@ -114,6 +172,12 @@ def test_commands_run(name, tmp_path, monkeypatch, capsys):
     for _, *arguments in commands:
         cli.main([a.replace("Planetoid/Cora", "KarateClub") for a in arguments])
     assert capsys.readouterr().out
+
+
+def test_the_figure_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="draws")
+    runpy.run_path(str(ROOT / "docs" / "draw.py"))["main"](tmp_path / "sar.png")
+    assert (tmp_path / "sar.png").stat().st_size > 10_000
 
 
 def test_readme_is_short():
