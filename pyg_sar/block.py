@@ -179,9 +179,12 @@ def rows_at(t: Tensor, index: Index) -> Tensor:
     """
     if isinstance(index, slice):
         return t[index]
-    narrow = t.dim() == 2 and t.size(1) <= NARROW and t.size(1) * t.itemsize % 16 == 0
+    narrow = t.dim() == 2 and 0 < t.size(1) <= NARROW and t.size(1) * t.itemsize % 16 == 0
     if t.is_cuda and narrow and not (t.requires_grad and torch.is_grad_enabled()):
-        return torch.stack([column[index] for column in t.unbind(1)], 1)
+        out = t.new_empty(index.numel(), t.size(1))
+        for column, into in zip(t.unbind(1), out.unbind(1), strict=True):
+            into.copy_(column[index])
+        return out
     return t.index_select(0, index)
 
 

@@ -13,6 +13,7 @@ from pyg_sar.distributed.group import copied
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import graph_of, move, place_of
+from pyg_sar.offload.rows import Place
 
 
 def offload(
@@ -56,7 +57,9 @@ def offload(
             layers. They have no name, and are gone when the process ends. (default: :obj:`None`, memory)
         chunks (int, optional): The number of chunks, instead of a budget; workers may take different ones.
             (default: :obj:`None`)
-        limit (int or str, optional): Bytes that rows may take at home. (default: :obj:`None`, what there is)
+        limit (int or str, optional): Bytes that rows may take at home, in files and in pinned memory with the index
+            tensors of chunks, and in pinned memory with the features, which are copied there.
+            (default: :obj:`None`, what there is)
         edges (list, optional): With a budget, the names of the tensors of edges that the model takes, such as
             :obj:`["edge_type"]`. (default: none)
 
@@ -79,7 +82,7 @@ def offload(
         graph, rows, there = on_all(look, "move rows home", exchange.group, mine=True)
         agree("how rows are kept at home", [kind], exchange.group)
     if chunks is not None:
-        return move(data, place_of(graph, rows, chunks, None, there))
+        return moved(data, place_of(graph, rows, chunks, None, there))
     from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
 
     assert model is not None
@@ -90,7 +93,14 @@ def offload(
         count_bytes(budget, "budget"), home, data.x.dtype, there == graph.device, graph.exchange.all_reduce_max,
         edges=[data[name] for name in edges],
     )  # fmt: skip
-    return move(data, place_of(graph, rows, need.chunks, need.slots, there))
+    return moved(data, place_of(graph, rows, need.chunks, need.slots, there))
+
+
+def moved(data: Any, place: Place) -> Any:
+    """Return the data with its rows at home; raise on all workers if one has no room."""
+    if place.exchange.alone:
+        return move(data, place)
+    return on_all(partial(move, data, place), "move rows home", place.exchange.group, mine=True)
 
 
 Found = tuple[ShardedGraph, Home, torch.device]

@@ -22,6 +22,7 @@ from pyg_sar.offload.home import Home
 from pyg_sar.reduce.base import columns
 from pyg_sar.running import About
 
+PARTS = 8  # of rows that are added across the bus
 MESSAGE = 2**18  # bytes of rows, of which four are in memory: two that leave and two that come
 
 
@@ -57,15 +58,17 @@ class SourceRows:
         """Add to some rows, each of which occurs once."""
         index, rows = index.to(self.local.device), rows.to(self.local.device, self.local.dtype)
         if self.halo is None:
-            add_rows(self.local, index, rows)
+            add_to(self.local, index, rows)
             return
         local, halo = self.split(index)
-        add_rows(self.local, local, rows[: len(local)])
-        add_rows(self.halo, halo, rows[len(local) :])
+        add_to(self.local, local, rows[: len(local)])
+        add_to(self.halo, halo, rows[len(local) :])
 
     def seen(self, home: Home) -> SourceRows:
         """Return the same rows as a device sees them, if it sees all of them."""
         local, halo = (None if t is None else home.seen(t) for t in (self.local, self.halo))
+        if local is not None and self.halo is not None and not self.halo.numel():
+            halo = local.new_empty(self.halo.shape)
         return self if local is None or (halo is None) != (self.halo is None) else SourceRows(local, halo)
 
     def columns(self, which: slice) -> SourceRows:
@@ -73,17 +76,20 @@ class SourceRows:
         return SourceRows(columns(self.local, which), None if self.halo is None else columns(self.halo, which))
 
 
-def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Add to some rows, each of which occurs once: a GPU adds nothing to memory of the host by itself."""
-    if total.is_cuda:
-        add_across(total, index, rows)
-    else:
+def add_to(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Add to some rows, each of which occurs once, of the host or as a device sees them."""
+    if total.device.type == "cpu":
         total.index_add_(0, index, rows)
+    else:
+        add_across(total, index, rows)
 
 
 def add_across(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Fetch rows, add to them, and write them."""
-    total.index_copy_(0, index, total.index_select(0, index).add_(rows))
+    """Fetch rows, add to them, and write them, a part at a time: what a GPU adds to memory by itself does not cross the
+    bus.
+    """
+    for some, more in zip(index.chunk(PARTS), rows.chunk(PARTS), strict=True):
+        total.index_copy_(0, some, total.index_select(0, some).add_(more))
 
 
 class Part(NamedTuple):

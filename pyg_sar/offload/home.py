@@ -1,6 +1,7 @@
 r"""Where rows live while they are not computed on: memory of the host, or files that nobody else can see.
 
-Both are CPU tensors, so that who reads and writes rows need not know which.
+Both are CPU tensors, so that who reads and writes rows need not know which; pinned memory a GPU reads and writes by
+itself, as other tensors that are the same memory (:meth:`Home.seen`).
 
 * **Memory** is pinned if rows are computed on a GPU. It is slow to get, so that what a tensor leaves behind is kept for
   the next one of the same size.
@@ -16,6 +17,7 @@ import errno
 import math
 import mmap
 import os
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -37,7 +39,7 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
-_MAPPED = 2  # of cudaHostRegister: the device reads and writes it, at the same address
+_MAPPED = 3  # of cudaHostRegister: devices read and write it, at the same address (on Linux)
 _START, _FINISH = 2, 7  # of sync_file_range: SYNC_FILE_RANGE_WRITE, and WAIT_BEFORE | WRITE | WAIT_AFTER
 
 
@@ -47,18 +49,22 @@ class _Mapping(mmap.mmap):
     def __init__(self, descriptor: int, length: int, **options: int) -> None:
         super().__init__()  # `__new__` took the arguments
         self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        self.pinned = False
+        self.pinned: torch.device | None = None  # for which device
         self.descriptor = -1  # of a file, which nobody could open again to have its pages written
         self.written: deque[tuple[int, int]] = deque()  # ranges that are being written to the disk
 
-    def pin(self) -> None:
+    def pin(self, device: torch.device) -> None:
         # `pin_memory=True` would take up to twice the bytes: torch rounds them to a power of two.
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.address, len(self), _MAPPED))
-        self.pinned = True
+        with torch.cuda.device(device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.address, len(self), _MAPPED))
+        self.pinned = device
+        self.madvise(mmap.MADV_DONTFORK)  # or this process might get a copy of pages that the device goes on to write
 
     def __del__(self) -> None:  # before the bytes are unmapped
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+        if self.pinned is not None and not sys.is_finalizing():
+            with torch.cuda.device(self.pinned):
+                torch.cuda.synchronize()  # the device may still read and write what died
+                torch.cuda.cudart().cudaHostUnregister(self.address)
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
@@ -196,6 +202,7 @@ class Home:
                 return self._kept[address]
         # Other sizes are given back where more would be kept than was in use at one time, or half as much again.
         most = max(self.peak, self.held + needed) * (SPARE if self.pinned else 1)
+        most = most if self.limit is None else min(most, self.limit)
         excess = sum(map(len, self._kept.values())) + needed - most
         while excess > 0:
             excess -= len(self._kept.pop(dead.pop(0)))
@@ -206,8 +213,7 @@ class Home:
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)  # the first write is several times as fast
         if self.pinned:
-            with torch.cuda.device(self.device):  # or it would be seen as that of another one
-                mapping.pin()
+            mapping.pin(self.device)
         self._kept[mapping.address] = mapping
         return mapping
 

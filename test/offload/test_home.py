@@ -281,6 +281,7 @@ def test_memory_for_a_gpu_is_pinned_and_given_back(tmp_path):
     cudart = mock.Mock(cudaHostUnregister=lambda address: pinned.pop(address))
     cudart.cudaHostRegister = lambda address, length, flags: pinned.update({address: length})
     given = {"cudart": lambda: cudart, "check_error": lambda code: None, "device": nullcontext}
+    given["synchronize"] = mock.Mock()
     with mock.patch.multiple(torch.cuda, **given):
         home = Home(None, torch.device("cuda"), None)
         rows = home.empty((100,), torch.float32)
@@ -290,8 +291,9 @@ def test_memory_for_a_gpu_is_pinned_and_given_back(tmp_path):
         del home
         gc.collect()
         assert len(pinned) == 1, "a tensor lives"
+        assert not given["synchronize"].called
         del rows
-        assert not pinned
+        assert not pinned and given["synchronize"].called, "the device is done with it"
 
 
 def test_pinned_memory_of_two_sizes_is_kept():
@@ -308,7 +310,13 @@ def test_pinned_memory_of_two_sizes_is_kept():
         assert given["synchronize"].call_count == 2, "the device may still read what died"
         home.empty((200,), torch.int8)
         assert len(home._kept) == 2, "but no more than half as much again"
-        del home
+        home = Home(None, torch.device("cuda"), 1000)
+        for size in (1000, 400):
+            home.empty((size,), torch.int8)
+        assert sum(map(len, home._kept.values())) <= 1000, "nor than the limit"
+        rows, other = home.empty((10, 10), torch.float32), torch.empty(10, 10)
+        assert home.seen(rows.t()) is home.seen(rows[:, 1:]) is home.seen(other) is None
+        del home, rows
         gc.collect()
 
 

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch_geometric.data import Data
 
-from pyg_sar.offload import halo
+import pyg_sar
+from pyg_sar.offload import chunks, halo
 from pyg_sar.offload.halo import SourceRows, add_across
 from pyg_sar.offload.home import Home
+from pyg_sar.offload.rows import Place
 from pyg_sar.offload.schedule import accesses
 from pyg_sar.offload.slots import Slots
 
@@ -19,12 +22,12 @@ def test_gradients_add_up(monkeypatch, add):
     """A row that goes and comes back to another slot is in one at a time: who adds across the bus relies on it."""
     again = []
 
-    def add_rows(total, index, rows):
+    def add_to(total, index, rows):
         assert len(index) == len(index.unique())
         again.append(bool(total.index_select(0, index).any()))
         add(total, index, rows)
 
-    monkeypatch.setattr(halo, "add_rows", add_rows)
+    monkeypatch.setattr(halo, "add_to", add_to)
     place = SimpleNamespace(device=torch.device("cpu"), home=Home(None, torch.device("cpu"), None))
     for seed in range(30):
         torch.manual_seed(seed)
@@ -40,3 +43,14 @@ def test_gradients_add_up(monkeypatch, add):
         slots.flush()
         torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)
     assert any(again), "rows came back"
+
+
+def test_gradients_are_there_before_others_read_them(monkeypatch):
+    """A device that writes rows at home by itself is waited for in front of what the host does with them."""
+    told, given = [], chunks.sum_halo
+    monkeypatch.setattr(Place, "settle", lambda place: told.append("settle"))
+    monkeypatch.setattr(chunks, "sum_halo", lambda *args: (told.append("sum"), given(*args)))
+    edge_index = pyg_sar.shard(torch.randint(N, (2, 100)), N)
+    data = pyg_sar.offload(Data(x=torch.randn(N, F), edge_index=edge_index), chunks=3)
+    pyg_sar.nn.GATConv(F, 2)(data.x.requires_grad_(), edge_index).sum().backward()
+    assert told == ["settle", "sum"]

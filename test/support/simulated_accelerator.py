@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyg_sar.distributed import staging
+from pyg_sar.offload.home import Home
 from pyg_sar.offload.rows import HostRows
 
 DEVICE = "pretend"
@@ -168,6 +169,12 @@ class Landing:
         self.tensor.copy_(self.host, non_blocking=True)
 
 
+def seen(self: Home, rows: Tensor) -> Tensor | None:
+    """Stands in for :meth:`Home.seen`."""
+    living = rows.untyped_storage().data_ptr() in self._living and rows.is_contiguous()
+    return There(rows.detach()) if living and self.folder is None and is_there(self.device) else None
+
+
 @contextmanager
 def pretence(kernels: Any = None) -> Iterator[Pretence]:
     """Have a GPU."""
@@ -179,6 +186,8 @@ def pretence(kernels: Any = None) -> Iterator[Pretence]:
         stack.enter_context(mock.patch.multiple(
             staging, is_staged=lambda tensor, group: isinstance(tensor, There), to_host=lambda t: t.here.clone(),
             Landing=Landing))  # fmt: skip
+        apart = property(lambda home: home.folder is not None or is_there(home.device))
+        stack.enter_context(mock.patch.multiple(Home, seen=seen, apart=apart))
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # they become of another class
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
         yield stack.enter_context(Pretence(kernels))
