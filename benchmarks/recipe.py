@@ -68,7 +68,8 @@ deviation over seeds, each with another split where there are several. *Labels*:
 features, the loss is taken on the others. *C&S*: the same model, corrected and smoothed. 2 layers of GCN (Cora,
 CiteSeer, Computers, Physics), R-GCN (AIFB, MUTAG: no features), GraphSAGE for each type of edges (DBLP, IMDB: nothing
 to smooth along), or GraphSAGE; the script has the hyper-parameters. Not run here: the paper's own graphs, of which its
-Table 1 has 65.8 and 66.3 for GraphSAGE on ogbn-papers100M, as a reader quotes it (IntelLabs/SAR, issue 24). Made by `benchmarks/recipe.py`."""
+Table 1 has 65.8 and 66.3 for GraphSAGE on ogbn-papers100M, as a reader quotes it (IntelLabs/SAR, issue 24). Made by
+`benchmarks/recipe.py`."""
 
 
 class Net(torch.nn.Module):
