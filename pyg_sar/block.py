@@ -174,8 +174,8 @@ def parts_of(rows: Tensor, ids: Sequence[Index], num_rows: int) -> Tensor:
 
 
 def rows_at(t: Tensor, index: Index) -> Tensor:
-    """Return some rows; ``t[index]`` would take two to three times as long on a CPU. On a GPU a row of 16 bytes takes
-    as long as one of 512, column by column a twentieth.
+    """Return some rows; ``t[index]`` would take two to three times as long on a CPU. On a GPU
+    ``index_select`` has a warp for each row of a multiple of 16 bytes, however few: narrow ones go column by column.
     """
     if isinstance(index, slice):
         return t[index]
