@@ -10,6 +10,8 @@ from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.logging import getLogger
 from sphinx.util.nodes import nested_parse_with_titles
 
 import pyg_sar
@@ -56,25 +58,44 @@ def messages(node: ast.AST, kind: str = "") -> Iterator[str]:
     raised = node.exc if isinstance(node, ast.Raise) else None
     for child in ast.iter_child_nodes(node):
         if child is raised and isinstance(child, ast.Call) and child.args:
-            yield from messages(child.args[0], f"{ast.unparse(child.func)}: ")
+            yield from messages(child.args[0], f"{ast.unparse(child.func).split('.')[-1]}: ")
         else:
             yield from messages(child, kind)
 
 
+def told() -> dict[Path, list[str]]:
+    """Return the error messages of every file of the package that has some."""
+    found = {path: list(dict.fromkeys(messages(ast.parse(path.read_text())))) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {path: texts for path, texts in found.items() if texts}
+
+
 class Errors(Directive):
-    """Lists every error message of the package, by file."""
+    """Lists the error messages of some files of the package, which are named by patterns."""
+
+    required_arguments, final_argument_whitespace = 1, True
 
     def run(self) -> list[nodes.Node]:
         """Return a list for each file."""
         lines = []
-        for path in sorted(PACKAGE.rglob("*.py")):
-            if told := list(messages(ast.parse(path.read_text()))):
-                escaped = (re.sub(r"([\\*`_|<>])", r"\\\1", text) for text in told)
+        for pattern in self.arguments[0].split():
+            if not (found := sorted(UNLISTED.keys() & set(PACKAGE.glob(pattern)))):
+                raise self.error(f"No messages, or listed already: {pattern}")
+            for path in found:
+                escaped = (re.sub(r"([\\*`_|<>])", r"\\\1", text) for text in UNLISTED.pop(path))
                 lines += ["", f"``{path.relative_to(PACKAGE)}``", "", *(f"* {text}" for text in escaped)]
         section = nodes.section()
         section.document = self.state.document
         nested_parse_with_titles(self.state, StringList(lines, "errors"), section)
         return section.children
+
+
+UNLISTED = told()
+
+
+def all_listed(app: Sphinx, env: BuildEnvironment) -> None:
+    """Warn of messages that stand in no section of their page."""
+    for path in UNLISTED:
+        getLogger(__name__).warning("docs/errors.md has no section with the messages of %s", path.relative_to(PACKAGE))
 
 
 def name_files(app: Sphinx, tree: nodes.document) -> None:
@@ -95,3 +116,4 @@ def setup(app: Sphinx) -> None:
     """Add what is above."""
     app.add_directive("errors", Errors)
     app.connect("doctree-read", name_files)
+    app.connect("env-check-consistency", all_listed)
