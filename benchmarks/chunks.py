@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness.batches import form_batches, source_rows, union
 from harness.report import write
 from torch import Tensor
 from torch_geometric.utils import to_undirected
@@ -27,14 +28,11 @@ from pyg_sar.block import compress
 from pyg_sar.data.datasets import community_graph
 from pyg_sar.offload.schedule import (
     best_order,
-    form_batches,
     greedy_order,
     make_schedule,
     overlaps,
     ranges,
     source_pieces,
-    source_rows,
-    union,
 )
 
 FILES = {

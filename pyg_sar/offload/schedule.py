@@ -2,9 +2,8 @@ r"""Which source rows are loaded when, and into which slots of a buffer, while d
 
 Index arithmetic only. A chunk *accesses* the source rows of its edges, in source pieces if the buffer does not hold
 them all. All accesses are known, and are the same in every layer and epoch; so what stays in the buffer is decided
-once, and no decision loads fewer rows. The order of chunks, and which of several workers' chunks form a batch, are
-chosen as in Algorithm 4 of `"HongTu: Scalable Full-Graph GNN Training on Multiple GPUs"
-<https://arxiv.org/abs/2311.14898>`_.
+once, and no decision loads fewer rows. The order of chunks is chosen as in Algorithm 4 of `"HongTu: Scalable Full-Graph
+GNN Training on Multiple GPUs" <https://arxiv.org/abs/2311.14898>`_.
 """
 
 from __future__ import annotations
@@ -150,58 +149,9 @@ def ranges(rowptr: Tensor, num_chunks: int) -> list[slice]:
     return [slice(*ends) for ends in pairwise(end.tolist())]
 
 
-def source_rows(rowptr: Tensor, col: Tensor, chunks: Sequence[slice], num_src: int) -> list[Tensor]:
-    """Return the source rows that each chunk reads, ascending.
-
-    Args:
-        rowptr: CSR row pointer over the destinations.
-        col: Source row of each edge.
-        chunks: The destinations of each chunk, as :func:`ranges` returns them.
-        num_src: Number of source rows.
-    """
-    found, read = [], torch.zeros(num_src, dtype=torch.bool)
-    for chunk in chunks:
-        first, last = rowptr[[chunk.start, chunk.stop]].tolist()
-        read[col[first:last]] = True
-        found.append(read.nonzero().view(-1))
-        read[found[-1]] = False
-    return found
-
-
 def source_pieces(ids: Tensor, num_slots: int) -> tuple[Tensor, ...]:
     """Cut the rows of a chunk into the fewest source pieces that the buffer holds, of equal lengths but for one row."""
     return ids.tensor_split(max(-(-ids.numel() // num_slots), 1))
-
-
-# Several workers: chunk j of all of them is batch j. 'rows[p][j]' are the rows that chunk j of worker p reads, of all
-# rows or of one owner's.
-
-
-def union(rows: Sequence[Tensor]) -> Tensor:
-    """Return the rows that any of several chunks reads, ascending: loaded once for all workers of a batch."""
-    return torch.cat(list(rows)).unique()
-
-
-def form_batches(rows: Sequence[Sequence[Tensor]], num_rows: int) -> list[list[int]]:
-    """Return each worker's chunks in the order of batches, such that chunks of a batch share rows.
-
-    Algorithm 4, phase 1: the chunks of the first worker begin a batch each, and every other worker gives each batch in
-    turn that of its chunks, of those left, which has most rows in common with it.
-    """
-    batches, orders = list(rows[0]), [list(range(len(rows[0])))]
-    for chunks in rows[1:]:
-        orders.append(order := match(overlaps(batches, chunks, num_rows)))
-        batches = [union([batch, chunks[c]]) for batch, c in zip(batches, order, strict=True)]
-    return orders
-
-
-def match(shared: Tensor) -> list[int]:
-    """Return the column that each row takes in turn, the largest of those left."""
-    left, order = list(range(shared.size(1))), []
-    for counts in shared.tolist():
-        order.append(max(left, key=counts.__getitem__))
-        left.remove(order[-1])
-    return order
 
 
 def overlaps(rows: Sequence[Tensor], others: Sequence[Tensor], num_rows: int) -> Tensor:

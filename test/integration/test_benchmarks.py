@@ -183,6 +183,39 @@ def test_shards(tmp_path):
         assert len({row[-1] for row in mine[:3]}) == 1
 
 
+def random_rows(seed: int, chunks: int, num_rows: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(num_rows, (20,), generator=generator).unique() for _ in range(chunks)]
+
+
+def test_batches_of_chunks(monkeypatch):
+    """Each takes in turn, of the chunks that are left, that with most rows of all its chunks so far."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from harness.batches import form_batches
+
+    for chunks, num_rows in ((1, 30), (5, 60), (7, 200)):
+        rows = [random_rows(seed, chunks, num_rows) for seed in range(3)]
+        batches, expected = [set(ids.tolist()) for ids in rows[0]], [list(range(chunks))]
+        for theirs in rows[1:]:
+            left, order, before = list(range(chunks)), [], [set(b) for b in batches]
+            for j in range(chunks):
+                best = max(left, key=lambda c: len(before[j] & set(theirs[c].tolist())))
+                left.remove(best)
+                order.append(best)
+                batches[j] |= set(theirs[best].tolist())
+            expected.append(order)
+        assert form_batches(rows, num_rows) == expected
+
+
+def test_rows_that_chunks_read(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from harness.batches import source_rows
+
+    rowptr, col = torch.tensor([0, 3, 3, 4, 8]), torch.tensor([5, 2, 5, 0, 1, 1, 4, 3], dtype=torch.int32)
+    found = source_rows(rowptr, col, [slice(0, 1), slice(1, 2), slice(2, 4)], 6)
+    assert [ids.tolist() for ids in found] == [[2, 5], [], [0, 1, 3, 4]]
+
+
 @pytest.mark.grid
 def test_chunks(tmp_path):
     """On a generated graph and a path that a file holds; graphs that are not there are left out."""

@@ -10,14 +10,11 @@ from pyg_sar.offload.schedule import (
     ROW_COST,
     Schedule,
     best_order,
-    form_batches,
     greedy_order,
     make_schedule,
     overlaps,
     ranges,
     source_pieces,
-    source_rows,
-    union,
 )
 
 
@@ -32,7 +29,7 @@ def random_graph(seed: int, num_dst: int, num_src: int, degree: int) -> tuple[Te
 
 def accesses(seed: int, num_rows: int, num_chunks: int, degree: int = 2) -> list[Tensor]:
     rowptr, col = random_graph(seed, num_rows, num_rows, degree)
-    return source_rows(rowptr, col, ranges(rowptr, num_chunks), num_rows)
+    return [col[rowptr[c.start] : rowptr[c.stop]].long().unique() for c in ranges(rowptr, num_chunks)]
 
 
 def least_loads(rows: list[Tensor], num_slots: int) -> int:
@@ -81,7 +78,7 @@ def play(schedule: Schedule, rows: list[Tensor], num_rows: int) -> None:
         grad[access.flush_ids[~store]] += flushed[~store]
         buffer[access.flush_slots] = grads[access.flush_slots] = torch.nan
     assert not place and buffer.isnan().all(), "the buffer is empty in the end"
-    read = union(rows) if rows else torch.empty(0, dtype=torch.long)
+    read = torch.cat(rows).unique() if rows else torch.empty(0, dtype=torch.long)
     torch.testing.assert_close(grad[read], expected[read], rtol=1e-12, atol=1e-12)
     assert schedule.loads == sum(access.flush_ids.numel() for access in schedule.accesses)
 
@@ -106,9 +103,9 @@ def test_rows_are_where_the_schedule_says(num_chunks, horizon):
     for num_slots in (most, (most + 300) // 2, 300, 400):
         schedule = make_schedule(rows, 300, num_slots, horizon)
         play(schedule, rows, 300)
-        assert union(rows).numel() <= schedule.loads <= sum(t.numel() for t in rows)
+        assert torch.cat(rows).unique().numel() <= schedule.loads <= sum(t.numel() for t in rows)
     if horizon is None:
-        assert schedule.loads == union(rows).numel(), "with room for all rows each is loaded once"
+        assert schedule.loads == torch.cat(rows).unique().numel(), "with room for all rows each is loaded once"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -166,16 +163,6 @@ def test_ranges_of_few_rows():
         ranges(torch.tensor([0, 1]), 0)
 
 
-def test_sources_of_chunks():
-    rowptr, col = random_graph(2, 60, 90, 5)
-    chunks = ranges(rowptr, 70)
-    found = source_rows(rowptr, col, chunks, 90)
-    assert any(t.numel() == 0 for t in found)
-    for chunk, ids in zip(chunks, found, strict=True):
-        read = {int(i) for d in range(chunk.start, chunk.stop) for i in col[rowptr[d] : rowptr[d + 1]]}
-        assert ids.tolist() == sorted(read)
-
-
 @pytest.mark.parametrize("num_slots", [1, 4, 10, 11])
 def test_source_pieces(num_slots):
     ids = torch.arange(10) * 3
@@ -198,7 +185,6 @@ def test_rows_in_common():
     rows, others = accesses(0, 80, 4, degree=5), accesses(1, 80, 6, degree=5)
     sets = [[set(ids.tolist()) for ids in one] for one in (rows, others)]
     assert overlaps(rows, others, 80).tolist() == [[len(a & b) for b in sets[1]] for a in sets[0]]
-    assert set(union(rows).tolist()) == set.union(*sets[0])
 
 
 def test_greedy_order_follows_shared_rows():
@@ -229,31 +215,3 @@ def test_order_is_that_of_all_workers():
     other = [one[0], torch.arange(20, 25), one[2]]
     assert best_order([one, other], 25, 5) == [0, 2, 1]
     assert best_order([one], 25, 5) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_batches_share_rows(seed):
-    """Worker 1 has the chunks of worker 0 in another order; so has worker 2, but for one row each."""
-    generator = torch.Generator().manual_seed(seed)
-    first = [torch.arange(10 * k, 10 * k + 10) for k in range(8)]
-    orders = [torch.randperm(8, generator=generator).tolist() for _ in range(2)]
-    rows = [first, [first[c] for c in orders[0]], [first[c][1:] for c in orders[1]]]
-    found = form_batches(rows, 80)
-    assert found[0] == list(range(8))
-    for given, order in zip(orders, found[1:], strict=True):
-        assert [given[c] for c in order] == list(range(8))
-
-
-def test_batches_are_formed_as_in_the_paper():
-    """Each batch takes in turn, of the chunks that are left, that with most rows of all its chunks so far."""
-    rows = [accesses(seed, 60, 5, degree=3) for seed in range(3)]
-    batches, expected = [set(ids.tolist()) for ids in rows[0]], [list(range(5))]
-    for chunks in rows[1:]:
-        left, order, before = list(range(5)), [], [set(b) for b in batches]
-        for j in range(5):
-            best = max(left, key=lambda c: len(before[j] & set(chunks[c].tolist())))
-            left.remove(best)
-            order.append(best)
-            batches[j] |= set(chunks[best].tolist())
-        expected.append(order)
-    assert form_batches(rows, 60) == expected
