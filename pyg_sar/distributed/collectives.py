@@ -137,14 +137,15 @@ def sum_gradients(
 
     Raises:
         RuntimeError: On every worker, unless all of them have the same parameters of the same values and
-            ``requires_grad``, and the same numbers of the optimizer; or if gradients were summed before.
+            ``requires_grad``, and the same numbers of the optimizer; or if gradients were summed before, or (in the
+            first two steps) clipped before.
         NotImplementedError: If a gradient is sparse, other than those of a node embedding.
     """
-    stepped()
     if modules and workers.is_group(modules[-1]):
         *modules, group = modules  # type: ignore[assignment]
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
     named = {name: p for name, p in every.items() if not is_local(p)}
+    stepped(p.grad for p in named.values() if p.grad is not None)
     if notices.LOOKS:
         debugging.look(every, lambda odd: gather_objects(odd, group))
     if not grouped(group):

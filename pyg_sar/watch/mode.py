@@ -3,7 +3,7 @@ r"""The mode of torch that follows rows through the first training step, and ref
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -22,7 +22,7 @@ from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
 from pyg_sar.watch import ROWS, SAME, current, install
 from pyg_sar.watch.kinds import SHARE, Call, Kind, Local
-from pyg_sar.watch.rules import BEFORE, COUNTED, REPLICATED, SUM_UP, WIDTH, assigned, kind_of
+from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH, assigned, kind_of
 
 STEPS = 2  # calls of `sum_gradients`: a training step, what follows it, and the beginning of the next one
 CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
@@ -46,6 +46,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.kinds = WeakIdKeyDictionary()
         self.values = WeakIdKeyDictionary()  # of shares: those that others add to in place are shares no more
+        self.clipped: WeakIdKeyDictionary | None = None  # what was clipped since a backward pass, and where
         self.steps = self.calls = self.local = self.aside = 0
         self.over = self.warned = False
 
@@ -99,6 +100,7 @@ class Watch(TorchFunctionMode):
         except Exception:  # of a call that is put in another way than expected nothing is known
             pass
         self.check(call, found)
+        self.clip(call)
         for tensor, kind in zip(results, found, strict=True):
             self.mark(tensor, kind)
 
@@ -115,6 +117,14 @@ class Watch(TorchFunctionMode):
             self.refuse(Local("reads out nodes or edges of this worker alone", POOL))
         elif name == "randperm" and self.transforms():
             self.refuse(Local("draws among the nodes or edges of this worker alone ('randperm')", BEFORE))
+
+    def clip(self, call: Call) -> None:
+        """Remember what is clipped between a backward pass and the sum of its gradients."""
+        if call.name == "backward":
+            self.clipped = WeakIdKeyDictionary()
+        elif call.name in CLIPS and self.clipped is not None and not self.local and not (at := Path()).known:
+            for tensor in tensors(call.args, call.kwargs):
+                self.clipped[tensor] = f"{at.file}, line {at.line}"
 
     def transforms(self) -> bool:
         """Whether a transform of PyG is running on loaded data."""
@@ -165,8 +175,15 @@ class Watch(TorchFunctionMode):
             self.aside -= 1
         return out
 
-    def stepped(self) -> None:
-        """Count a training step."""
+    def stepped(self, gradients: Iterable[Tensor]) -> None:
+        """Count a training step, and refuse gradients that were clipped before they are summed."""
+        clipped, self.clipped = self.clipped, None
+        if clipped and (place := next((clipped[g] for g in gradients if g in clipped), "")):
+            raise RuntimeError(
+                f"[rank {rank_of()}] {place}: gradients are clipped, or their norm is taken, before they are summed: "
+                f"they are this worker's share. Call 'pyg_sar.sum_gradients' right after 'backward', and clip "
+                f"afterwards. {MEANT}."
+            )
         self.steps += 1
         if self.steps >= STEPS:
             self.leave()

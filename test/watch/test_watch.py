@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -392,8 +393,8 @@ def step(model: torch.nn.Module, optimizer: Any, data: Any, out: Callable[[], Te
     optimizer.zero_grad()
     loss = pyg_sar.global_mean(F.cross_entropy(out()[data.train_mask], data.y[data.train_mask], reduction="none"))
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     pyg_sar.sum_gradients(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
 
@@ -518,6 +519,46 @@ def test_it_leaves_after_many_calls(parts: str, monkeypatch: pytest.MonkeyPatch)
         assert current() is None and not _get_current_function_mode_stack()
 
     passes(f"{parts}/one", work)
+
+
+CLIPS = {
+    "norm": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0),
+    "norm, one by one": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False),
+    "value": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 0.1),
+    "value, one by one": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 0.1, foreach=False),
+    "method": lambda parameters: [p.grad.clamp_(-0.1, 0.1) for p in parameters],
+    "in one": lambda parameters: torch.norm(torch.stack([p.grad.norm() for p in parameters])),
+}
+
+
+def clipping(data: Any, clip: Callable[[Any], Any], early: bool, keeps: bool) -> None:
+    """Train two steps with a clip before the sum of the second, or behind both."""
+    model = torch.nn.Linear(data.num_features, C)
+    pyg_sar.broadcast_parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        optimizer.zero_grad(set_to_none=not keeps)
+        pyg_sar.global_mean(F.cross_entropy(model(data.x), data.y, reduction="none")).backward()
+        if early and step == 1:
+            clip(model.parameters())
+        pyg_sar.sum_gradients(model)
+        if not early:
+            clip(model.parameters())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_gradients_that_are_clipped_before_their_sum(parts: str, name: str) -> None:
+    def allowed(data: Any) -> None:
+        with pyg_sar.allow_local():
+            clipping(data, CLIPS[name], True, False)
+
+    for keeps in (False, True):
+        for error in outcomes(f"{parts}/one", lambda data, keeps=keeps: clipping(data, CLIPS[name], True, keeps)):
+            assert isinstance(error, RuntimeError)
+            assert re.search(r"test_watch.py, line \d+: gradients are clipped.*sum_gradients' right after", str(error))
+        passes(f"{parts}/one", lambda data, keeps=keeps: clipping(data, CLIPS[name], False, keeps))
+    passes(f"{parts}/one", allowed)
 
 
 def test_compiled_code_is_left_alone(parts: str) -> None:
