@@ -7,12 +7,10 @@ With 4 workers and 2 stages the folder has 2 parts. One chunk is exact; with mor
 """
 
 import argparse
-import time
 
 import torch
 import torch.nn.functional as F
 from models import DeepGNN
-from tqdm import tqdm
 
 import pyg_sar
 
@@ -28,6 +26,7 @@ parser.add_argument("--no-shuffle", action="store_true")
 parser.add_argument("--balance", action="store_true", help="stages by the measured seconds of blocks")
 parser.add_argument("--checkpoint", help="a folder that all workers see: save each epoch there, and at SIGTERM")
 parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+parser.add_argument("--log-dir", help="write TensorBoard scalars of all workers there")
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--lr", type=float, default=0.005)
 
@@ -53,21 +52,18 @@ def main(args: argparse.Namespace, rank: int) -> None:
     if args.checkpoint:
         saves = pyg_sar.Checkpoints(args.checkpoint, pipe=pipe, optimizer=optimizer, data=data)
     first = 1 + saves.restore() if saves and args.resume else 1
-    bar = tqdm(range(first, args.epochs + 1), disable=rank != 0)
-    for epoch in bar:
-        start = time.perf_counter()
+    log = pyg_sar.RunLog(args.log_dir, data)
+    for epoch in range(first, args.epochs + 1):
         pipe.train()
         optimizer.zero_grad()
         loss = pipe.step(data.x, loss_of)
         optimizer.step()
-        seconds, out = time.perf_counter() - start, pipe.eval()(data.x)
+        out = pipe.eval()(data.x)
         accuracy = None  # which the last stage knows
         if out is not None:
             accuracy = pyg_sar.accuracy(out.argmax(-1), data.y, data.test_mask, mesh.get_group("graph"))
         accuracy = pipe.tell(accuracy)
-        if rank == 0:
-            told = f"epoch {epoch:3d}  loss {loss:.4f}  test {accuracy:.4f}  stale edges {pipe.stale:.1%}"
-            bar.write(f"{told}  {seconds:.2f} s")
+        log(Epoch=epoch, Loss=loss, Test=accuracy, Stale=pipe.stale)
         if saves and saves.step(epoch):
             break
 

@@ -12,7 +12,6 @@ import time
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from train import report
 
 import pyg_sar  # sar
@@ -26,6 +25,7 @@ parser.add_argument("--epochs", type=int, default=50)
 parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--weight-decay", type=float, default=5e-4)
 parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--log-dir", help="write TensorBoard scalars of all workers there")
 
 
 class RGCN(torch.nn.Module):
@@ -49,8 +49,8 @@ def main(args: argparse.Namespace, rank: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
 
     loaded = peak(torch.device("cpu"))
-    times, bar = [], tqdm(range(1, args.epochs + 1), disable=rank != 0)
-    for epoch in bar:
+    times, log = [], pyg_sar.RunLog(args.log_dir, data)  # sar: prints on rank 0
+    for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
         model.train()
         optimizer.zero_grad()
@@ -67,8 +67,7 @@ def main(args: argparse.Namespace, rank: int) -> None:
             pred = model(x, data.edge_index, data.edge_type).argmax(-1)
         train_acc = pyg_sar.accuracy(pred, data.y, data.train_mask)  # sar
         test_acc = pyg_sar.accuracy(pred, data.y, data.test_mask)  # sar
-        if rank == 0:
-            bar.write(f"epoch {epoch:3d}  loss {loss.item():.4f}  train {train_acc:.4f}  test {test_acc:.4f}")
+        log(Epoch=epoch, Loss=loss.item(), Train=train_acc, Test=test_acc)
     report("rgcn", test_acc, times, loaded, layers, rank, data.edge_index)
 
 

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from models import GNN
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 import pyg_sar  # sar
 from pyg_sar.run_log import peak
@@ -40,6 +39,7 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--checkpoint", help="save the run to this folder, which all workers see")
 parser.add_argument("--every", type=int, default=1, help="epochs between two checkpoints")
 parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+parser.add_argument("--log-dir", help="write TensorBoard scalars of all workers there")
 parser.add_argument("--save", help="write the trained weights to this safetensors file")
 
 
@@ -85,15 +85,14 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
     first = 1 + saves.restore() if saves and args.resume else 1
 
     loaded = peak(torch.device(args.device))
-    times, bar = [], tqdm(range(first, args.epochs + 1), disable=rank != 0)
-    for epoch in bar:
+    times, log = [], pyg_sar.RunLog(args.log_dir, data)  # sar: prints on rank 0
+    for epoch in range(first, args.epochs + 1):
         start = time.perf_counter()
         with pyg_sar.record_traffic(data.edge_index) as layers:
             loss = train(model, data, optimizer)
         times.append(time.perf_counter() - start)
         accs = test(model, data)
-        if rank == 0:
-            bar.write(f"epoch {epoch:3d}  loss {loss:.4f}  train {accs[0]:.4f}  val {accs[1]:.4f}  test {accs[2]:.4f}")
+        log(Epoch=epoch, Loss=loss, Train=accs[0], Val=accs[1], Test=accs[2])
         if saves and saves.step(epoch):
             break  # SIGTERM: everything is saved
     if times:  # or nothing was left to be trained

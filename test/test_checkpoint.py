@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -377,8 +378,8 @@ def test_restarted_by_the_launcher(tmp_path, steps):
     assert found == expected
     told = json.loads((max((tmp_path / "saves").iterdir()) / "checkpoint.json").read_text())
     assert told["epoch"] == 4 and told["workers"] == 2
-    epochs = [line.split()[1] for line in (done.stdout + done.stderr).splitlines() if line.startswith("epoch ")]
-    assert epochs == ["1", "2", "3", "4"]  # none ended twice: each is told after its last exchange
+    epochs = re.findall(r"^Epoch: (\d+)", done.stdout, re.M)
+    assert epochs == ["001", "002", "003", "004"]  # none ended twice: each is told after its last exchange
 
 
 def test_what_was_loaded_keeps_no_file(tmp_path):

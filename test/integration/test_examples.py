@@ -127,7 +127,7 @@ def test_deep_gcn(tmp_path, workers, chunks, model):
     run("-m", "pyg_sar", "partition", "Community/300/2000", "--num-parts", workers // 2, "--out", tmp_path / "parts")
     small = ["--model", model, "--layers", 4, "--hidden", 8, "--epochs", 2, "--chunks", chunks]
     told = run("examples/deep_gcn.py", tmp_path / "parts", *small, workers=workers)
-    assert "epoch   2  loss" in told and ("stale edges 0.0%" in told) == (chunks == 1)
+    assert "Epoch: 002, Loss" in told and ("Stale: 0.0000" in told) == (chunks == 1)
 
 
 @pytest.mark.grid
@@ -138,5 +138,5 @@ def test_deep_gcn_goes_on(tmp_path):
     whole = run(*small, "--epochs", 4, "--balance", workers=2)
     run(*small, "--epochs", 2, "--checkpoint", tmp_path / "saves", workers=2)
     rest = run(*small, "--epochs", 4, "--checkpoint", tmp_path / "saves", "--resume", workers=2)
-    told = [[line.split("stale")[0] for line in out.splitlines() if line.startswith("epoch")] for out in (whole, rest)]
+    told = [[line.split("Stale")[0] for line in out.splitlines() if line.startswith("Epoch")] for out in (whole, rest)]
     assert len(told[0]) == 4 and told[0][2:] == told[1]
