@@ -66,6 +66,12 @@ def rows(tensor: Tensor, dim: int = 0) -> Tensor:
     return tensor
 
 
+def same(tensor: Tensor) -> bool:
+    """Whether a tensor is known to be the same on all workers, within the first steps."""
+    kind = None if torch.compiler.is_compiling() or (watch := current()) is None else watch.kind(tensor)
+    return kind is not None and kind.what == SAME
+
+
 def loaded(data: Any, whole: Iterable[str]) -> Any:
     """Report that the tensors of loaded data but those named ``whole`` have a row for each node or edge of this worker,
     and return the data.

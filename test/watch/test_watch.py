@@ -521,6 +521,26 @@ def test_it_leaves_after_many_calls(parts: str, monkeypatch: pytest.MonkeyPatch)
     passes(f"{parts}/one", work)
 
 
+def head(data: Any, norm: torch.nn.Module, x: Tensor | None = None) -> Tensor:
+    """Return what a normalisation keeps of a readout, or of some rows."""
+    rows = pyg_sar.nn.global_add_pool(data.x, data.batch) if x is None else x
+    norm(torch.nn.functional.linear(rows, torch.ones(4, 8).tril()))
+    return norm.running_var
+
+
+def test_normalisations_of_readouts(parts: str, recwarn: Any) -> None:
+    """Those that are not converted are exact; a converted one says what is not."""
+    expected = head(graph(), torch.nn.BatchNorm1d(4))
+    for found in passes(f"{parts}/one", lambda data: head(data, torch.nn.BatchNorm1d(4))):
+        torch.testing.assert_close(found, expected)
+    for work in (lambda data: data.x, lambda data: torch.full((data.num_nodes, 8), 0.3)):
+        passes(f"{parts}/one", lambda data, work=work: head(data, pyg_sar.nn.BatchNorm1d(4), work(data)))
+    assert not [warning for warning in recwarn if "readouts" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"same on all workers, as readouts are.*Leave this module out"):
+        found, _ = passes(f"{parts}/one", lambda data: head(data, pyg_sar.nn.BatchNorm1d(4)))
+    assert not torch.allclose(found, expected), "or there would be nothing to say"
+
+
 CLIPS = {
     "norm": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0),
     "norm, one by one": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False),

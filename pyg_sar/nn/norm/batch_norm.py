@@ -2,6 +2,7 @@ r"""Batch normalisation with the statistics of all workers' rows."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,9 +11,17 @@ from torch import Tensor
 
 from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.collectives import all_reduce
+from pyg_sar.distributed.group import rank_of
 from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments, standardise
 from pyg_sar.nn.together import knows_all_rows, together
-from pyg_sar.watch import ROWS, gives
+from pyg_sar.watch import ROWS, gives, same
+
+CONSTANT = 1e-6  # variance by squared mean, below which rows may be constants of nodes, which are no readout
+COUNTED_TWICE = (
+    "BatchNorm1d has rows that are the same on all workers, as readouts are, and counts each of them once for every "
+    "worker: running variances are not those of PyG. Leave this module out of 'pyg_sar.nn.convert': "
+    "torch.nn.BatchNorm1d, and PyG's BatchNorm, are exact there."
+)
 
 
 class BatchNorm1d(torch.nn.BatchNorm1d):
@@ -59,6 +68,8 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
             )
         if self.training and self.track_running_stats:
             self.track(count, mean, m2)
+            if same(x) and bool((m2 > CONSTANT * count * mean.square()).any()):
+                warnings.warn(f"[rank {rank_of(self.group)}] {COUNTED_TWICE}", stacklevel=2)
         return NormaliseColumns.apply(x, moments, self.group, self.coefficients, self.weight, self.bias)
 
     def coefficients(
