@@ -140,6 +140,7 @@ def _scores(
     those = some[:, None] & (h < heads)[None, :]
     q = head_of(query, i, query_stride, h, None, those, False, C, type)
     top, norm = number(peak, i, peak_stride, h, those, type), number(total, i, total_stride, h, those, type)
+    norm = tl.where(norm == 0, 1.0, norm)  # rows without edges, and those of no unit, walk along
     of_row, to_query = number(inner, i, inner_stride, h, those, type), tl.zeros([R * K, H], type)
     for k in range(0, tl.max(end - begin, 0), K):
         e, there = edge_at(begin, end, k)
