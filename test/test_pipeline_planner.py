@@ -72,11 +72,11 @@ def folders(tmp_path_factory):
 
 @pytest.mark.skipif(not ops.KERNELS, reason="PYG_SAR_KERNELS=0: plain PyTorch holds messages, too")
 @pytest.mark.parametrize(
-    ("kind", "shape"), some(["gcn2", "sage"], [(2, 2, 1), (2, 2, 6), (1, 2, 6), (4, 1, 6), (2, 1, 1)], every=5)
+    ("kind", "shape"), some(["gcn2", "sage"], [(2, 2, 1), (2, 2, 6), (1, 2, 6), (4, 1, 8), (2, 1, 1)], every=5)
 )
 def test_prediction(stages_pool, folders, kind, shape):
-    stages, parts, chunks = shape
     """Traffic to the byte; memory of every stage within 15%."""
+    stages, parts, chunks = shape
     found = stages_pool(folders[parts], kind, stages, parts, chunks)
     shares = from_partition(folders[parts])
     need = plan_pipeline(lambda: model(kind), shares, WIDTH, stages, chunks=chunks)
