@@ -208,8 +208,10 @@ def test_options_that_wait(machines):
         "SAGEConv {'flow': 'target_to_source'}", "GCNConv {'flow': 'target_to_source'}", "GCNConv {'aggr': 'max'}",
         "GATConv {'heads': 2, 'aggr': 'max'}", "GATv2Conv {'heads': 2, 'aggr': 'max'}",
         "GATConv {'edge_dim': 3, 'fill_value': tensor([ 1.0000, -2.0000,  0.5000])}",
-        *(f"GENConv {{'norm': 'layer', 'num_layers': 1, {options}}}" for options in (
-            "'t': -1.5", "'t': 500.0, 'learn_t': True", "'learn_t': True",
-            "'aggr': 'softmax_sg', 't': 0.1, 'msg_norm': True",
+        *(f"GENConv {{{options}}}" for options in (
+            "'norm': 'batch', 'learn_t': True, 'learn_msg_scale': True",
+            "'norm': 'layer', 'num_layers': 1, 't': -1.5", "'norm': 'layer', 'num_layers': 1, 'learn_t': True",
+            "'norm': 'layer', 'num_layers': 1, 't': 500.0, 'learn_t': True",
+            "'norm': 'layer', 'num_layers': 1, 'aggr': 'softmax_sg', 't': 0.1, 'msg_norm': True",
         )),
     }  # fmt: skip
