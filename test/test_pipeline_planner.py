@@ -1,5 +1,7 @@
 """What is told of a pipeline before it runs, against pipelines that run."""
 
+import warnings
+
 import pytest
 import torch
 from support.cases import some
@@ -42,7 +44,9 @@ def trained(group, folder, kind, stages, parts, chunks):
     data = pyg_sar.load(folder, group=mesh.get_group("graph"), remat=False)
     graph = data.edge_index.graph
     with Live() as live:
-        pipe = pyg_sar.Pipeline(model(kind), data.edge_index, mesh, chunks)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*stages most wait where there are only")
+            pipe = pyg_sar.Pipeline(model(kind), data.edge_index, mesh, chunks)
         optimizer = torch.optim.Adam(pipe.parameters())
         for _ in range(2):
             before, live.peak = live.now, live.now
@@ -72,7 +76,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.skipif(not ops.KERNELS, reason="PYG_SAR_KERNELS=0: plain PyTorch holds messages, too")
 @pytest.mark.parametrize(
-    ("kind", "shape"), some(["gcn2", "sage"], [(2, 2, 1), (2, 2, 6), (1, 2, 6), (4, 1, 8), (2, 1, 1)], every=5)
+    ("kind", "shape"), some(["gcn2", "sage"], [(2, 2, 1), (2, 2, 6), (1, 2, 6), (4, 1, 6), (2, 1, 1)], every=5)
 )
 def test_prediction(stages_pool, folders, kind, shape):
     """Traffic to the byte; memory of every stage within 15%."""

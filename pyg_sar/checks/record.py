@@ -12,6 +12,7 @@ from pyg_sar.caller import LIBRARIES, Place, beyond, callers, within
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.ops.dropout import NoDropout
 from pyg_sar.structure import tensors
+from pyg_sar.watch.rules import CLIPS
 from pyg_sar.whole_graph import packages
 
 TABLES = ("rand", "rand_like", "randn", "randn_like")  # what is drawn for the whole graph
@@ -20,7 +21,7 @@ DRAWS = re.compile(
     "rand|bernoulli|multinomial|normal|uniform|poisson|exponential|gumbel|geometric_|cauchy|rrelu|scaled_dot"
 )
 # What is no longer true of the sum if each worker does it to its share of a gradient, by a part of the name.
-NONLINEAR = ("norm", "clamp", "clip", "abs", "sign", "square", "pow", "sqrt", "max", "min", "finite", "isnan", "isinf")
+NONLINEAR = (*CLIPS, "abs", "sign", "square", "pow", "sqrt", "max", "min", "finite", "isnan", "isinf")
 
 
 class CheckError(AssertionError):

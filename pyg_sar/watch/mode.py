@@ -122,8 +122,9 @@ class Watch(TorchFunctionMode):
         """Remember what is clipped between a backward pass and the sum of its gradients."""
         if call.name == "backward":
             self.clipped = WeakIdKeyDictionary()
-        elif call.name in CLIPS and self.clipped is not None and not self.local and not (at := Path()).known:
-            for tensor in tensors(call.args, call.kwargs):
+        elif self.clipped is not None and not self.local and any(part in call.name for part in CLIPS):
+            at = Path()
+            for tensor, _ in call.kinds if not at.known else ():
                 self.clipped[tensor] = f"{at.file}, line {at.line}"
 
     def transforms(self) -> bool:

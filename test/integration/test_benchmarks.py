@@ -12,6 +12,7 @@ import torch
 from support.sample_graphs import REAL, real
 
 from pyg_sar.linear import HAS_ONEDNN
+from pyg_sar.offload.schedule import ranges
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -207,13 +208,39 @@ def test_batches_of_chunks(monkeypatch):
         assert form_batches(rows, num_rows) == expected
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_share_rows(monkeypatch, seed):
+    """Worker 1 has the chunks of worker 0 in another order; so has worker 2, but for one row each."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from harness.batches import form_batches, union
+
+    generator = torch.Generator().manual_seed(seed)
+    first = [torch.arange(10 * k, 10 * k + 10) for k in range(8)]
+    orders = [torch.randperm(8, generator=generator).tolist() for _ in range(2)]
+    rows = [first, [first[c] for c in orders[0]], [first[c][1:] for c in orders[1]]]
+    found = form_batches(rows, 80)
+    assert found[0] == list(range(8))
+    for given, order in zip(orders, found[1:], strict=True):
+        assert [given[c] for c in order] == list(range(8))
+    assert set(union(rows[1]).tolist()) == set(range(80))
+
+
 def test_rows_that_chunks_read(monkeypatch):
+    """Of a hub, of destinations without edges, and of chunks without destinations."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from harness.batches import source_rows
 
-    rowptr, col = torch.tensor([0, 3, 3, 4, 8]), torch.tensor([5, 2, 5, 0, 1, 1, 4, 3], dtype=torch.int32)
-    found = source_rows(rowptr, col, [slice(0, 1), slice(1, 2), slice(2, 4)], 6)
-    assert [ids.tolist() for ids in found] == [[2, 5], [], [0, 1, 3, 4]]
+    generator = torch.Generator().manual_seed(2)
+    count = torch.randint(0, 6, (60,), generator=generator)
+    count[0] = 25
+    rowptr = torch.cat([count.new_zeros(1), count.cumsum(0)])
+    col = torch.randint(0, 90, (int(rowptr[-1]),), generator=generator, dtype=torch.int32)
+    chunks = ranges(rowptr, 70)
+    found = source_rows(rowptr, col, chunks, 90)
+    assert any(t.numel() == 0 for t in found)
+    for chunk, ids in zip(chunks, found, strict=True):
+        read = {int(i) for d in range(chunk.start, chunk.stop) for i in col[rowptr[d] : rowptr[d + 1]]}
+        assert ids.tolist() == sorted(read)
 
 
 @pytest.mark.grid
