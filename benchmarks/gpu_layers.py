@@ -35,6 +35,7 @@ import pyg_sar
 SMALL = 20_000, 300_000  # nodes and edges of the graph on which is compared
 TOLERANCE, SEEDS = 1e-3, 3  # of float32
 WARMUPS = 2
+CSR = {"SimpleConv": "torch", "SAGEConv": "PyG", "GCNConv": "PyG", "GINConv": "PyG"}  # who multiplies sparse matrices
 EACH = 16  # edges of a row of a tile of the bound
 
 
@@ -58,7 +59,7 @@ class OnDevice(Problem):
 
 def implementations(case: Case) -> list[str]:
     """Return what computes a case, our own first."""
-    more = {"SimpleConv": ["torch CSR"], "SAGEConv": ["PyG CSR"], "GCNConv": ["PyG CSR"]}.get(case.layer, [])
+    more = [] if case.layer not in CSR else [f"{CSR[case.layer]} CSR"]
     return ["pyg_sar", *more, "PyG", "PyG compiled", "pyg_sar" + BF16, "PyG" + BF16]
 
 

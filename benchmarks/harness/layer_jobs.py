@@ -5,6 +5,7 @@ import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +34,7 @@ class Case:
     Args:
         name: Of the case.
         layer: Class in ``torch_geometric.nn``; ``SimpleConv`` is the plain sum over edges, which has no parameters.
-        args: Of its constructor.
+        args: Of its constructor; functions make them.
         options: Of its constructor.
         inputs: Width of the input.
         width: Numbers that an edge reads of its source, at least.
@@ -69,7 +70,8 @@ class Case:
     def make(self, nn: Any, **options: Any) -> torch.nn.Module:
         """Construct the layer; the same weights in every process."""
         torch.manual_seed(0)
-        return getattr(nn, self.layer)(*self.args, **{**self.options, **options})
+        args = [arg() if callable(arg) else arg for arg in self.args]
+        return getattr(nn, self.layer)(*args, **{**self.options, **options})
 
 
 def cases(device: str = "cpu") -> list[Case]:
@@ -90,6 +92,9 @@ def cases(device: str = "cpu") -> list[Case]:
         Case("gen", "GENConv", args[:2], {"num_layers": 1, "learn_t": True}, linear=FEATURES, messages=10),
         Case("rgcn", "RGCNConv", (FEATURES, FEATURES, RELATIONS), {"num_bases": BASES}),
     ]
+    if device == "cuda":
+        mlp = partial(torch_geometric.nn.MLP, [FEATURES] * 3, norm=None)
+        found.append(Case("gin", "GINConv", (mlp,), {"train_eps": True}, linear=2 * FEATURES))
     return found + [Case(f"sum-{w}", "SimpleConv", ("sum",), inputs=w, width=w) for w in (100, 128, 256, 400)]
 
 

@@ -52,9 +52,8 @@ def _attention(
     wide: tl.constexpr = kind != ADDITIVE
     q = head_of(query, i, query_stride, h, c, those, wide, channels, type)
     a = vector_of(att, h, c, heads, channels, type)
-    top, norm = number(peak, at, peak_stride, h, those, type), number(total, at, total_stride, h, those, type)
-    where = out + places(at, out_stride, h, c, channels)
-    mean = tl.load(where, mask, 0)
+    before = number(peak, at, peak_stride, h, those, type)
+    top, norm, mean = before, tl.zeros([R, H], type), tl.zeros([R, H, C], type)
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
     for k in range(0, tl.max(end - begin, 0)):
         e, there = edge_at(begin, end, k)
@@ -72,9 +71,13 @@ def _attention(
         top, norm = new, norm * decay + weight
         weight *= factor_of(e_id, e, there, of_edges, of_heads, threshold, scale, type, R, H)
         mean = mean * decay[:, :, None] + weight[:, :, None] * x
+    # What earlier blocks have summed up is added last: it may be much larger than what one edge brings.
+    decay = exp(before - tl.where(top == float("-inf"), 0.0, top))
+    where = out + places(at, out_stride, h, c, channels)
+    tl.store(where, tl.load(where, mask, 0) * decay[:, :, None] + mean, mask)
+    where = total + (at * total_stride)[:, None] + h[None, :]
+    tl.store(where, tl.load(where, those, 0) * decay + norm, those)
     tl.store(peak + (at * peak_stride)[:, None] + h[None, :], top, those)
-    tl.store(total + (at * total_stride)[:, None] + h[None, :], norm, those)
-    tl.store(where, mean, mask)
 
 
 def attention_(

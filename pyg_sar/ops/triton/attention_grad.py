@@ -26,6 +26,7 @@ from pyg_sar.ops.triton.tiles import (
     DOT,
     GATV2,
     VARYING,
+    add_exactly,
     add_up,
     dropout,
     edge_at,
@@ -65,6 +66,7 @@ def _sources(
     it = x if kind == GATV2 else head_of(key, j, key_stride, h, c, those, wide, channels, type)
     a = vector_of(att, h, c, heads, channels, type)
     to_value, to_key = tl.zeros([R, H, C], type), tl.zeros([R, H, C] if kind == DOT else [R, H], type)
+    lack = tl.zeros([R, H], type)  # of the sum of numbers, which costs little to add up exactly
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
     for k in range(0, tl.max(end - begin, 0)):
         p, there = edge_at(begin, end, k)
@@ -89,20 +91,21 @@ def _sources(
             # Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a
             # difference of two large products.
             d = tl.where(on, tl.where(alpha == 1, 0.0, alpha) * (product * factor - of_row), 0.0)
-        to_value += (alpha * factor)[:, :, None] * g
+        as_value = (alpha * factor)[:, :, None] * g
         if kind == DOT:
             back = (d * parameter)[:, :, None] * q
             to_key += back
             d *= parameter
             if d_edge is not None:
-                back += (alpha * factor)[:, :, None] * g
+                back += as_value
         elif kind == GATV2:
             back = d[:, :, None] * tl.where(sums > 0, a, a * parameter)
-            to_value += back
+            as_value += back  # values are keys, too
         elif inner is not None:
             back = tl.where(sums > 0, d, d * parameter)
             d = back
-            to_key += back
+            to_key, lack = add_exactly(to_key, lack, back)
+        to_value += as_value
         if d_score is not None:
             tl.store(d_score + (e * heads)[:, None] + h[None, :], d, on)
         if d_edge is not None:
@@ -149,7 +152,7 @@ def _scores(
         features = head_of(edge, e, edge_stride, h, None, on, False, C, type)
         score, sums = score_of(it, q, features, None, ADDITIVE, parameter)
         alpha = tl.where(on, exp(score - top) / norm, 0.0)
-        d = number(d_score, e, d_score_stride, h, on, type) - alpha * of_row
+        d = tl.fma(-alpha, of_row, number(d_score, e, d_score_stride, h, on, type))
         d = tl.where(alpha == 1, 0.0, d)  # as in _sources
         d = tl.where(sums > 0, d, d * parameter)
         tl.store(d_score + (e.to(tl.int64) * d_score_stride)[:, None] + h[None, :], d, on)
@@ -172,7 +175,7 @@ def _gatv2_queries(
     begun, column = program(columns)
     h, c, programs = column * H + tl.arange(0, H), tl.arange(0, C), tl.num_programs(0) // columns
     a = vector_of(att, h, c, heads, channels, type)
-    to_att = tl.zeros([R, H, C], type)
+    to_att, lack = tl.zeros([R, H, C], type), tl.zeros([R, H, C], type)
     for group in range(begun, tl.cdiv(num_units, R), programs):
         begin, end, i, at, some = units_of(first, last, row, place, num_units, group, R)
         those = some[:, None] & (h < heads)[None, :]
@@ -188,7 +191,7 @@ def _gatv2_queries(
             back = tl.where(total > 0, d, d * parameter)
             to_query += back * a
             if d_att is not None:
-                to_att += tl.where(on[:, :, None], back * total, 0.0)
+                to_att, lack = add_exactly(to_att, lack, tl.where(on[:, :, None], back * total, 0.0))
         if d_query is not None:
             where = d_query + places(at, d_query_stride, h, c, channels)
             mask = those[:, :, None] & (c < channels)[None, None, :]

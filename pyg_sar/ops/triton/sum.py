@@ -33,14 +33,15 @@ def _sum(
         j = e if col is None else tl.load(col + e, on, 0)
         p = (e if perm is None else tl.load(perm + e, on, 0)).to(tl.int64)
         if shared_out:
+            value = tl.zeros([R * K, C], type)  # of the edge
             for h in range(heads):
                 w = tl.load(weight + p * weight_stride + h, on, 0)
-                total += w[:, None] * tile(x, j, x_stride, h * channels + c, mask, type)
+                value += w[:, None] * tile(x, j, x_stride, h * channels + c, mask, type)
         else:
             value = tile(x, j, x_stride, c % channels if shared_x else c, mask, type)
             if weight is not None:
                 value *= tl.load(weight + (p * weight_stride)[:, None] + (c // channels)[None, :], mask, 0)
-            total += value
+        total += value
     total = add_up(total, R, K, C)
     _, _, _, at, some = units_of(first, last, row, place, num_units, group, R)
     where = out + (at * out_stride)[:, None] + c[None, :]

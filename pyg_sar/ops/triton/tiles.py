@@ -132,6 +132,14 @@ def exp(x):
 
 
 @triton.jit
+def add_exactly(total, lack, x):
+    """Return a sum and what rounding left out of it (Kahan)."""
+    x -= lack
+    new = total + x
+    return new, (new - total) - x
+
+
+@triton.jit
 def mix(h):
     """See :func:`pyg_sar.ops.dropout.mix`."""
     h = (h ^ (h >> 16)) * 0x7FEB352D
