@@ -3,6 +3,7 @@
     python benchmarks/gpu_layers.py --out docs/results    # 2.4M nodes, 62M edges, as ogbn-products has
     python benchmarks/gpu_layers.py --nodes 230000 --edges 114000000 --out docs/results    # as Reddit has
     python benchmarks/gpu_layers.py --nodes 600000 --edges 15500000 --out docs/results    # where PyG fits
+    python benchmarks/gpu_layers.py --nodes 600000 --edges 15500000 --peers --out docs/results    # fused ones of others
     ncu --profile-from-start off python benchmarks/gpu_layers.py --profile --cases gat-2 sum-128    # of a step of ours
 
 First all kernels are compiled, by some processes together, on a smaller graph, where the output and all gradients are
@@ -10,7 +11,7 @@ compared with PyG in double precision, too. Then one process measures one implem
 backward by CUDA events; peaks are those of torch's allocator. *copy* is the time in which the device reads and writes
 as many bytes as the aggregation must read, *gather* that of a kernel that only reads the rows of its edges, in order.
 
-Writes ``gpu-layers-NODES-EDGES.md``.
+Writes ``gpu-layers-NODES-EDGES.md``, or ``gpu-peers.md``.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 import torch_geometric.nn
 import triton
 import triton.language as tl
+from harness import gpu_peers
 from harness.device import events, power_law_graph
 from harness.layer_jobs import BF16, RELATIONS, Case, Job, Problem, cases, error, noise, ours, pyg, torch_csr
 from harness.report import write
@@ -60,13 +62,14 @@ class OnDevice(Problem):
 def implementations(case: Case) -> list[str]:
     """Return what computes a case, our own first."""
     more = [] if case.layer not in CSR else [f"{CSR[case.layer]} CSR"]
-    return ["pyg_sar", *more, "PyG", "PyG compiled", "pyg_sar" + BF16, "PyG" + BF16]
+    return ["pyg_sar", *more, *gpu_peers.peers(case), "PyG", "PyG compiled", "pyg_sar" + BF16, "PyG" + BF16]
 
 
 def make(problem: OnDevice, implementation: str) -> Job:
     """Make one implementation of a case."""
     kind = implementation.removesuffix(BF16).removesuffix(" compiled")
-    job = {"pyg_sar": ours, "torch CSR": torch_csr}.get(kind, pyg)(problem, kind)
+    peers = dict.fromkeys(gpu_peers.peers(problem.case), gpu_peers.job)
+    job = {"pyg_sar": ours, "torch CSR": torch_csr, **peers}.get(kind, pyg)(problem, kind)
     if implementation.endswith(BF16):
         cast_parameters(job)
     if implementation.endswith("compiled"):
@@ -121,7 +124,7 @@ def errors(graph: OnDevice, case: Case, implementation: str, seed: int) -> dict[
 
 
 def find(name: str) -> Case:
-    return next(case for case in cases("cuda") if case.name == name)
+    return next(case for case in (*cases("cuda"), *gpu_peers.cases()) if case.name == name)
 
 
 def measure(job: Job, repetitions: int) -> tuple[float, float, float]:
@@ -265,12 +268,13 @@ def main(args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
-            write(args.out, f"gpu-layers-{args.nodes}-{args.edges}.md", [head, "", *lines])
+            write(args.out, args.name or f"gpu-layers-{args.nodes}-{args.edges}.md", [head, "", *lines])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", nargs="+", default=[case.name for case in cases("cuda")])
+    parser.add_argument("--peers", action="store_true", help="measure pyg_sar and fused layers of others alone")
     everything = sorted({i for case in cases("cuda") for i in implementations(case)})
     parser.add_argument("--implementations", nargs="+", default=[i for i in everything if "compiled" not in i])
     parser.add_argument("--nodes", type=int, default=2_400_000)
@@ -281,4 +285,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("docs"))
     parser.add_argument("--profile", action="store_true", help="run a step of each case, for a profiler, and no more")
     given = parser.parse_args()
+    given.name = "gpu-peers.md" if given.peers else ""
+    if given.peers:
+        given.cases = ["gat-4x32", "gat-2", *(case.name for case in gpu_peers.cases())]
+        given.implementations = ["pyg_sar", *(name for names in gpu_peers.PEERS.values() for name in names)]
     profile(given) if given.profile else main(given)
