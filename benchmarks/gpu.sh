@@ -41,7 +41,7 @@ layers)
     run="$python benchmarks/gpu_layers.py --repetitions 5 --out $out --errors $out/errors.json"
     $run --nodes 600000 --edges 15500000
     $run --nodes 600000 --edges 15500000 --cases gat-4x32 sage gcn gin --implementations pyg_sar "PyG compiled" --out "$out/compiled"
-    $run --nodes 600000 --edges 15500000 --peers
+    $run --nodes 600000 --edges 15500000 --peers --errors "$out/errors-peers.json"
     $run
     $run --nodes 230000 --edges 114000000
     ;;

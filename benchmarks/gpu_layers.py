@@ -3,7 +3,7 @@
     python benchmarks/gpu_layers.py --out docs/results    # 2.4M nodes, 62M edges, as ogbn-products has
     python benchmarks/gpu_layers.py --nodes 230000 --edges 114000000 --out docs/results    # as Reddit has
     python benchmarks/gpu_layers.py --nodes 600000 --edges 15500000 --out docs/results    # where PyG fits
-    python benchmarks/gpu_layers.py --nodes 600000 --edges 15500000 --peers --out docs/results    # fused ones of others
+    python benchmarks/gpu_layers.py --nodes 600000 --edges 15500000 --peers    # beside fused layers of other libraries
     ncu --profile-from-start off python benchmarks/gpu_layers.py --profile --cases gat-2 sum-128    # of a step of ours
 
 First all kernels are compiled, by some processes together, on a smaller graph, where the output and all gradients are
@@ -17,9 +17,12 @@ Writes ``gpu-layers-NODES-EDGES.md``, or ``gpu-peers.md``.
 import argparse
 import gc
 import json
+import math
 import multiprocessing
 import statistics
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -37,7 +40,8 @@ import pyg_sar
 SMALL = 20_000, 300_000  # nodes and edges of the graph on which is compared
 TOLERANCE, SEEDS = 1e-3, 3  # of float32
 WARMUPS = 2
-CSR = {"SimpleConv": "torch", "SAGEConv": "PyG", "GCNConv": "PyG", "GINConv": "PyG"}  # who multiplies sparse matrices
+# Whose products of a sparse matrix there are.
+CSR = {"SimpleConv": "torch", "SAGEConv": "PyG", "GCNConv": "PyG", "GINConv": "PyG"}
 EACH = 16  # edges of a row of a tile of the bound
 
 
@@ -105,12 +109,23 @@ def compare(name: str, chosen: list[str]) -> dict[str, str]:
     for implementation in chosen:
         if implementation not in implementations(case) or implementation.endswith("compiled"):
             continue
-        seeds = [errors(graph, case, implementation, seed) for seed in range(SEEDS)]
+        try:
+            seeds = [errors(graph, case, implementation, seed) for seed in range(SEEDS)]
+        except Exception as raised:
+            found[implementation] = failure(implementation, raised)
+            continue
         medians = {key: statistics.median(each[key] for each in seeds) for key in seeds[0]}
-        worst = max(medians, key=medians.__getitem__)
+        worst = max(medians, key=lambda key, of=medians: math.inf if math.isnan(of[key]) else of[key])
         wrong = not (medians[worst] <= TOLERANCE or implementation.endswith(BF16))
         found[implementation] = f"{medians[worst]:.0e} ({worst}){' WRONG' * wrong}"
     return found
+
+
+def failure(implementation: str, raised: Exception) -> str:
+    """Return what is told of an implementation of others that raised."""
+    if implementation.startswith("pyg_sar"):
+        raise raised
+    return "out of memory" if isinstance(raised, torch.cuda.OutOfMemoryError) else f"raises {type(raised).__name__}"
 
 
 def errors(graph: OnDevice, case: Case, implementation: str, seed: int) -> dict[str, float]:
@@ -214,11 +229,11 @@ def row(name: str, times: tuple[float, float, float], ours: float, bound: tuple[
 
 def errors_of(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Return the errors of all implementations of all cases, by some processes, or as they were found before."""
-    if args.errors is not None and args.errors.exists():
-        return json.loads(args.errors.read_text())
-    with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool:
-        found = pool.starmap(compare, [(name, args.implementations) for name in args.cases], chunksize=1)
-    by_case = dict(zip(args.cases, found, strict=True))
+    kept = args.errors is not None and args.errors.exists()
+    by_case = json.loads(args.errors.read_text()) if kept else {}
+    names, context = [name for name in args.cases if name not in by_case], multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, context, max_tasks_per_child=1) as pool:
+        by_case |= zip(names, pool.map(compare, names, repeat(args.implementations)), strict=True)
     if args.errors is not None:
         args.errors.write_text(json.dumps(by_case))
     return by_case
@@ -261,22 +276,23 @@ def main(args: argparse.Namespace) -> None:
                 own = sum(times[:2]) if implementation == "pyg_sar" else own
                 bound = bounds.of(case.width, dtype_of(implementation))
                 cells[1:] = row(implementation, times, own, bound, found[name].get(implementation, ""))
-            except torch.cuda.OutOfMemoryError:
-                cells[2] = "out of memory"
+            except Exception as raised:
+                cells[2] = failure(implementation, raised)
             job = None
             gc.collect()
             torch.cuda.empty_cache()
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
-            write(args.out, args.name or f"gpu-layers-{args.nodes}-{args.edges}.md", [head, "", *lines])
+            write(args.out, args.name, [head, "", *lines])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", nargs="+", default=[case.name for case in cases("cuda")])
-    parser.add_argument("--peers", action="store_true", help="measure pyg_sar and fused layers of others alone")
-    everything = sorted({i for case in cases("cuda") for i in implementations(case)})
-    parser.add_argument("--implementations", nargs="+", default=[i for i in everything if "compiled" not in i])
+    parser.add_argument("--cases", nargs="+")
+    parser.add_argument(
+        "--peers", action="store_true", help="measure attention by pyg_sar and by fused layers of others"
+    )
+    parser.add_argument("--implementations", nargs="+")
     parser.add_argument("--nodes", type=int, default=2_400_000)
     parser.add_argument("--edges", type=int, default=62_000_000)
     parser.add_argument("--repetitions", type=int, default=7)
@@ -285,8 +301,11 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("docs"))
     parser.add_argument("--profile", action="store_true", help="run a step of each case, for a profiler, and no more")
     given = parser.parse_args()
-    given.name = "gpu-peers.md" if given.peers else ""
+    everything = sorted({i for case in cases("cuda") for i in implementations(case) if i not in gpu_peers.peers(case)})
+    given.name = "gpu-peers.md" if given.peers else f"gpu-layers-{given.nodes}-{given.edges}.md"
     if given.peers:
-        given.cases = ["gat-4x32", "gat-2", *(case.name for case in gpu_peers.cases())]
-        given.implementations = ["pyg_sar", *(name for names in gpu_peers.PEERS.values() for name in names)]
+        given.cases = given.cases or ["gat-4x32", "gat-2", *(case.name for case in gpu_peers.cases())]
+        everything = ["pyg_sar", *(name for names in gpu_peers.PEERS.values() for name in names)]
+    given.cases = given.cases or [case.name for case in cases("cuda")]
+    given.implementations = given.implementations or [i for i in everything if "compiled" not in i]
     profile(given) if given.profile else main(given)

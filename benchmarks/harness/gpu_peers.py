@@ -1,5 +1,5 @@
 """Fused layers of others, which ``gpu_layers.py`` measures where they can be imported: Turbo-GNN's GATv2 and graph
-transformer (``pip install --pre turbo-gnn``), and dgNN's GAT.
+transformer (``pip install --pre turbo-gnn``), and dgNN's GAT (built from https://github.com/dgSPARSE/dgNN).
 """
 
 import importlib.util
@@ -13,14 +13,14 @@ from harness.layer_jobs import FEATURES, Case, Job, Problem
 from torch import Tensor
 
 TURBO, DGNN = "Turbo-GNN", "dgNN"
-# As it takes a graph that is symmetric, or any; and when its forward pass was tuned, which is all that it tunes.
+# Turbo-GNN takes a graph as it is, here symmetric, or as a directed one, and can tune its forward pass.
 PEERS = {
     "GATConv": [DGNN],
     **{layer: [TURBO + how for how in ("", ", directed", ", tuned", ", directed, tuned")]
        for layer in ("GATv2Conv", "TransformerConv")},
 }  # fmt: skip
 MODULES = {TURBO: "turbo_gnn", DGNN: "dgNN"}
-WIDTHS = (32, 64, 128, 256)  # of heads for which Turbo-GNN has kernels
+WIDTHS = (32, 64, 128, 256)  # of heads that Turbo-GNN has kernels for
 KEPT: dict[Any, Any] = {}  # graphs of the last problem, made once
 
 
@@ -30,7 +30,7 @@ def peers(case: Case) -> list[str]:
 
 
 def cases() -> list[Case]:
-    """Return attention with heads of the widths that Turbo-GNN likes."""
+    """Return attention with heads of widths that Turbo-GNN has kernels for."""
     found = []
     for kind, layer, options in (("gatv2", "GATv2Conv", {"add_self_loops": False}),
                                  ("transformer", "TransformerConv", {"bias": False})):  # fmt: skip
@@ -44,8 +44,8 @@ def cases() -> list[Case]:
 def job(problem: Problem, name: str) -> Job:
     """Make a job of a peer, with the parameters of PyG's layer."""
     parameters = dict(problem.case.make(torch_geometric.nn).to(problem.device).named_parameters())
-    make = dgnn if name == DGNN else turbo
-    return Job(problem, make(problem, parameters, name), parameters)
+    call = dgnn(problem, parameters) if name == DGNN else turbo(problem, parameters, name)
+    return Job(problem, call, parameters)
 
 
 def kept(problem: Problem, key: Any, make: Callable[[], Any]) -> Any:
@@ -58,7 +58,7 @@ def kept(problem: Problem, key: Any, make: Callable[[], Any]) -> Any:
     return KEPT[key]
 
 
-def dgnn(problem: Problem, p: dict[str, Tensor], name: str) -> Callable[[Tensor], Tensor]:
+def dgnn(problem: Problem, p: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     from dgNN.layers.gatconv_layer import GATConv
 
     _, channels, heads = problem.case.args
@@ -112,11 +112,11 @@ def turbo(problem: Problem, p: dict[str, Tensor], name: str) -> Callable[[Tensor
         inputs, aggregate = transformer, turbo_gnn.graph_transformer_aggr
         kernel = turbo_gnn.GraphTransformerAggrKernel
     directed, options = "directed" in name, {}
-    graph = kept(problem, directed, lambda: graph_of(problem, directed))
+    graph = graph_of(problem, directed)
     if "tuned" in name:
         key = "tuned", problem.case.name
         best, options = kept(problem, key, lambda: tuned(problem, inputs, aggregate, kernel))
-        graph = best if directed else with_buckets_of(best, kept(problem, False, lambda: graph_of(problem, False)))
+        graph = best if directed else with_buckets_of(best, graph)
 
     def call(x: Tensor) -> Tensor:
         first, more = inputs(x)
@@ -130,16 +130,21 @@ def graph_of(problem: Problem, directed: bool) -> Any:
     """Return Turbo-GNN's graph, with 32-bit indices and buckets as it makes them."""
     from turbo_gnn import AdjacencyForwardBackwardWithNodeBuckets
 
-    more = {"is_directed": True} if directed else {}
-    make = AdjacencyForwardBackwardWithNodeBuckets.from_edge_list
-    return make(problem.edge_index, problem.num_nodes, index_dtype=torch.int32, **more)
+    def make() -> Any:
+        more = {"is_directed": True} if directed else {}
+        of_edges = AdjacencyForwardBackwardWithNodeBuckets.from_edge_list
+        graph = of_edges(problem.edge_index, problem.num_nodes, index_dtype=torch.int32, **more)
+        assert graph.is_directed == directed, "the graph is not symmetric"
+        return graph
+
+    return kept(problem, ("graph", directed), make)
 
 
 def tuned(problem: Problem, inputs: Any, aggregate: Any, kernel: Any) -> tuple[Any, dict[str, Any]]:
     """Have it tune its forward pass, and return the graph in buckets and the settings that it found."""
     from turbo_gnn import AutotuneConfig
 
-    graph = kept(problem, True, lambda: graph_of(problem, True)).repartition()  # a new one, by which it remembers
+    graph = graph_of(problem, True).repartition()  # a new one, by which it remembers
     with torch.no_grad():
         first, more = inputs(problem.x)
         aggregate(graph, first, **more, autotune=True, autotune_config=AutotuneConfig(warmup=1, iters=2))

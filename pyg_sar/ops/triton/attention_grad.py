@@ -26,7 +26,7 @@ from pyg_sar.ops.triton.tiles import (
     DOT,
     GATV2,
     VARYING,
-    add_exactly,
+    add_compensated,
     add_up,
     dropout,
     edge_at,
@@ -66,7 +66,7 @@ def _sources(
     it = x if kind == GATV2 else head_of(key, j, key_stride, h, c, those, wide, channels, type)
     a = vector_of(att, h, c, heads, channels, type)
     to_value, to_key = tl.zeros([R, H, C], type), tl.zeros([R, H, C] if kind == DOT else [R, H], type)
-    lack = tl.zeros([R, H], type)  # of the sum of numbers, which costs little to add up exactly
+    lack = tl.zeros([R, H], type)  # of numbers: a compensated sum of these costs little
     of_edges, of_heads = keys_of(seed_low, seed_high, first_head, h)
     for k in range(0, tl.max(end - begin, 0)):
         p, there = edge_at(begin, end, k)
@@ -104,7 +104,7 @@ def _sources(
         elif inner is not None:
             back = tl.where(sums > 0, d, d * parameter)
             d = back
-            to_key, lack = add_exactly(to_key, lack, back)
+            to_key, lack = add_compensated(to_key, lack, back)
         to_value += as_value
         if d_score is not None:
             tl.store(d_score + (e * heads)[:, None] + h[None, :], d, on)
@@ -191,7 +191,7 @@ def _gatv2_queries(
             back = tl.where(total > 0, d, d * parameter)
             to_query += back * a
             if d_att is not None:
-                to_att, lack = add_exactly(to_att, lack, tl.where(on[:, :, None], back * total, 0.0))
+                to_att, lack = add_compensated(to_att, lack, tl.where(on[:, :, None], back * total, 0.0))
         if d_query is not None:
             where = d_query + places(at, d_query_stride, h, c, channels)
             mask = those[:, :, None] & (c < channels)[None, None, :]

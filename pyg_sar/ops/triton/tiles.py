@@ -132,8 +132,8 @@ def exp(x):
 
 
 @triton.jit
-def add_exactly(total, lack, x):
-    """Return a sum and what rounding left out of it (Kahan)."""
+def add_compensated(total, lack, x):
+    """Return a compensated sum and what rounding left out of it (Kahan); what is infinite leaves NaN."""
     x -= lack
     new = total + x
     return new, (new - total) - x
