@@ -24,7 +24,47 @@ struct SumBody {
     for (int64_t j = 0; j < size(); ++j) into[j] += s[j];
   }
 
+  // y += the rows of edges, in `n` vectors of columns from `j` on, whose sums stay in registers, and in the rest of the row.
+  template <int n, bool rest>
+  [[gnu::noinline]] void add_columns(A* y, int64_t j, int64_t begin, int64_t end, const Tail<A>& tail) const {
+    const int64_t last = to - from - lanes<A>;
+    Vector<A> sum[n], more{};
+    unrolled<n>([&](int v) { sum[v] = load(y + j + v * lanes<A>); });
+    if (rest) more = load(y + last);
+    int64_t e = begin;
+    for (; e + 4 <= end; e += 4) {
+      if (j == 0) prefetch(x, col, e + AHEAD, std::min(e + AHEAD + 4, op.csr.edges), from, to - from);
+      const T *a = x[col[e]] + from, *b = x[col[e + 1]] + from, *c = x[col[e + 2]] + from, *d = x[col[e + 3]] + from;
+      const auto four = [=](int64_t at) { return (load(a + at) + load(b + at)) + (load(c + at) + load(d + at)); };
+      unrolled<n>([&](int v) { sum[v] += four(j + v * lanes<A>); });
+      if (rest) more += tail(four(last));
+    }
+    for (; e < end; ++e) {
+      if (j == 0) prefetch(x, col, e + AHEAD, std::min(e + AHEAD + 1, op.csr.edges), from, to - from);
+      const T* a = x[col[e]] + from;
+      unrolled<n>([&](int v) { sum[v] += load(a + j + v * lanes<A>); });
+      if (rest) more += tail(load(a + last));
+    }
+    if (rest) store<A>(y + last, more);  // of its first columns, those above are right
+    unrolled<n>([&](int v) { store<A>(y + j + v * lanes<A>, sum[v]); });
+  }
+
+  void add_all(A* y, int64_t begin, int64_t end) const {
+    constexpr int most = 8;  // vectors, for which there are registers everywhere
+    const Tail<A> tail(to - from);
+    int64_t j = 0, left = (to - from) / lanes<A>;
+    for (; left > most; left -= most, j += most * lanes<A>) add_columns<most, false>(y, j, begin, end, tail);
+    const auto add_last = [&]<int n>(std::integral_constant<int, n>) {
+      if (left != n) return;
+      tail ? add_columns<n, true>(y, j, begin, end, tail) : add_columns<n, false>(y, j, begin, end, tail);
+    };
+    [&]<int... k>(std::integer_sequence<int, k...>) {
+      (add_last(std::integral_constant<int, k + 1>()), ...);
+    }(std::make_integer_sequence<int, most>());
+  }
+
   void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const {
+    if (!weight && to - from >= lanes<A>) return add_all(s, begin, end);
     const int64_t channels = std::min(op.channels, to - from), first = op.same_x ? 0 : from;
     const int64_t touched = op.same_x ? channels : to - from;
     const T* rows[4];
