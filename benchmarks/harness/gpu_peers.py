@@ -64,14 +64,8 @@ def dgnn(problem: Problem, p: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     _, channels, heads = problem.case.args
     layer = GATConv(problem.case.inputs, channels, heads).to(problem.device)
 
-    def both_ways() -> tuple[Tensor, ...]:
-        src, dst = problem.edge_index
-        order = src.argsort(stable=True)
-        ptr = [torch.bincount(it, minlength=problem.num_nodes).cumsum(0) for it in (dst, src)]
-        ptr = [torch.cat([it.new_zeros(1), it]).int() for it in ptr]
-        return ptr[0], src.int().contiguous(), ptr[1], dst[order].int(), order.int()
-
-    graph = kept(problem, DGNN, both_ways)
+    block = kept(problem, DGNN, problem.block)
+    graph = block.rowptr, block.col, *block.transpose
 
     def call(x: Tensor) -> Tensor:
         own = {"W": p["lin.weight"].t(), "attn_l": p["att_dst"], "attn_r": p["att_src"], "bias": p["bias"]}

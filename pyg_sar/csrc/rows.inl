@@ -92,27 +92,22 @@ inline void add(A* __restrict y, int64_t width, const Tail<A>& tail, F f) {
   if (tail) store<A>(y + j, load(y + j) + tail(f(j)));
 }
 
-// y += sum_k w[k] rows[k] over `n` rows; without weights where `w` is null.
+// y += sum_k w[k] rows[k] over `n` rows.
 template <class A, class T>
 inline void add_rows(A* __restrict y, const T* const* rows, const A* w, int n, int64_t width) {
   const Tail<A> tail(width);
   int k = 0;
   for (; k + 4 <= n && width >= lanes<A>; k += 4) {
     const T *a = rows[k], *b = rows[k + 1], *c = rows[k + 2], *d = rows[k + 3];
-    if (w == nullptr) {
-      const auto sum = [=](int64_t j) { return (load(a + j) + load(b + j)) + (load(c + j) + load(d + j)); };
-      add(y, width, tail, sum);
-    } else {
-      const A p = w[k], q = w[k + 1], r = w[k + 2], s = w[k + 3];
-      const auto sum = [=](int64_t j) {
-        return (p * load(a + j) + q * load(b + j)) + (r * load(c + j) + s * load(d + j));
-      };
-      add(y, width, tail, sum);
-    }
+    const A p = w[k], q = w[k + 1], r = w[k + 2], s = w[k + 3];
+    const auto sum = [=](int64_t j) {
+      return (p * load(a + j) + q * load(b + j)) + (r * load(c + j) + s * load(d + j));
+    };
+    add(y, width, tail, sum);
   }
   for (; k < n; ++k) {
     const T* a = rows[k];
-    const A p = w == nullptr ? A(1) : w[k];
+    const A p = w[k];
     if (width >= lanes<A>) {
       add(y, width, tail, [=](int64_t j) { return p * load(a + j); });
     } else {

@@ -53,6 +53,10 @@ struct SumBody {
     constexpr int most = 8;  // vectors, for which there are registers everywhere
     const Tail<A> tail(to - from);
     int64_t j = 0, left = (to - from) / lanes<A>;
+    for (int64_t e = left > 0 ? end : begin; e < end; ++e) {  // rows that fill no vector
+      prefetch(x, col, e + AHEAD, std::min(e + AHEAD + 1, op.csr.edges), from, to - from);
+      for (int64_t k = 0; k < to - from; ++k) y[k] += A(x[col[e]][from + k]);
+    }
     for (; left > most; left -= most, j += most * lanes<A>) add_columns<most, false>(y, j, begin, end, tail);
     const auto add_last = [&]<int n>(std::integral_constant<int, n>) {
       if (left != n) return;
@@ -64,7 +68,7 @@ struct SumBody {
   }
 
   void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const {
-    if (!weight && to - from >= lanes<A>) return add_all(s, begin, end);
+    if (!weight) return add_all(s, begin, end);
     const int64_t channels = std::min(op.channels, to - from), first = op.same_x ? 0 : from;
     const int64_t touched = op.same_x ? channels : to - from;
     const T* rows[4];
@@ -72,11 +76,6 @@ struct SumBody {
     for (int64_t e = begin; e < end; e += 4) {
       const int n = int(std::min<int64_t>(4, end - e));
       for (int64_t k = e + AHEAD; k < std::min(e + AHEAD + n, op.csr.edges); ++k) prefetch(x[col[k]] + first, touched);
-      if (!weight) {
-        for (int k = 0; k < n; ++k) rows[k] = x[col[e + k]] + from;
-        add_rows<A>(s, rows, nullptr, n, to - from);
-        continue;
-      }
       for (int64_t j = from; j < to; j += channels) {
         for (int k = 0; k < n; ++k) {
           rows[k] = x[col[e + k]] + (op.same_x ? 0 : j);
