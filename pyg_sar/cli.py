@@ -151,7 +151,6 @@ def _environment() -> str:
             return "not installed"
 
     others = [
-        "torch",
         "torch_geometric",
         "numpy",
         "pymetis",
@@ -166,6 +165,7 @@ def _environment() -> str:
         "pyg_sar": version("pyg_sar"),
         "compiled kernels": "yes" if ops.KERNELS else "no",
         "processor": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,  # which tells a build for CUDA, as its package's metadata need not
         **{package: version(package) for package in others},
         "Python": platform.python_version(),
         "system": f"{platform.platform()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
