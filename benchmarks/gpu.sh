@@ -5,6 +5,7 @@
 #     benchmarks/gpu.sh tests OUT       # everything that the default tests have for a GPU
 #     benchmarks/gpu.sh sanitize OUT    # every kernel under compute-sanitizer
 #     benchmarks/gpu.sh profile OUT     # kernels of attention and of a sum under Nsight Compute
+#     benchmarks/gpu.sh tiles OUT       # sums by what programs take of rows and columns
 #     benchmarks/gpu.sh layers OUT      # tables of layers, the largest graphs last
 #     benchmarks/gpu.sh epochs OUT      # training steps in shards; when an ordinary edge_index is worth a graph
 #     benchmarks/gpu.sh offload OUT     # rows at home in pinned memory, beside rows on the GPU
@@ -37,6 +38,9 @@ profile)
         -k 'regex:_attention|_sources|_scores|_gatv2_queries|_sum' "$python" benchmarks/gpu_layers.py --profile \
         --nodes 600000 --edges 15500000 --cases gat-2 gatv2 sum-128 >"$out/profile.log" 2>&1
     ;;
+tiles)
+    "$python" benchmarks/gpu_tiles.py --out "$out"
+    ;;
 layers)
     run="$python benchmarks/gpu_layers.py --repetitions 5 --out $out --errors $out/errors.json"
     $run --nodes 600000 --edges 15500000
@@ -62,7 +66,7 @@ workers)
     "$python" benchmarks/gpu_overlap.py --out "$out"
     ;;
 *)
-    echo "There is no piece '$piece': tests, sanitize, profile, layers, epochs, offload or workers." >&2
+    echo "There is no piece '$piece': tests, sanitize, profile, tiles, layers, epochs, offload or workers." >&2
     exit 2
     ;;
 esac

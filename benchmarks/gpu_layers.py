@@ -22,7 +22,7 @@ import multiprocessing
 import statistics
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 from pathlib import Path
 
 import torch
@@ -163,25 +163,31 @@ def measure(job: Job, repetitions: int) -> tuple[float, float, float]:
 
 
 @triton.jit(do_not_specialize=["num_edges"])
-def _gather(out, col, x, num_edges, width: tl.constexpr, each: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+def _gather(
+    out, col, x, num_edges, width: tl.constexpr, each: tl.constexpr, ahead: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
     # One number is written, so that nothing that is read is left out.
     c, total = tl.arange(0, C), tl.zeros([R, C], tl.float32)
-    for k in range(0, each):
-        e = (tl.program_id(0).to(tl.int64) * each + k) * R + tl.arange(0, R)
-        on = e < num_edges
-        j = tl.load(col + e, on, 0).to(tl.int64)
-        total += tl.load(x + (j * width)[:, None] + c[None, :], on[:, None] & (c < width)[None, :], 0).to(tl.float32)
+    for begun in range(0, each, ahead):
+        for k in tl.static_range(ahead):
+            e = (tl.program_id(0).to(tl.int64) * each + begun + k) * R + tl.arange(0, R)
+            on = e < num_edges
+            j, mask = tl.load(col + e, on, 0).to(tl.int64), on[:, None] & (c < width)[None, :]
+            total += tl.load(x + (j * width)[:, None] + c[None, :], mask, 0).to(tl.float32)
     tl.store(out + tl.program_id(0), tl.sum(tl.sum(total, 0), 0))
 
 
 def gather(index: Tensor, x: Tensor, repetitions: int = 3) -> float:
-    """Return the milliseconds in which the rows of all edges are read, each program some edges in a row."""
+    """Return the milliseconds in which the rows of all edges are read, each program some edges in a row; the least of
+    some shapes of programs.
+    """
     width, best = x.size(1), float("inf")
     c = triton.next_power_of_2(width)
-    for rows, warps in ((max(1024 // c, 1), 4), (max(512 // c, 1), 1)):
+    for rows, warps, ahead in product((max(1024 // c, 1), max(512 // c, 1)), (1, 4), (1, 4)):
         grid = triton.cdiv(index.numel(), rows * EACH)
         out = x.new_empty(grid, dtype=torch.float32)
-        read = partial(_gather[(grid,)], out, index, x, index.numel(), width, EACH, rows, c, num_warps=warps)
+        read = partial(_gather[(grid,)], out, index, x, index.numel(), width, EACH, ahead, rows, c, num_warps=warps)
         best = min(best, *(events(read)[0] for _ in range(repetitions)))
     return best
 

@@ -28,6 +28,9 @@ CELLS, WARPS = 256, 1  # numbers of sums that a program holds, about, and warps 
 ROWS = 64  # units of a program at most
 COLUMNS = 128  # of a tile at most, where columns do not depend on each other
 NARROW = 16  # numbers of a tile at most for which as many edges of a unit are taken at a time
+# Edges of a unit that sums of wider tiles read before they add the first, where an edge has one weight at most: loads
+# that wait for each other leave memory idle. The compiler does so by itself for full tiles, not for 100 or 400 columns.
+AHEAD = 4
 
 Outs = Sequence[Any]  # tensors, or None for those that nobody wants
 
@@ -161,7 +164,7 @@ def launch(
 
     Kernels that make ``scores`` must make the same ones, to the last digit: they are given the same number, and so have
     tiles of the same shape, and no product is fused with the difference that follows. Those that know of a number of
-    edges at a time, ``K``, are given one.
+    edges at a time, ``K``, or of loads :data:`AHEAD` are given one.
     """
     columns, heads, width = tiles
     if count == 0 or columns == 0:
@@ -171,6 +174,8 @@ def launch(
     if "K" in kernel.arg_names:
         settings["K"] = NARROW if cells <= NARROW else 1
         cells *= settings["K"]
+    if "AHEAD" in kernel.arg_names:
+        settings["AHEAD"] = AHEAD if settings["K"] == settings["heads"] == 1 else 1
     r = min(max(CELLS // cells, 1), ROWS, power_of_2(scores or count))
     if heads:
         settings["H"] = heads

@@ -20,28 +20,31 @@ def _sum(
     out, col, x, weight, perm, out_stride: tl.constexpr, x_stride: tl.constexpr, weight_stride: tl.constexpr,
     width: tl.constexpr, first, last, row, place, num_units, columns: tl.constexpr, heads: tl.constexpr,
     channels: tl.constexpr, shared_x: tl.constexpr, shared_out: tl.constexpr, once: tl.constexpr, type: tl.constexpr,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     group, column = program(columns)
     begin, end, _, _ = edges_of(first, last, row, num_units, group, R, K)
     c = column * C + tl.arange(0, C)
     total = tl.zeros([R * K, C], type)
-    for k in range(0, tl.max(end - begin, 0), K):
-        e = begin + k
-        on = e < end
-        mask = on[:, None] & (c < width)[None, :]
-        j = e if col is None else tl.load(col + e, on, 0)
-        p = (e if perm is None else tl.load(perm + e, on, 0)).to(tl.int64)
-        if shared_out:
-            value = tl.zeros([R * K, C], type)  # of the edge
-            for h in range(heads):
-                w = tl.load(weight + p * weight_stride + h, on, 0)
-                value += w[:, None] * tile(x, j, x_stride, h * channels + c, mask, type)
-        else:
-            value = tile(x, j, x_stride, c % channels if shared_x else c, mask, type)
-            if weight is not None:
-                value *= tl.load(weight + (p * weight_stride)[:, None] + (c // channels)[None, :], mask, 0)
-        total += value
+    for begun in range(0, tl.max(end - begin, 0), K * AHEAD):
+        for k in tl.static_range(0, K * AHEAD, K):  # whose loads do not wait for each other
+            e = begin + begun + k
+            on = e < end
+            mask = on[:, None] & (c < width)[None, :]
+            j = e if col is None else tl.load(col + e, on, 0)
+            p = (e if perm is None else tl.load(perm + e, on, 0)).to(tl.int64)
+            if shared_out:
+                value = tl.zeros([R * K, C], type)  # of the edge
+                for h in range(heads):
+                    w = tl.load(weight + p * weight_stride + h, on, 0)
+                    value += w[:, None] * tile(x, j, x_stride, h * channels + c, mask, type)
+            else:
+                value = tile(x, j, x_stride, c % channels if shared_x else c, mask, type)
+                if weight is not None and heads == 1:
+                    value *= tl.load(weight + p * weight_stride, on, 0)[:, None]
+                elif weight is not None:
+                    value *= tl.load(weight + (p * weight_stride)[:, None] + (c // channels)[None, :], mask, 0)
+            total += value
     total = add_up(total, R, K, C)
     _, _, _, at, some = units_of(first, last, row, place, num_units, group, R)
     where = out + (at * out_stride)[:, None] + c[None, :]
