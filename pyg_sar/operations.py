@@ -33,6 +33,7 @@ EDGES, FLIPPED, SOURCES = "edge_index", "flipped edge_index", "row of sources"
 
 PLAIN = torch._C.DisableTorchFunctionSubclass
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+FINDS_LOOPS = ("contains_self_loops", "has_self_loops")  # of PyG, which asks whether there are any
 NUMBERING = "its numbers mean something on this worker alone"
 
 
@@ -166,6 +167,8 @@ def compare(func: Callable, args: Any, kwargs: Any) -> Any:
     """Tell edge by edge whether sources equal destinations of the same edges; other numbers mean something else."""
     one, other = bind(args, kwargs, "input", "other")
     known = list(sharded(args))
+    if not known[0]._graph.exchange.alone and any(frame.f_code.co_name in FINDS_LOOPS for frame in callers()):
+        refuse(func, args, kwargs, "the other workers may have self-loops that this one does not see")
     if not isinstance(other, Tensor) or other.shape != one.shape or {s._kind for s in known} != {SOURCES}:
         refuse(func, args, kwargs, "it compares numbers of different kinds")
     if len(known) == 1:

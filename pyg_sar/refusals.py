@@ -17,8 +17,8 @@ from pyg_sar.graph import ShardedGraph
 ADVICE = {
     "Use the layer of this name in 'pyg_sar.nn' if there is one, or 'pyg_sar.nn.convert'": "nn",
     "Do this to the whole graph, before 'partition'": "data datasets transforms utils",
-    "Ask this of the whole graph, before 'partition'": "contains_isolated_nodes has_isolated_nodes is_coalesced "
-    "is_sorted is_sorted_by_time is_undirected validate",
+    "Ask this of the whole graph, before 'partition'": "contains_isolated_nodes contains_self_loops "
+    "has_isolated_nodes has_self_loops is_coalesced is_sorted is_sorted_by_time is_undirected validate",
     "Draw pairs by 'pyg_sar.negative_sampling', or before 'partition'": "batched_negative_sampling negative_sampling "
     "structured_negative_sampling",
     "Split edges before 'partition', and give each worker its pairs by 'pyg_sar.shard_links'": "RandomLinkSplit "

@@ -473,6 +473,8 @@ def cut(group, seed=0):
 def refuse_with_rank(group):
     with pytest.raises(NotImplementedError, match=rf"^\[rank {dist.get_rank(group)}\]"):
         cut(group).edge_index.max()
+    with pytest.raises(NotImplementedError, match=rf"'Data.has_self_loops' .* other workers may have .*{ASK}"):
+        Data(edge_index=cut(group).edge_index).has_self_loops()  # of which each would know its own
     with pytest.raises(NotImplementedError, match=rf"^\[rank {dist.get_rank(group)}\]"):
         cut(group).edge_index.merge()[0].sort()
 

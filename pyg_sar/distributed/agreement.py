@@ -4,6 +4,7 @@ remembered of gradients that were.
 
 from __future__ import annotations
 
+import math
 import struct
 import weakref
 import zlib
@@ -24,6 +25,12 @@ TROUBLES = {
     2: "A backward pass added to the gradient of '{}', which was summed already and would count once for every worker. "
     "Of passes that accumulate gradients, call 'sum_gradients' once, after the last one.",
 }
+ROUNDING = 1e-5  # by how much losses may differ: what is made of parameters alone, on another processor
+LOSSES = (
+    "A mean by 'pyg_sar.global_mean' is the same on all of them, but not what stands beside it if it counts nodes or "
+    "labels of one worker: 'data.total_nodes' are those of all, and 'pyg_sar.global_sum(...)' adds up what each has. "
+    "Where losses are meant to differ, call 'backward' within 'with pyg_sar.allow_local():'."
+)
 CALLS = count()  # of `sum_gradients`
 
 
@@ -61,19 +68,22 @@ def agree(what: str, mine: Sequence[Any], group: Group = None) -> None:
     fail(f"The workers differ in {what}: {apart(said)} {some}. Make them all alike.", group)
 
 
-def compare(named: dict[str, Tensor], optimizer: torch.optim.Optimizer | None, group: Group) -> list[float]:
+def compare(
+    named: dict[str, Tensor], optimizer: torch.optim.Optimizer | None, loss: float | None, group: Group
+) -> list[float]:
     """Raise on every worker unless all of them sum the gradients of the same parameters, once, and have the same values
-    of them and of the optimizer's numbers; return the sums of the parameters' values.
+    of them, of the loss, where it is known, and of the optimizer's numbers; return the sums of the parameters' values.
     """
     tensors, numbers = list(named.values()), dict(settings(optimizer))
     described = describe(named)
     totals = guard.totals(tensors) if guard.ON else []
-    mine = [int(guard.ON), checksum(described), 0, 0, 0, 0]
+    mine = [int(guard.ON), checksum(described), 0, 0, 0, 0, 0]
     if guard.ON:
-        mine[2:] = checksum(numbers), *trouble(tensors), *struct.unpack("<q", struct.pack("<d", sum(totals)))
+        doubles = sum(totals), math.nan if loss is None else loss
+        mine[2:] = checksum(numbers), *trouble(tensors), *struct.unpack("<2q", struct.pack("<2d", *doubles))
     with talking("comparing what gradients they sum", group):
         found = torch.stack(all_gather(torch.tensor(mine, device=host(group)), group)).tolist()
-    guards, parameters, steps, troubles, which, values = zip(*found, strict=True)
+    guards, parameters, steps, troubles, which, values, losses = zip(*found, strict=True)
     if differs(guards):
         fail(f"The workers differ in PYG_SAR_GUARDS: {apart(guards)}. Set it to 0 on all of them, or on none.", group)
     if differs(parameters):
@@ -82,9 +92,19 @@ def compare(named: dict[str, Tensor], optimizer: torch.optim.Optimizer | None, g
         fail(f"The workers' optimizers differ: {listed(gathered(numbers, group))}. Give all the same numbers.", group)
     if worst := max(troubles):
         fail(TROUBLES[worst].format(list(named)[which[troubles.index(worst)]]), group)
+    if differs(losses):
+        look_at_losses(struct.unpack(f"<{len(losses)}d", struct.pack(f"<{len(losses)}q", *losses)), group)
     if differs(values):
         look(named, totals, group)
     return totals
+
+
+def look_at_losses(losses: Sequence[float], group: Group) -> None:
+    """Raise if the losses that are known (as numbers) differ by more than rounding."""
+    known = [loss for loss in losses if math.isfinite(loss)]
+    if known and max(known) - min(known) > ROUNDING * max(map(abs, known)):
+        each = ", ".join(f"{loss:.6g} on rank {r}" for r, loss in enumerate(losses))
+        fail(f"The workers differentiate different losses: {each}. {LOSSES}", group)
 
 
 def describe(named: dict[str, Tensor]) -> list[tuple[str, torch.dtype, list[int]]]:

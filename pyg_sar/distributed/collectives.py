@@ -137,15 +137,15 @@ def sum_gradients(
 
     Raises:
         RuntimeError: On every worker, unless all of them have the same parameters of the same values and
-            ``requires_grad``, and the same numbers of the optimizer; or if gradients were summed before, or (in the
-            first two steps) clipped before.
+            ``requires_grad``, and the same numbers of the optimizer; or if gradients were summed before; or, in the
+            first two steps, if they were clipped before, or losses by ``global_mean`` differ.
         NotImplementedError: If a gradient is sparse, other than those of a node embedding.
     """
     if modules and workers.is_group(modules[-1]):
         *modules, group = modules  # type: ignore[assignment]
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
     named = {name: p for name, p in every.items() if not is_local(p)}
-    stepped(p.grad for p in named.values() if p.grad is not None)
+    loss = stepped(p.grad for p in named.values() if p.grad is not None)
     if notices.LOOKS:
         debugging.look(every, lambda odd: gather_objects(odd, group))
     if not grouped(group):
@@ -156,7 +156,7 @@ def sum_gradients(
             f"workers. Take 'sparse=False', or 'pyg_sar.nn.NodeEmbedding(data, channels, sparse=True)', whose rows are "
             f"each worker's own."
         )
-    totals = compare(named, optimizer, group)
+    totals = compare(named, optimizer, loss, group)
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in named.values():
         kinds[parameter.dtype, parameter.device].append(parameter)

@@ -7,6 +7,7 @@ A worker holds the in-edges of its local nodes. To aggregate along their out-edg
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.block import Index, cut, parts_of
 from pyg_sar.distributed.collectives import all_gather
+from pyg_sar.distributed.group import host
 from pyg_sar.exchange import Exchange, Routes
 from pyg_sar.graph import ShardedGraph, edge_ids
 from pyg_sar.halo import fetch_halo, sum_halo
+
+NUMBERS = count(1)  # of graphs
+KEPT = 16  # graphs the other way round that are kept of one graph, which differ in what others hold
 
 
 class Reversed(NamedTuple):
@@ -41,18 +46,26 @@ class Reversed(NamedTuple):
 
 def reverse(graph: ShardedGraph) -> Reversed:
     """Return a graph the other way round, made once; all workers call it together."""
-    known = graph.memo.values
-    # Of a graph with other edges some may know more.
-    (missing,) = graph.exchange.all_reduce_max(["reversed" not in known])
+    exchange = graph.exchange
+    if exchange.alone:
+        return graph.derived("reversed", lambda: _within(graph))
+    # Two relations may have the same edges here, and so be the same object, but others on another worker: what the
+    # workers make of their graphs together is told by all of these.
+    number = torch.tensor([graph.derived("number", lambda: next(NUMBERS))], device=host(exchange.group))
+    together = tuple(all_gather(number, exchange.group).view(-1).tolist())
+    known: dict[tuple[int, ...], Reversed] = graph.derived("reversed", dict)
+    (missing,) = exchange.all_reduce_max([together not in known])  # a worker may have dropped it
     if missing:
-        known.pop("reversed", None)
-    return graph.derived("reversed", lambda: _reverse(graph))
+        known.pop(together, None)
+        while len(known) >= KEPT:
+            del known[next(iter(known))]
+        with torch.inference_mode(False):
+            known[together] = _reverse(graph)
+    return known[together]
 
 
 def _reverse(graph: ShardedGraph) -> Reversed:
     exchange, routes = graph.exchange, graph.exchange.routes
-    if exchange.alone:
-        return _within(graph)
     held, serve, table = _of_others(graph, routes)
     held_here = torch.tensor([[len(mine), len(ends)] for mine, ends in zip(held, serve, strict=True)])
     counts = all_gather(held_here.to(graph.device), exchange.group)[:, routes.rank].tolist()
@@ -82,10 +95,10 @@ def _reverse(graph: ShardedGraph) -> Reversed:
 def _within(graph: ShardedGraph) -> Reversed:
     """Return the edges of a graph that this process holds as a whole."""
     source, row = graph.coo()
-    n, count = graph.num_dst, len(graph.blocks)
+    n, num_blocks = graph.num_dst, len(graph.blocks)
     ids: list[Index] = [block.ids for block in graph.blocks]
     if graph.bipartite:  # as many of the other set, so that both ways can be joined
-        ids = [slice(n * k // count, n * (k + 1) // count) for k in range(count)]
+        ids = [slice(n * k // num_blocks, n * (k + 1) // num_blocks) for k in range(num_blocks)]
     part = parts_of(row, ids, graph.num_dst)
     exchange = graph.exchange.reroute(Routes.local(ids, graph.device))
     turned = _turned(graph, torch.stack([row, source]), part, ids, exchange, edge_ids(graph))

@@ -321,6 +321,7 @@ class ByChunks(torch.autograd.Function):
         ctx: Any, place: Place, graph: ShardedGraph, program: Program, kinds: Sequence[str], *inputs: Any
     ) -> HostRows:
         """Fetch, compute and write each chunk."""
+        ctx.set_materialize_grads(False)  # as rows that nobody could take apart
         ctx.place, ctx.graph, ctx.program, ctx.kinds = place, graph, program, kinds
         ctx.shapes = [(t.shape, t.dtype, isinstance(t, HostRows)) for t in inputs]
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
@@ -345,9 +346,11 @@ class ByChunks(torch.autograd.Function):
         return HostRows(place, out)
 
     @staticmethod
-    def backward(ctx: Any, grad: HostRows) -> Any:
+    def backward(ctx: Any, grad: HostRows | None) -> Any:
         """Differentiate each chunk, and add up what its rows, edges and constants get."""
         once_differentiable()
+        if grad is None:  # of rows that no output depends on, on any worker
+            return (None,) * len(ctx.needs_input_grad)
         place, graph, program, kinds, wanted = ctx.place, ctx.graph, ctx.program, ctx.kinds, ctx.needs_input_grad[4:]
         inputs, given, meter = ctx.saved_tensors, reader(grad), ctx.traffic.backward
         sources = fetch_sources(place, graph, kinds, inputs, meter)

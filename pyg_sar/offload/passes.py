@@ -161,6 +161,7 @@ class Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, place: Place, step: Step, num_rows: int, *leaves: Tensor) -> HostRows:
         """Write each range."""
+        ctx.set_materialize_grads(False)  # as rows that nobody could take apart
         ctx.place, ctx.step, ctx.num_rows = place, step, num_rows
         ctx.save_for_backward(*leaves)
         out = None
@@ -176,9 +177,11 @@ class Pass(torch.autograd.Function):
         return HostRows(place, out)
 
     @staticmethod
-    def backward(ctx: Any, grad: HostRows) -> Any:
+    def backward(ctx: Any, grad: HostRows | None) -> Any:
         """Run each range again, and differentiate it."""
         once_differentiable()
+        if grad is None:  # of rows that no output depends on
+            return (None,) * len(ctx.needs_input_grad)
         place, n, leaves, wanted = ctx.place, ctx.num_rows, ctx.saved_tensors, ctx.needs_input_grad[3:]
         grads: list[Any] = [None] * len(leaves)
         given = reader(grad)

@@ -329,10 +329,11 @@ class Same(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: HostRows) -> HostRows:
         """Return the rows."""
+        ctx.set_materialize_grads(False)
         return HostRows(rows.place, rows.host, probe=rows.probe)
 
     @staticmethod
-    def backward(ctx: Any, grad: HostRows) -> HostRows:
+    def backward(ctx: Any, grad: HostRows | None) -> HostRows | None:
         """Return the gradient."""
         return grad
 

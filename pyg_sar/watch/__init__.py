@@ -83,10 +83,10 @@ def loaded(data: Any, whole: Iterable[str]) -> Any:
     return data
 
 
-def stepped(gradients: Iterable[Tensor]) -> None:
-    """Report a training step, whose gradients are about to be summed."""
-    if (watch := current()) is not None:
-        watch.stepped(gradients)
+def stepped(gradients: Iterable[Tensor]) -> float | None:
+    """Report a training step, whose gradients are about to be summed; return the value of its losses, if known."""
+    watch = current()
+    return None if watch is None else watch.stepped(gradients)
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from pyg_sar.distributed.group import is_local, rank_of, size_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
-from pyg_sar.watch import ROWS, SAME, current, install
+from pyg_sar.watch import LOSS, ROWS, SAME, current, install
 from pyg_sar.watch.kinds import SHARE, Call, Kind, Local
-from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH, assigned, kind_of
+from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH, assigned, by_position, kind_of
 
 STEPS = 2  # calls of `sum_gradients`: a training step, what follows it, and the beginning of the next one
 CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
@@ -37,6 +37,12 @@ CONVERT = "'pyg_sar.nn.convert(model)' gives a model of PyG its exact form, if t
 POOL = "Take the pooling of this name in 'pyg_sar.nn', or convert the module that does it ('pyg_sar.nn.convert')"
 GATHER = "Take the rows of all workers ('pyg_sar.gather(...)'), or a metric that does, such as 'pyg_sar.accuracy(...)'"
 MEANT = "Where this worker's rows are meant, say 'with pyg_sar.allow_local():'"
+NUMBER = f"of a sum over rows gives the number of this worker alone. {SUM_UP}, or 'pyg_sar.accuracy(...)'"
+POSITION = (
+    "chooses rows by where they stand among those of this worker, which are others than in the whole graph. Of a mask "
+    "for all nodes 'mask[data.n_id]' are this worker's rows; 'torch.isin(data.n_id, ids)' is a mask of those of its "
+    "nodes whose ids are in a list"
+)
 
 
 class Watch(TorchFunctionMode):
@@ -47,8 +53,9 @@ class Watch(TorchFunctionMode):
         self.kinds = WeakIdKeyDictionary()
         self.values = WeakIdKeyDictionary()  # of shares: those that others add to in place are shares no more
         self.clipped: WeakIdKeyDictionary | None = None  # what was clipped since a backward pass, and where
+        self.loss: Tensor | None = None  # what was differentiated since the last step, if all of it were losses
         self.steps = self.calls = self.local = self.aside = 0
-        self.over = self.warned = False
+        self.over, self.warned = False, set()
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let a function run, and look at what it was given and what it returned."""
@@ -108,9 +115,14 @@ class Watch(TorchFunctionMode):
         """Refuse, or warn of, what is local because of who does it, or where it ends."""
         name, rows, whole = call.name, ROWS in call.whats, call.kinds[:1] and call.kinds[0][1] == Kind(SAME)
         if name in NUMBERS and SHARE in call.whats:
-            self.warn(call)
+            self.warn(call, NUMBER)
+        elif rows and by_position(call):
+            self.warn(call, POSITION)
         elif name == "backward" and whole:
             self.refuse(Local(f"differentiates what {COUNTED}", REPLICATED))
+        elif name == "backward" and LOSS in call.whats and not self.local:
+            value = call.kinds[0][0].detach().double().sum()
+            self.loss = value if self.loss is None else self.loss + value
         elif rows and name in ARRAYS and Path().through(*METRICS):
             self.refuse(Local(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER))
         elif rows and any(kind is not None and kind.what == SHARE for kind in found) and Path().through(*POOLS):
@@ -131,7 +143,8 @@ class Watch(TorchFunctionMode):
         """Whether a transform of PyG is running on loaded data."""
         frames = [frame for frame in Path().inner if within(frame, "torch_geometric.transforms")]
         found = [data for frame in frames if isinstance(data := frame.f_locals.get("data"), BaseData)]
-        return any(self.kind(t) is not None for data in found for store in data.stores for t in tensors(dict(store)))
+        kinds = (self.kind(t) for data in found for store in data.stores for t in tensors(dict(store)))
+        return any(kind is not None and kind.what == ROWS for kind in kinds)  # not of a whole graph, which others have
 
     def refuse(self, local: Local) -> None:
         """Raise, unless this is meant, or done by code that knows what it does."""
@@ -150,17 +163,14 @@ class Watch(TorchFunctionMode):
             raise NotImplementedError(text) from None
         warnings.warn_explicit(text, UserWarning, at.file, at.line)
 
-    def warn(self, call: Call) -> None:
-        """Say once that a number is that of this worker."""
+    def warn(self, call: Call, why: str) -> None:
+        """Say once that what a script does itself is about this worker's rows."""
         at = Path()
-        if self.warned or self.local or at.known or at.entry != "this":
+        if why in self.warned or self.local or at.known or at.entry != "this":
             return
-        self.warned = True
-        warnings.warn_explicit(
-            f"[rank {rank_of()}] '{call.name}' of a sum over rows gives the number of this worker alone. {SUM_UP}, or "
-            f"'pyg_sar.accuracy(...)'. {MEANT}. This is said once.",
-            UserWarning, at.file, at.line,
-        )  # fmt: skip
+        self.warned.add(why)
+        text = f"[rank {rank_of()}] '{call.name}' {why}. {MEANT}. This is said once."
+        warnings.warn_explicit(text, UserWarning, at.file, at.line)
 
     def run(self, what: str, function: Callable, args: Any, kwargs: Any) -> Any:
         """Run a function that knows what it does, and remember what it returns."""
@@ -176,9 +186,11 @@ class Watch(TorchFunctionMode):
             self.aside -= 1
         return out
 
-    def stepped(self, gradients: Iterable[Tensor]) -> None:
-        """Count a training step, and refuse gradients that were clipped before they are summed."""
-        clipped, self.clipped = self.clipped, None
+    def stepped(self, gradients: Iterable[Tensor]) -> float | None:
+        """Count a training step, and refuse gradients that were clipped before they are summed; return the value of the
+        losses that were differentiated, if there were any.
+        """
+        (clipped, loss), self.clipped, self.loss = (self.clipped, self.loss), None, None
         if clipped and (place := next((clipped[g] for g in gradients if g in clipped), "")):
             raise RuntimeError(
                 f"[rank {rank_of()}] {place}: gradients are clipped, or their norm is taken, before they are summed: "
@@ -188,6 +200,7 @@ class Watch(TorchFunctionMode):
         self.steps += 1
         if self.steps >= STEPS:
             self.leave()
+        return None if loss is None else float(loss)
 
     def leave_if_over(self) -> bool:
         """Leave the stack of modes if there is nothing more to watch; return whether that is so."""

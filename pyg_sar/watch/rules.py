@@ -265,6 +265,24 @@ def chosen(call: Call, out: Tensor) -> Kind | None:
     return None
 
 
+def by_position(call: Call) -> bool:
+    """Whether rows are chosen by where they stand, or by what is the same on all workers."""
+    t = call.arg(0, "input")
+    row = call.rows(t)
+    if row is None or call.name not in ("getitem", "setitem", "index_select"):
+        return False
+    if call.name == "index_select":
+        return row == call.arg(1, "dim") % t.dim() and call.kind(call.arg(2, "index")) == Kind(SAME)
+    begin = 0
+    for key in spelt_out(call.args[1], t.dim()):
+        if begin <= row < begin + uses(key):
+            if isinstance(key, Tensor):
+                return call.kind(key) == Kind(SAME)
+            return key.indices(t.size(row)) != (0, t.size(row), 1) if isinstance(key, slice) else True
+        begin += uses(key)
+    return False
+
+
 def spelt_out(keys: Any, dims: int) -> list[Any]:
     """Return one key for each dimension of a tensor, or for several."""
     keys = list(keys) if isinstance(keys, tuple) else [keys]
@@ -381,7 +399,7 @@ def of_share(call: Call) -> Kind | None:
     if name in COMPARES:  # to ask whether there are any rows is no use of their number
         return None
     divisor = call.arg(DIVIDES[name], "other") if name in DIVIDES else None
-    twice = name in {"mul", *PRODUCTS} and len(shares) > 1
+    twice = name in {"mul", *PRODUCTS} and (len(shares) > 1 or LOSS in call.whats)
     if name in CURVED or twice or call.kind(divisor) in shares:
         raise Local(f"takes '{name}' {SUMMED}", SUM_UP)
     count = shares[0].size

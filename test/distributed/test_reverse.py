@@ -10,10 +10,14 @@ from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, s
 from torch_geometric.utils import remove_self_loops, softmax
 
 import pyg_sar
+from pyg_sar.data.load import assemble
+from pyg_sar.data.split import split
+from pyg_sar.distributed.group import Workers
 from pyg_sar.distributed.reverse import reverse
 from pyg_sar.halo import fetch_halo
 from pyg_sar.nn import convert
 from pyg_sar.nn.replay.choose import STRATEGIES
+from pyg_sar.rewire import regroup
 
 NUM_DST = 47
 
@@ -66,6 +70,41 @@ def test_edges_within_a_process(parts, two):
     ids = [torch.arange(n) for n in (NUM_NODES, NUM_DST if two else NUM_NODES, whole(two).size(1))]
     check_edges(graph, reverse(graph), *ids, two)
     assert len(reverse(graph).graph.blocks) == parts
+
+
+def relations(group, seed):
+    """Some relations have the same edges on one worker, none for example, and others on another; step after step."""
+    g = torch.Generator().manual_seed(seed)
+    coo, kinds = torch.randint(10, (2, 20), generator=g), torch.randint(4, (20,), generator=g)
+    part, x = torch.randint(group.size(), (10,), generator=g), torch.randn(10, 2, generator=g, dtype=torch.float64)
+    reference = gnn.RGCNConv(2, 2, 4, flow="target_to_source", aggr="sum").double()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.copy_(torch.randn(p.shape, generator=g))
+    expected, mine = reference(x, coo, kinds), share(group, coo, part)
+    for layer in (pyg_sar.nn.RGCNConv(2, 2, 4, flow="target_to_source", aggr="sum").double(), convert(reference)):
+        layer.load_state_dict(reference.state_dict())
+        for _ in range(3):
+            close(layer(x[mine.src], mine.edge_index, kinds[mine.edge]), expected[mine.src], "output")
+
+
+def test_relations_that_some_workers_have_alike(pool):
+    for seed in range(6):
+        pool.run(2 + seed % 2, relations, seed)
+
+
+def test_as_many_are_kept(pool, monkeypatch):
+    monkeypatch.setattr("pyg_sar.distributed.reverse.KEPT", 1)  # in threads: processes are others
+    coo, part = edges(), assignment("random", 2)
+
+    def work(rank):
+        graph = pyg_sar.ShardedEdgeIndex(assemble(list(split(coo, part, part, 2))[rank], rank)).graph
+        none, some = (regroup(graph, graph.coo()[:, :count]) for count in (0, 40))
+        made = [reverse(it if rank else none).graph.num_edges for it in (none, some, none)]
+        return made, len(none.memo.values["reversed"])
+
+    (here, kept), (there, _) = Workers(2).run(work)
+    assert [a + b for a, b in zip(here, there, strict=True)] == [0, 40, 0] and kept == 1
 
 
 class Layer(gnn.MessagePassing):

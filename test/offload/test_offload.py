@@ -720,6 +720,28 @@ def test_room_for_rows():
         data.x.tanh()[data.mask]
 
 
+@pytest.mark.parametrize("first", [torch.nn.Linear(IN, IN), pyg.SAGEConv(IN, IN)])
+def test_rows_without_a_gradient(first):
+    """Destinations that no message reads, which a function made, or a layer."""
+    torch.manual_seed(0)
+    second, found = pyg.SAGEConv(IN, 4, aggr="std", project=True, root_weight=False), []
+    layers = torch.nn.ModuleList([first, second]).double()
+    for data in (inputs()[0], small()):
+        one, other = convert(copy.deepcopy(layers))
+        for pair in (False, True):
+            h = one(data.x, data.edge_index) if hasattr(one, "aggr_module") else one(data.x)
+            other((data.x * 2, h) if pair else h, data.edge_index).sum().backward()
+        found.append([p.grad for p in (*one.parameters(), *other.parameters())])
+    equal(found[1], found[0])
+
+
+def test_layers_that_look_for_what_messages_left():
+    data, plain = small(), inputs()[0]
+    layer, kinds = convert(pyg.RGATConv(IN, 4, 2)).double(), torch.arange(plain.edge_index.size(1)) % 2
+    found, expected = layer(data.x, data.edge_index, kinds), layer(plain.x, plain.edge_index, kinds)
+    torch.testing.assert_close(found[data.mask], expected[plain.mask], rtol=1e-10, atol=1e-10)
+
+
 def test_layers_that_cannot_run_on_chunks():
     data = small()
     layer = convert(pyg.SAGEConv(IN, 4, aggr="lstm")).double()

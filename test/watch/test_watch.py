@@ -188,6 +188,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "penalty": (penalty, r"joins \('add'\).*Wrap.*'pyg_sar\.replicated"),
     "learnt weight of a loss": (scaled, "joins"),
+    "a loss times a sum": (lambda d: pyg_sar.global_mean(losses(d)) * d.train_mask.sum() / N, "'mul' of a sum"),
     "a loss of a readout": (lambda d: LINEAR(pyg_sar.nn.global_add_pool(d.x, None)).sum().backward(), "differentiates"),
     "width": (lambda d: int(d.y.max()) + 1, r"takes 'max'.*data\.num_classes"),
     "one_hot": (lambda d: F.one_hot(d.y), r"width of 'one_hot'.*data\.num_classes"),
@@ -304,6 +305,65 @@ def test_a_number_of_one_worker_warns_once(parts: str) -> None:
     assert [warning.filename for warning in said] == [__file__] * 2  # one for each worker
 
 
+def marked(data: Any) -> None:
+    data.train_mask[:10] = True
+
+
+@pytest.mark.parametrize("work", [
+    marked, lambda d: d.x[:10], lambda d: d.x[-3:, 2], lambda d: d.x[3], lambda d: d.x[[0, 1]],
+    lambda d: d.x[torch.arange(5)], lambda d: d.x[torch.randperm(d.num_nodes)],
+    lambda d: d.x.index_select(0, torch.arange(5)), lambda d: d.x[torch.rand(d.num_nodes) < 0.5],
+    lambda d: d.x.t()[:, 4:8], lambda d: d.edge_attr[::2],
+])  # fmt: skip
+def test_rows_chosen_by_position_warn_once(parts: str, work: Callable[[Any], Any]) -> None:
+    def twice(data: Any) -> None:
+        work(data)
+        work(data)
+
+    with pytest.warns(UserWarning, match=r"'(getitem|setitem|index_select)' chooses rows by where they stand") as said:
+        passes(f"{parts}/one", twice)
+    assert [warning.filename for warning in said] == [__file__] * 2  # one for each worker
+
+
+def test_rows_chosen_by_rows_do_not_warn(parts: str) -> None:
+    def work(data: Any) -> None:
+        x, mask, index = data.x, data.train_mask, data.train_mask.nonzero().view(-1)
+        for key in (slice(None), (..., slice(3)), (slice(None), [0, 1]), mask, index, data.n_id < 9):
+            x[key]
+        torch.zeros(data.num_nodes)[:5] = 1.0
+        x.index_select(0, index), x.index_select(1, torch.arange(2)), x[torch.isin(data.n_id, torch.arange(9))]
+        with pyg_sar.allow_local():
+            x[:5]
+        for part in x.split(8):
+            part.relu()
+
+    passes(f"{parts}/one", work)
+
+
+def weighted(data: Any, weight: Callable[[Any], float], local: bool = False) -> None:
+    """Train a step with a loss that each worker weighs."""
+    model = torch.nn.Linear(data.num_features, C)
+    pyg_sar.broadcast_parameters(model)
+    loss = pyg_sar.global_mean(F.cross_entropy(model(data.x), data.y, reduction="none")) * weight(data)
+    if local:
+        with pyg_sar.allow_local():
+            loss.backward()
+    else:
+        loss.backward()
+    pyg_sar.sum_gradients(model)
+
+
+def test_losses_that_differ_are_refused(parts: str) -> None:
+    def own(data: Any) -> float:
+        return 1 / (3 + int(bool((data.n_id == 0).any())))
+
+    for error in outcomes(f"{parts}/one", lambda data: weighted(data, own)):
+        assert isinstance(error, RuntimeError)
+        assert re.search(r"differentiate different losses: .* on rank 0, .* on rank 1.*data\.total_nodes", str(error))
+    passes(f"{parts}/one", lambda data: weighted(data, lambda data: 1 / data.total_nodes))
+    passes(f"{parts}/one", lambda data: weighted(data, own, local=True))
+
+
 # What rows become, by what is done with them.
 KINDS: dict[str, tuple[Callable[[Any], Tensor], Kind | None]] = {
     "transposed": (lambda d: d.x.t(), Kind(ROWS, 1)),
@@ -350,6 +410,7 @@ def assigned(data: Any) -> Tensor:
     return out
 
 
+@pytest.mark.filterwarnings("ignore:.*chooses rows by where they stand")
 def test_kinds(parts: str) -> None:
     def work(data: Any) -> dict[str, Kind | None]:
         watch = current()

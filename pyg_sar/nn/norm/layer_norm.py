@@ -36,6 +36,12 @@ class LayerNorm(NormalisesPerGraph, torch_geometric.nn.LayerNorm):
         rest = mean - mean.mean(-1, keepdim=True)
         var = (m2 / count + rest.square()).mean(-1, keepdim=True)
         # As in PyG, which takes its constant inside the root for batches alone.
-        std = var.sqrt() + self.eps if mean.dim() == 1 else (var + self.eps).sqrt()
+        std = root(var) + self.eps if mean.dim() == 1 else (var + self.eps).sqrt()
         scale = torch.ones_like(mean) / std if weight is None else weight / std
         return scale, rest * scale if bias is None else rest * scale + bias
+
+
+def root(var: Tensor) -> Tensor:
+    """Return the root, whose gradient is 0 where all rows are equal, as that of torch's standard deviation."""
+    none = var == 0
+    return var.masked_fill(none, 1).sqrt().masked_fill(none, 0)

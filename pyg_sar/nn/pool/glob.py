@@ -83,5 +83,6 @@ def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
     best = global_max(best, group)
     hit = (x == per_graph.of_rows(best)).to(per_graph.count.dtype)
     ties = all_reduce(hit.new_zeros(best.shape).index_add(0, per_graph.batch, hit), group)
-    share = per_graph.sum(hit / per_graph.of_rows(ties.clamp(min=1)) * zeros_of(x)).to(x.dtype)
+    shared = ties if batch is None else ties + (best == 0)  # by the zero that PyG begins with, too
+    share = per_graph.sum(hit / per_graph.of_rows(shared.clamp(min=1)) * zeros_of(x)).to(x.dtype)
     return best.masked_fill((best == -torch.inf) & (ties == 0), 0) + share

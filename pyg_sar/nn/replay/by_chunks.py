@@ -13,7 +13,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
-from pyg_sar.nn.replay.isolate import State
+from pyg_sar.nn.replay.isolate import Lost, State
 from pyg_sar.offload.chunks import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, AtHome, Chunk, Program, run
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.structure import tensors
@@ -64,7 +64,11 @@ class Propagation(Program):
     def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
         """Run the layer's code on the chunk, as the layer was; every chunk, and backward, drops by the same seeds."""
         with self.state.restored(), self.seeds.replay(self.drawn):
-            return self.on_chunk(it, values)
+            out = self.on_chunk(it, values)
+            lost = {name: value for name, value in self.call.layer.__dict__.items() if isinstance(value, Lost)}
+        if not torch.is_grad_enabled():  # in the forward pass, after which the layer may look for it
+            self.call.layer.__dict__.update(lost)
+        return out
 
     def on_chunk(self, it: Chunk, values: Sequence[Any]) -> Tensor:
         """Run the layer's own code on the chunk as the layer is."""

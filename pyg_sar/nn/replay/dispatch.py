@@ -36,7 +36,8 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
     if rows is not None:
         if call.backwards or call.updates or edge_index.kind != EDGES:
             name = type(call.layer).__name__
-            fail(edge_index._graph, f"'{name}' cannot run on rows in host memory against the direction of edges")
+            how = "with updates of edges before its messages" if call.updates else "against the direction of edges"
+            fail(edge_index._graph, f"'{name}' cannot run on rows in host memory {how}", "Leave the model in memory")
         return by_chunks(call, graph, rows)
     if runs_as_it_is(call.layer):
         return None
@@ -86,7 +87,9 @@ def along_edges(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, s
     if not edge_index.streams and (strategy.ordered or strategy.name == "padded"):
         fail(edge_index._graph, f"'{name}' needs all edges in their order, but some were added or left out since they "
              f"were loaded: do so before 'partition'")  # fmt: skip
-    # What is dropped depends on ids of edges, which PyG's code does not know.
-    if is_one_piece(graph) and edge_index.kind == EDGES and not call.backwards and not strategy.program.drops:
+    # What is dropped depends on ids of edges, which PyG's code does not know; and its quantiles, which run in chunks,
+    # fail if the first node has no in-edges.
+    as_it_is = edge_index.kind == EDGES and not call.backwards and not strategy.program.drops
+    if as_it_is and is_one_piece(graph) and strategy.name != "chunks":
         return call.run(graph.derived("coo", graph.coo), size, call.kwargs)
     return strategy.run(call, graph)

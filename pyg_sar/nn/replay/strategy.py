@@ -66,7 +66,7 @@ class Strategy:
             runner = Runner(call, inputs, graph, self.program, seed, drops)
             out = in_one_pass(runner) if self.name == "softmax" else in_passes(runner)
         else:
-            padding = max(largest_degree(graph), FEWEST) if self.name == "padded" else FEWEST
+            padding = max(largest_degree(graph), 1) if self.name == "padded" else FEWEST
             runner = Runner(call, inputs, graph.merge().replace(remat=graph.remat), self.program, seed, drops)
             out = in_chunks(runner, padding, cells)
         runner.release()

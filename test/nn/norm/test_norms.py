@@ -71,6 +71,21 @@ def check(group, name, args, method, examples):
     close(found, cut(group, expected, sizes), "output in evaluation")
 
 
+def equal_rows(group):
+    """As behind a ReLU that lets nothing pass."""
+    for x in (torch.zeros(6, F, dtype=torch.float64), torch.ones(6, F, dtype=torch.float64)):
+        reference, ours = (library.LayerNorm(F, mode="graph").double() for library in (torch_geometric.nn, pyg_sar.nn))
+        ours.group = group
+        grad = torch.arange(6.0 * F, dtype=torch.float64).view(6, F)
+        expected, found = step(reference, x, grad, None), step(ours, *(cut(group, t, [3, 3]) for t in (x, grad)), None)
+        for one, other in zip(expected[:2], found[:2], strict=True):
+            close(other, cut(group, one, [3, 3]), "output or gradient")
+
+
+def test_rows_that_are_all_equal(pool):
+    pool.run(2, equal_rows)
+
+
 @pytest.mark.parametrize("examples", [0, 3])
 @pytest.mark.parametrize("method", SIZES)
 @pytest.mark.parametrize(("name", "args"), CASES)
