@@ -353,6 +353,17 @@ def weighted(data: Any, weight: Callable[[Any], float], local: bool = False) -> 
     pyg_sar.sum_gradients(model)
 
 
+def test_splits_of_a_whole_graph_pass(parts: str) -> None:
+    """Which one worker makes and partitions, after all were started."""
+
+    def work(data: Any) -> None:
+        whole = Data(x=torch.randn(N, 8), y=torch.randint(C, (N,)), edge_index=torch.randint(N, (2, 200)))
+        assert T.RandomNodeSplit(num_val=3, num_test=3)(whole).train_mask.sum() == N - 6
+        assert len(T.RandomLinkSplit()(whole)) == 3
+
+    passes(f"{parts}/one", work)
+
+
 def test_losses_that_differ_are_refused(parts: str) -> None:
     def own(data: Any) -> float:
         return 1 / (3 + int(bool((data.n_id == 0).any())))

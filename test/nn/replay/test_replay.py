@@ -277,6 +277,25 @@ def test_workers_agree(pool):
     ]
 
 
+@pytest.mark.parametrize("aggr", ["LSTMAggregation", "GRUAggregation"])
+def test_no_destination_has_more_than_one_edge(aggr):
+    """PyG then pads to one edge, and a state that walked on over padding would be another one."""
+    torch.manual_seed(0)
+    layer, x = gnn.SimpleConv(getattr(gnn.aggr, aggr)(2, 3)), torch.randn(5, 2)
+    edge_index = torch.stack([torch.arange(4), torch.arange(1, 5)])
+    close(convert(copy.deepcopy(layer))(x, pyg_sar.shard(edge_index, 5, 2)), layer(x, edge_index), "output", 1e-6)
+
+
+def test_medians_where_the_first_node_has_no_edges():
+    """PyG's own fail on such a graph, in what order rows of a part may be."""
+    x, edge_index = torch.arange(8.0).view(4, 2), torch.tensor([[1, 2, 0, 3], [0, 0, 3, 3]])
+    order = torch.tensor([1, 0, 2, 3])  # who stands at each place, and where each stands
+    layer = convert(gnn.SAGEConv(2, 3, aggr="median"))
+    for parts in (1, 2):
+        found = layer(x[order], pyg_sar.shard(order[edge_index], 4, parts))
+        close(found[order], layer(x, edge_index), "output", 1e-6)
+
+
 def test_copies_and_pickles():
     torch.manual_seed(0)
     layer = convert(EdgeNetwork())
