@@ -24,7 +24,7 @@ from pyg_sar import running
 from pyg_sar.caller import callers, running_modules
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.halo import fetch_halo, sum_halo
-from pyg_sar.refusals import called, fail, refuse_table, wrong_rows
+from pyg_sar.refusals import called, fail, for_layer, refuse_table, wrong_rows
 from pyg_sar.structure import tensors
 from pyg_sar.whole_graph import audit
 
@@ -34,6 +34,7 @@ EDGES, FLIPPED, SOURCES = "edge_index", "flipped edge_index", "row of sources"
 PLAIN = torch._C.DisableTorchFunctionSubclass
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 FINDS_LOOPS = ("contains_self_loops", "has_self_loops")  # of PyG, which asks whether there are any
+IN_ONE = "Do this in one process, with an ordinary 'edge_index', such as that of the neighborhood of some nodes"
 NUMBERING = "its numbers mean something on this worker alone"
 
 
@@ -127,9 +128,16 @@ def refuse(func: Callable, args: Any, kwargs: Any, why: str = NUMBERING) -> NoRe
 
 def refuse_whole_graph(it: EdgeNumbers, known: Iterable[torch.nn.Module] = ()) -> None:
     """Raise if a module that is running, or one within these that is not ``known``, would be silently local."""
-    modules = list(running_modules())
-    if why := audit(modules, it._graph, known):
-        fail(it._graph, why)
+    modules, graph = list(running_modules()), it._graph
+    why, name = audit(modules, graph, known)
+    if why:
+        fail(graph, why, for_layer(name))
+    if not graph.exchange.alone:
+        if torch.jit.is_tracing():
+            fail(graph, "A sharded graph cannot be traced ('torch.jit.trace', 'add_graph' of TensorBoard)", IN_ONE)
+        if explained := next((layer for layer, _ in modules if getattr(layer, "_explain", None)), None):
+            what = f"'{type(explained).__name__}' cannot be explained on a share of the graph"
+            fail(graph, f"{what}: a mask of edges is another parameter on each worker", IN_ONE)
     running.enter([module for module, _ in modules])
 
 

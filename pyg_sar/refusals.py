@@ -3,6 +3,7 @@ r"""Errors for what cannot be computed on a share of the graph: what it was, and
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
@@ -15,7 +16,7 @@ from pyg_sar.graph import ShardedGraph
 
 # What to do instead of what a user called: by its name, or by the package of PyG that it is from.
 ADVICE = {
-    "Use the layer of this name in 'pyg_sar.nn' if there is one, or 'pyg_sar.nn.convert'": "nn",
+    "Use the layer of this name in 'pyg_sar.nn', or 'pyg_sar.nn.convert'": "nn",
     "Do this to the whole graph, before 'partition'": "data datasets transforms utils",
     "Ask this of the whole graph, before 'partition'": "contains_isolated_nodes contains_self_loops "
     "has_isolated_nodes has_self_loops is_coalesced is_sorted is_sorted_by_time is_undirected validate",
@@ -34,6 +35,9 @@ ADVICE = {
     "T __getitem__ flatten index_select reshape select t transpose view",
 }  # fmt: skip
 INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
+NO_SUCH = (
+    "Nothing in 'pyg_sar.nn' takes its place: do what it does before 'partition', leave it out, or use one process"
+)
 ELSE = "Do this before 'partition', or use what 'pyg_sar.nn' has for it; global ids are in 'data.n_id' and 'data.e_id'"
 # Functions of PyG that need nothing but the number of nodes.
 COUNTED = ("add_remaining_self_loops", "add_self_loops", "degree", "get_laplacian", "scatter", "softmax")
@@ -44,6 +48,11 @@ SPOKEN = {"__eq__": "==", "__getitem__": "indexing", "__ne__": "!=", "__reduce_e
 def fail(graph: ShardedGraph, what: str, advice: str = INSTEAD["nn"]) -> NoReturn:
     """Raise an error that names the way out."""
     raise NotImplementedError(f"[rank {rank_of(graph)}] {what}. {advice}.")
+
+
+def for_layer(name: str) -> str:
+    """Return what to do instead of a class of PyG, or a function, by its name."""
+    return INSTEAD["nn"] if hasattr(sys.modules.get("pyg_sar.nn"), name) else NO_SUCH
 
 
 def refuse_table(graph: ShardedGraph, *rows: object) -> None:
@@ -84,8 +93,10 @@ def called(func: Callable) -> tuple[str, str]:
     what, method, package = spoken(outer), outer.f_code.co_name, outer.f_globals["__name__"].split(".")[1]
     if name in ("max", "min") and method in COUNTED:
         return f"'{what}'", INSTEAD[name]
-    known = (word for word in (what.partition(".")[0], method, package) if word in INSTEAD)
-    return f"'{what}'", INSTEAD.get(next(known, ""), ELSE)
+    name = what.partition(".")[0]
+    found = next((word for word in (name, method, package) if word in INSTEAD), "")
+    # What is not a method of a class of PyG is called as a layer, of which any may be converted.
+    return f"'{what}'", for_layer(name) if found == "nn" and what != name else INSTEAD.get(found, ELSE)
 
 
 def find_user() -> tuple[FrameType, FrameType | None]:

@@ -85,8 +85,8 @@ def audit(
     running: Sequence[tuple[torch.nn.Module, dict[str, Any]]],
     graph: ShardedGraph,
     known: Iterable[torch.nn.Module] = (),
-) -> str:
-    r"""Return which module cannot run on a share of the graph, and why; nothing if all can.
+) -> tuple[str, str]:
+    r"""Return which module cannot run on a share of the graph, and why, and the name of its class; nothing if all can.
 
     What a module contains is audited once in each of its calls, however many layers ask for the graph meanwhile: the
     time that a model takes is proportional to its size.
@@ -105,10 +105,10 @@ def audit(
         for module in chain([layer], contents):
             if why := reason(module, variables if module is layer else {}, graph):
                 names = f"'{type(module).__name__}' in '{type(layer).__name__}'"
-                return f"{names} cannot run on a share of the graph, because it {why}"
+                return f"{names} cannot run on a share of the graph, because it {why}", type(module).__name__
         audited.add(graph)
         looked.add(layer)
-    return ""
+    return "", ""
 
 
 def call_of(layer: torch.nn.Module, variables: dict[str, Any]) -> MethodType | None:

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+import warnings
 from unittest import mock
 
 import numpy as np
@@ -18,10 +19,12 @@ from support.nasty_graph import NUM_NODES, assignment, edges, share
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
+from torch_geometric.explain.algorithm.utils import set_masks
 
 import pyg_sar.nn
 from pyg_sar import ShardedEdgeIndex, record_traffic, shard
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.nn import convert
 from pyg_sar.operations import EDGES, FLIPPED, SOURCES
 
 N = NUM_NODES
@@ -479,6 +482,19 @@ def refuse_with_rank(group):
         cut(group).edge_index.merge()[0].sort()
 
 
+def refuse_traces_and_explanations(group):
+    mine = cut(group)
+    for layer in (gnn.GCNConv(4, 4), pyg_sar.nn.GCNConv(4, 4), convert(gnn.FAConv(4))):
+        given = (torch.randn(len(mine.src), 4), torch.randn(len(mine.src), 4), mine.edge_index)
+        given = given[1:] if isinstance(layer, gnn.GCNConv) else given
+        with warnings.catch_warnings(), pytest.raises(NotImplementedError, match=r"cannot be traced.* in one process"):
+            warnings.simplefilter("ignore")  # torch's own opinion of it
+            torch.jit.trace(layer, given)
+        set_masks(layer, torch.nn.Parameter(torch.ones(mine.edge_index.size(1))), mine.edge_index)
+        with pytest.raises(NotImplementedError, match=r"'.*Conv' cannot be explained on a share"):
+            layer(*given)
+
+
 def exchange_anything(group):
     """Numbers of any type travel, sums are added to what is there, and own rows are written."""
     mine, plain = cut(group), edges()
@@ -593,7 +609,16 @@ def attention_weights(group):
 
 
 @pytest.mark.parametrize(
-    "fn", [refuse_with_rank, exchange_anything, train_in_many_ways, count_bytes, batch_norm_between, attention_weights]
+    "fn",
+    [
+        refuse_with_rank,
+        refuse_traces_and_explanations,
+        exchange_anything,
+        train_in_many_ways,
+        count_bytes,
+        batch_norm_between,
+        attention_weights,
+    ],
 )
 def test_on_workers(pool, fn):
     for size in (2, 3):

@@ -77,7 +77,8 @@ def fate(name: str) -> str:
     if name in NOT_RUNNABLE:
         return f"not runnable: {NOT_RUNNABLE[name][0]}"
     if CASES[case_of(name)].says:
-        said = re.sub(r"^\[rank \d+\] (.*)\. Use the layer of this name.*$", r"\1", refusal(case_of(name)), flags=re.S)
+        advice = r"\. (Use the layer of this name|Nothing in 'pyg_sar\.nn')"
+        said = re.sub(rf"^\[rank \d+\] (.*){advice}.*$", r"\1", refusal(case_of(name)), flags=re.S)
         return "refused: " + re.sub(r"^'\w+' in '\w+' cannot run on a share of the graph, because it ", "", said)
     known = [WHOLE_GRAPH[cls.__name__] for cls in getattr(gnn, name).__mro__ if cls.__name__ in WHOLE_GRAPH]
     return f"exact; refused where it {known[0]}" if known else "exact"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from pyg_sar import debugging
 from pyg_sar.affine import merge_moments
@@ -213,9 +214,15 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
 
     Raises:
         RuntimeError: On every worker, if the names, shapes or types of parameters differ between workers.
+        ValueError: If parameters of lazy layers have no shape yet.
     """
     if not grouped(group):
         return
+    if lazy := [name for name, t in [*module.named_parameters(), *module.named_buffers()] if is_lazy(t)]:
+        raise ValueError(
+            f"[rank {workers.rank_of(group)}] '{lazy[0]}' is a parameter of a lazy layer, which has no shape yet. Run "
+            f"the model once before: 'with torch.no_grad(): model(data.x, data.edge_index)'."
+        )
     named = {name: t for name, t in [*module.named_parameters(), *module.named_buffers()] if not is_local(t)}
     agree("their parameters and buffers", describe(named), group)
     for tensor in named.values():

@@ -247,6 +247,15 @@ def wrapped(group, mode):
             close(grads["ddp"][key], value, f"{name} {key}, averaged")
 
 
+def without_shapes(group):
+    with pytest.raises(ValueError, match=rf"rank {dist.get_rank(group)}.*'lin_l.weight' .*Run the model once before"):
+        broadcast_parameters(SAGEConv(-1, 4), group)
+
+
+def test_lazy_layers_that_never_ran_are_refused(pool):
+    pool.run(2, without_shapes)
+
+
 @pytest.mark.parametrize(("workers", "mode"), some([2, 4], [1, 2, 3], every=2))
 def test_distributed_data_parallel(pool, workers, mode):
     pool.run(workers, wrapped, mode)

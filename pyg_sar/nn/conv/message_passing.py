@@ -19,7 +19,7 @@ from pyg_sar.nn.conv.one_block import has_kernels, one_block, sizes
 from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.dispatch import replay
 from pyg_sar.operations import sharded
-from pyg_sar.refusals import fail, refuse_table, wrong_rows
+from pyg_sar.refusals import fail, for_layer, refuse_table, wrong_rows
 from pyg_sar.watch import ROWS, gives
 from pyg_sar.whole_graph import reason
 
@@ -155,8 +155,9 @@ def refuse_aggregation(layer: Any, edge_index: ShardedEdgeIndex) -> None:
     """Raise for an aggregation that PyG's own code would run on this worker's edges in their order, or not at all."""
     for module in () if layer.aggr_module is None else layer.aggr_module.modules():
         if why := reason(module, {}, edge_index._graph):
-            name = f"'{type(module).__name__}' in '{type(layer).__name__}'"
-            fail(edge_index._graph, f"{name} cannot run on a share of the graph, because it {why}")
+            name = type(module).__name__
+            what = f"'{name}' in '{type(layer).__name__}' cannot run on a share of the graph, because it {why}"
+            fail(edge_index._graph, what, for_layer(name))
 
 
 @gives(ROWS)
