@@ -12,6 +12,7 @@ from pyg_sar.block import ordinary_mode
 from pyg_sar.distributed.collectives import gather_objects
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Origin, ShardedGraph
+from pyg_sar.watch import ordered
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,7 @@ def message_flow_graphs(edge_index: ShardedEdgeIndex, mask: Tensor, num_layers: 
         layer, rows, positions = layer_into(graph, rows)
         layers.append(ShardedEdgeIndex(layer))
         edges.append(positions)
+    ordered()
     return MessageFlowGraphs(layers[::-1], rows, edges[::-1])
 
 

@@ -66,6 +66,12 @@ def rows(tensor: Tensor, dim: int = 0) -> Tensor:
     return tensor
 
 
+def ordered() -> None:
+    """Report that rows stand in an order that scripts count on: those of message-flow graphs, destinations first."""
+    if (watch := current()) is not None:
+        watch.ordered = True
+
+
 def same(tensor: Tensor) -> bool:
     """Whether a tensor is known to be the same on all workers, within the first steps."""
     kind = None if torch.compiler.is_compiling() or (watch := current()) is None else watch.kind(tensor)

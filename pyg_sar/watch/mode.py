@@ -55,7 +55,8 @@ class Watch(TorchFunctionMode):
         self.clipped: WeakIdKeyDictionary | None = None  # what was clipped since a backward pass, and where
         self.loss: Tensor | None = None  # what was differentiated since the last step, if all of it were losses
         self.steps = self.calls = self.local = self.aside = 0
-        self.over, self.warned = False, set()
+        self.over = self.ordered = False
+        self.warned: set[str] = set()
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let a function run, and look at what it was given and what it returned."""
@@ -116,7 +117,7 @@ class Watch(TorchFunctionMode):
         name, rows, whole = call.name, ROWS in call.whats, call.kinds[:1] and call.kinds[0][1] == Kind(SAME)
         if name in NUMBERS and SHARE in call.whats:
             self.warn(call, NUMBER)
-        elif rows and by_position(call):
+        elif rows and not self.ordered and by_position(call):
             self.warn(call, POSITION)
         elif name == "backward" and whole:
             self.refuse(Local(f"differentiates what {COUNTED}", REPLICATED))

@@ -43,7 +43,7 @@ DIMENSIONS: dict[tuple[int, int | None], str] = {
     "argmax argmin median nanmedian prod logsumexp cumsum cumprod cummax cummin logcumsumexp unique unique_consecutive",
     (1, -1): "mode sort argsort msort softmax log_softmax softmin",
     (2, None): "norm vector_norm linalg_vector_norm linalg_norm quantile nanquantile",
-    (2, -1): "kthvalue topk diff",
+    (2, -1): "kthvalue topk diff fft_fft fft_ifft fft_rfft fft_irfft",
     (2, 1): "normalize cosine_similarity",
     (4, -1): "gumbel_softmax",
 }
@@ -55,6 +55,8 @@ LAYER_NORMS = names("layer_norm rms_norm")
 ADDS = names("add sub cat stack hstack vstack where lerp addcmul addcdiv")
 DIVIDES = {"div": 1, "rdiv": 0, "reciprocal": 0}  # where the divisor stands
 ARITHMETIC = {*ADDS, *DIVIDES, *names("mul pow rpow maximum minimum")}
+RECURRENT = names("gru lstm rnn_tanh rnn_relu")
+WHOLE = names("histc histogram dist")
 MIXES = {*ARITHMETIC, *names("getitem index_select gather")}
 FACTORS = {(0, 1): "matmul mm bmm mv dot vdot inner linear outer", (1, 0): "rmatmul", (1, 2): "addmm addmv baddbmm"}
 PRODUCTS = {name: places for places, text in FACTORS.items() for name in text.split()}
@@ -269,8 +271,12 @@ def by_position(call: Call) -> bool:
     """Whether rows are chosen by where they stand, or by what is the same on all workers."""
     t = call.arg(0, "input")
     row = call.rows(t)
-    if row is None or call.name not in ("getitem", "setitem", "index_select"):
+    if row is None or call.name not in ("getitem", "setitem", "index_select", "flip", "roll"):
         return False
+    if call.name in ("flip", "roll"):
+        dims = call.arg(2, "dims") if call.name == "roll" else call.kwargs.get("dims", call.args[1:])
+        dims = [dims] if isinstance(dims, int) else dims or range(t.dim())
+        return row in {d % t.dim() for it in dims for d in (it if isinstance(it, (tuple, list)) else [it])}
     if call.name == "index_select":
         return row == call.arg(1, "dim") % t.dim() and call.kind(call.arg(2, "index")) == Kind(SAME)
     begin = 0
@@ -373,6 +379,20 @@ def summed(call: Call, out: Tensor) -> Kind | None:
     return Kind(ROWS, right.index(free[0])) if free else Kind(SHARE, size=max(letters.values()))
 
 
+def recurrent(call: Call, out: Tensor) -> Kind | None:
+    """Networks over sequences: rows may be a batch of these, but no sequence."""
+    t, kind = call.first()
+    packed = isinstance(call.args[1], Tensor) and not call.args[1].is_floating_point()
+    if not packed and t is call.args[0] and kind.dim == int(bool(call.args[-1])):  # "batch_first"
+        raise Local(f"takes '{call.name}' {OVER}", BEFORE)
+    return aligned(call, out)
+
+
+def whole(call: Call, out: Tensor) -> Kind | None:
+    """What sees all numbers at once."""
+    raise Local(f"takes '{call.name}' {OVER}", BEFORE)
+
+
 def attended(call: Call, out: Tensor) -> Kind | None:
     """Attention among rows, or distances between them."""
     t, kind = call.first()
@@ -388,7 +408,8 @@ RULES: dict[Callable[[Call, Tensor], Kind | None], Iterable[str]] = {
     scattered: names("scatter_add index_add scatter scatter_reduce index_reduce index_copy index_fill"),
     counted: names("one_hot bincount"), multiplied: PRODUCTS, summed: names("einsum"),
     attended: names("scaled_dot_product_attention multi_head_attention_forward cdist"),
-    normalised: {*NORMS, *LAYER_NORMS}, matrix: names("svd qr pinverse matrix_exp cov corrcoef pdist"),
+    recurrent: RECURRENT, whole: WHOLE, normalised: {*NORMS, *LAYER_NORMS},
+    matrix: names("svd qr pinverse matrix_exp cov corrcoef pdist"),
 }  # fmt: skip
 RULE = {name: rule for rule, found in RULES.items() for name in found}
 

@@ -194,6 +194,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "one_hot": (lambda d: F.one_hot(d.y), r"width of 'one_hot'.*data\.num_classes"),
     "LabelPropagation": (lambda d: gnn.LabelPropagation(2, 0.9)(d.y, d.edge_index), "'LabelPropagation'.*num_classes"),
     "class weights": (lambda d: 1 / torch.bincount(d.y, minlength=C), "of a sum"),
+    "a sequence of nodes": (lambda d: torch.nn.GRU(8, 4)(d.x), "takes 'gru'"),
+    "a sequence, batch first": (lambda d: torch.nn.LSTM(8, 4, batch_first=True)(d.x[None]), "takes 'lstm'"),
+    "a histogram": (lambda d: torch.histc(d.x[:, 0], 5), "takes 'histc'"),
+    "a Fourier transform": (lambda d: torch.fft.fft(d.x, dim=0), "takes 'fft_fft'"),
     "SVD": (lambda d: T.SVDFeatureReduction(3)(d), r"'SVDFeatureReduction'.*before 'pyg_sar\.partition'"),
     "TargetIndegree": (lambda d: T.TargetIndegree()(d), "'TargetIndegree' takes 'max'.*before"),
     "RandomNodeSplit": (lambda d: T.RandomNodeSplit(num_val=3, num_test=3)(d), "'RandomNodeSplit' draws.*before"),
@@ -313,14 +317,16 @@ def marked(data: Any) -> None:
     marked, lambda d: d.x[:10], lambda d: d.x[-3:, 2], lambda d: d.x[3], lambda d: d.x[[0, 1]],
     lambda d: d.x[torch.arange(5)], lambda d: d.x[torch.randperm(d.num_nodes)],
     lambda d: d.x.index_select(0, torch.arange(5)), lambda d: d.x[torch.rand(d.num_nodes) < 0.5],
-    lambda d: d.x.t()[:, 4:8], lambda d: d.edge_attr[::2],
+    lambda d: d.x.t()[:, 4:8], lambda d: d.edge_attr[::2], lambda d: d.x.flip(0), lambda d: d.x.roll(1, 0),
 ])  # fmt: skip
 def test_rows_chosen_by_position_warn_once(parts: str, work: Callable[[Any], Any]) -> None:
     def twice(data: Any) -> None:
         work(data)
         work(data)
 
-    with pytest.warns(UserWarning, match=r"'(getitem|setitem|index_select)' chooses rows by where they stand") as said:
+    with pytest.warns(
+        UserWarning, match=r"'(getitem|setitem|index_select|flip|roll)' chooses rows by where they stand"
+    ) as said:
         passes(f"{parts}/one", twice)
     assert [warning.filename for warning in said] == [__file__] * 2  # one for each worker
 
@@ -331,11 +337,21 @@ def test_rows_chosen_by_rows_do_not_warn(parts: str) -> None:
         for key in (slice(None), (..., slice(3)), (slice(None), [0, 1]), mask, index, data.n_id < 9):
             x[key]
         torch.zeros(data.num_nodes)[:5] = 1.0
+        x.flip(1), x.roll(1, -1), x.flip([1])
         x.index_select(0, index), x.index_select(1, torch.arange(2)), x[torch.isin(data.n_id, torch.arange(9))]
         with pyg_sar.allow_local():
             x[:5]
         for part in x.split(8):
             part.relu()
+
+    passes(f"{parts}/one", work)
+
+
+def test_rows_of_message_flow_graphs_stand_in_an_order(parts: str) -> None:
+    def work(data: Any) -> None:
+        flow = pyg_sar.message_flow_graphs(data.edge_index, data.train_mask, 1)
+        x, edge_index = data.x[flow.node_rows], flow.edge_indices[0]
+        pyg_sar.nn.SAGEConv(8, C)((x, x[: edge_index.graph.num_dst]), edge_index)
 
     passes(f"{parts}/one", work)
 
@@ -387,6 +403,8 @@ KINDS: dict[str, tuple[Callable[[Any], Tensor], Kind | None]] = {
     "own destinations": (lambda d: d.edge_index[1][d.edge_type == 0], Kind(ENDS)),
     "read by sources": (lambda d: d.x[d.edge_index[0]], Kind(ROWS)),
     "read by destinations": (lambda d: d.x.index_select(0, d.edge_index[1]), Kind(ROWS)),
+    "sequences of layers": (lambda d: torch.nn.LSTM(8, 4, batch_first=True)(torch.stack([d.x, d.x], 1))[0], Kind(ROWS)),
+    "a cell": (lambda d: torch.nn.GRUCell(8, 8)(d.x, d.x), Kind(ROWS)),
     "a table": (lambda d: F.embedding(d.y, LINEAR.weight), Kind(ROWS)),
     "sums of rows": (lambda d: d.x.sum(-1), Kind(ROWS)),
     "stacked": (lambda d: torch.stack([d.x, d.x]).mean(0), Kind(ROWS)),
