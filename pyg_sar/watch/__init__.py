@@ -3,9 +3,10 @@ r"""The watch over the first training step: what the package tells it. This file
 Layers see the rows of all workers. What a script computes beside them (a mean over nodes, a pooling function, a
 normalisation that was not converted, a term of the loss without nodes) sees those of one worker, and would silently
 give another number than the whole graph does. The watch is a mode of torch that follows the rows of loaded data from
-function to function, and raises where they are mixed, or where gradients are clipped before they are summed. It begins
-with :func:`pyg_sar.process_group` or :func:`pyg_sar.init` and ends with the second call of
-:func:`pyg_sar.sum_gradients`: from then on it costs nothing.
+function to function, and raises where they are mixed, or where gradients are clipped before they are summed; it warns
+where rows are chosen by position, and knows the losses that :func:`pyg_sar.sum_gradients` compares. It begins with
+:func:`pyg_sar.process_group` or :func:`pyg_sar.init` and ends with the second call of ``sum_gradients``: from then on
+it costs nothing.
 
 * ``__init__``: functions of the package report by :func:`gives` and :func:`rows` what they return.
 * ``kinds``: what the numbers of a tensor stand for, and calls of functions of torch.

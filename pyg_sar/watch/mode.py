@@ -53,7 +53,7 @@ class Watch(TorchFunctionMode):
         self.kinds = WeakIdKeyDictionary()
         self.values = WeakIdKeyDictionary()  # of shares: those that others add to in place are shares no more
         self.clipped: WeakIdKeyDictionary | None = None  # what was clipped since a backward pass, and where
-        self.loss: Tensor | None = None  # what was differentiated since the last step, if all of it were losses
+        self.loss: Tensor | None = None  # the sum of losses that were differentiated since the last step
         self.steps = self.calls = self.local = self.aside = 0
         self.over = self.ordered = False
         self.warned: set[str] = set()
