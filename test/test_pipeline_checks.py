@@ -117,6 +117,7 @@ class Shorter(torch.nn.Module):
         return x[:-1]
 
 
+@pytest.mark.filterwarnings("ignore:.*chooses rows by where they stand")
 def test_steps_that_are_wrong():
     data = inputs()
     with pytest.raises(ValueError, match=r"'loss_fn' to return a single number as a tensor \(got \[\d+\]\)"):
