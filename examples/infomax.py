@@ -42,7 +42,6 @@ class Encoder(torch.nn.Module):
         return x
 
 
-@pyg_sar.allow_local()  # +
 def corruption(x, edge_index):
     return x[torch.randperm(x.size(0), device=x.device)], edge_index
 

@@ -56,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     add = tell.add_argument
     about = "a folder made by 'pyg-sar partition', several with --stages, or the counts of a graph:"
     add("folders", nargs="*", metavar="folder", help=about)
-    add("--nodes", type=float, help="number of nodes")
-    add("--edges", type=float, help="number of edges")
+    add("--nodes", type=number, help="number of nodes")
+    add("--edges", type=number, help="number of edges")
     add(
         "--workers", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of workers (default: 1 2 4 8 16)"
     )
@@ -87,6 +87,13 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more (got {text})")
     return int(text)
+
+
+def number(text: str) -> int:
+    """Return a number of 1 or more, which may be written as 1e9."""
+    if not float(text) >= 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more (got {text})")
+    return int(float(text))
 
 
 def _partition(args: argparse.Namespace) -> None:
@@ -251,7 +258,7 @@ def _stages(args: argparse.Namespace) -> None:
             each = [from_partition(folder) for folder in args.folders]
         else:
             counts = [n // stages for n in args.workers if n % stages == 0]
-            each = [[from_counts(int(args.nodes), int(args.edges), n, args.boundary)] * n for n in counts]
+            each = [[from_counts(args.nodes, args.edges, n, args.boundary)] * n for n in counts]
         for shares in each:
             need = plan_pipeline(lambda: _blocks(args), shares, args.features, stages, chunks=args.chunks)
             sizes = (*max(need.each, key=sum), need.total, need.between, need.within, need.parameters)

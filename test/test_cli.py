@@ -154,7 +154,7 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
         ["partition", "KarateClub", "--num-parts", "two"],
         *(
             ["plan", "--nodes", "9", "--edges", "9", f"--{name}", "0"]
-            for name in ("workers", "stages", "heads", "layers")
+            for name in ("workers", "stages", "heads", "layers", "nodes", "edges")
         ),
     ],
 )

@@ -81,7 +81,9 @@ class Problem:
 
     def gather(self, workers: Workers, data: Callable[[], Any]) -> Team:
         """Run on each of the workers."""
-        runs = workers.run(lambda rank: self.run(data()))
+        # Not by the workers: PyG's Sequential imports the script when it is copied, which this thread may be doing.
+        models = [self.copied() for _ in range(workers.size)]
+        runs = workers.run(lambda rank: self.run(models[rank], data()))
         for run in runs:
             if isinstance(run, BaseException):  # of what is ours
                 raise run
@@ -90,9 +92,9 @@ class Problem:
             self.tolerance = max(self.tolerance, *(TOLERANCE.get(d, 0.05) for d in dtypes), 0)
         return Team(runs, workers.broken)
 
-    def run(self, data: Any) -> Run:
+    def run(self, model: torch.nn.Module, data: Any) -> Run:
         """Run on a worker."""
-        model, ids = self.copied(), ids_of(data)
+        ids = ids_of(data)
         totals = ids_of(self.sample.one())
         self.fill_tables(model, ids, totals)
         for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):

@@ -33,6 +33,10 @@ KEEPS = "keeps the ids of the whole graph ('n_id' tells those of a part)"
 ROWS = {"x", "y", "pos", "batch", "label", "labels"}  # names of what every node has
 
 
+# Of unsigned integers torch chooses no rows, but of their bits taken for others.
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 @dataclass(frozen=True, eq=False)
 class Attribute:
     """An attribute of the whole graph."""
@@ -53,7 +57,8 @@ class Attribute:
             return self.value
         rows = part[self.rows]
         if self.ids is None:
-            return self.value.index_select(self.dim, rows.n_id)
+            dtype = self.value.dtype
+            return self.value.view(SIGNED.get(dtype, dtype)).index_select(self.dim, rows.n_id).view(dtype)
         row = rows.rows(self.ids)
         return row[row >= 0] if self.value is self.ids else self.value[row >= 0]
 

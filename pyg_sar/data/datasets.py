@@ -266,7 +266,10 @@ def _read_npz(path: Path) -> Data:
 
 
 def _read_text(path: Path) -> Data:
-    source, destination = np.loadtxt(path, np.int64, delimiter="," if path.suffix == ".csv" else None, ndmin=2).T
+    delimiter = "," if path.suffix == ".csv" else None
+    if path.stat().st_size == 0:
+        raise ValueError("it is empty.")
+    source, destination = np.loadtxt(path, np.int64, delimiter=delimiter, ndmin=2, encoding="utf-8-sig").T
     return _edges(np.stack([source, destination]))
 
 

@@ -69,21 +69,21 @@ def agree(what: str, mine: Sequence[Any], group: Group = None) -> None:
 
 
 def compare(
-    named: dict[str, Tensor], optimizer: torch.optim.Optimizer | None, loss: float | None, group: Group
+    named: dict[str, Tensor], optimizer: torch.optim.Optimizer | None, losses: tuple[int, float], group: Group
 ) -> list[float]:
     """Raise on every worker unless all of them sum the gradients of the same parameters, once, and have the same values
-    of them, of the loss, where it is known, and of the optimizer's numbers; return the sums of the parameters' values.
+    of them, of the losses that are known, and of the optimizer's numbers; return the sums of the parameters' values.
     """
     tensors, numbers = list(named.values()), dict(settings(optimizer))
     described = describe(named)
     totals = guard.totals(tensors) if guard.ON else []
-    mine = [int(guard.ON), checksum(described), 0, 0, 0, 0, 0]
+    mine = [int(guard.ON), checksum(described), 0, 0, 0, 0, 0, 0]
     if guard.ON:
-        doubles = sum(totals), math.nan if loss is None else loss
-        mine[2:] = checksum(numbers), *trouble(tensors), *struct.unpack("<2q", struct.pack("<2d", *doubles))
+        doubles = struct.unpack("<2q", struct.pack("<2d", sum(totals), losses[1]))
+        mine[2:] = checksum(numbers), *trouble(tensors), *doubles, losses[0]
     with talking("comparing what gradients they sum", group):
         found = torch.stack(all_gather(torch.tensor(mine, device=host(group)), group)).tolist()
-    guards, parameters, steps, troubles, which, values, losses = zip(*found, strict=True)
+    guards, parameters, steps, troubles, which, values, told, passes = zip(*found, strict=True)
     if differs(guards):
         fail(f"The workers differ in PYG_SAR_GUARDS: {apart(guards)}. Set it to 0 on all of them, or on none.", group)
     if differs(parameters):
@@ -92,19 +92,22 @@ def compare(
         fail(f"The workers' optimizers differ: {listed(gathered(numbers, group))}. Give all the same numbers.", group)
     if worst := max(troubles):
         fail(TROUBLES[worst].format(list(named)[which[troubles.index(worst)]]), group)
-    if differs(losses):
-        look_at_losses(struct.unpack(f"<{len(losses)}d", struct.pack(f"<{len(losses)}q", *losses)), group)
+    if differs(told):
+        look_at_losses(struct.unpack(f"<{len(told)}d", struct.pack(f"<{len(told)}q", *told)), passes, group)
     if differs(values):
         look(named, totals, group)
     return totals
 
 
-def look_at_losses(losses: Sequence[float], group: Group) -> None:
-    """Raise if the losses that are known (as numbers) differ by more than rounding."""
-    known = [loss for loss in losses if math.isfinite(loss)]
-    if known and max(known) - min(known) > ROUNDING * max(map(abs, known)):
-        each = ", ".join(f"{loss:.6g} on rank {r}" for r, loss in enumerate(losses))
-        fail(f"The workers differentiate different losses: {each}. {LOSSES}", group)
+def look_at_losses(losses: Sequence[float], passes: Sequence[int], group: Group) -> None:
+    """Raise if the losses of workers differ by more than rounding; not of those that left out backward passes, as one
+    may without rows.
+    """
+    for number in set(passes):
+        alike = [loss for loss, its in zip(losses, passes, strict=True) if its == number and math.isfinite(loss)]
+        if alike and max(alike) - min(alike) > ROUNDING * max(map(abs, alike)):
+            each = ", ".join(f"{loss:.6g} on rank {r}" for r, loss in enumerate(losses))
+            fail(f"The workers differentiate different losses: {each}. {LOSSES}", group)
 
 
 def describe(named: dict[str, Tensor]) -> list[tuple[str, torch.dtype, list[int]]]:

@@ -146,7 +146,7 @@ def sum_gradients(
         *modules, group = modules  # type: ignore[assignment]
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
     named = {name: p for name, p in every.items() if not is_local(p)}
-    loss = stepped(p.grad for p in named.values() if p.grad is not None)
+    losses = stepped(p.grad for p in named.values() if p.grad is not None)
     if notices.LOOKS:
         debugging.look(every, lambda odd: gather_objects(odd, group))
     if not grouped(group):
@@ -157,7 +157,7 @@ def sum_gradients(
             f"workers. Take 'sparse=False', or 'pyg_sar.nn.NodeEmbedding(data, channels, sparse=True)', whose rows are "
             f"each worker's own."
         )
-    totals = compare(named, optimizer, loss, group)
+    totals = compare(named, optimizer, losses, group)
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in named.values():
         kinds[parameter.dtype, parameter.device].append(parameter)

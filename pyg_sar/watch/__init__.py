@@ -90,10 +90,12 @@ def loaded(data: Any, whole: Iterable[str]) -> Any:
     return data
 
 
-def stepped(gradients: Iterable[Tensor]) -> float | None:
-    """Report a training step, whose gradients are about to be summed; return the value of its losses, if known."""
+def stepped(gradients: Iterable[Tensor]) -> tuple[int, float]:
+    """Report a training step, whose gradients are about to be summed; return how many of its losses are known, and
+    their sum.
+    """
     watch = current()
-    return None if watch is None else watch.stepped(gradients)
+    return (0, 0.0) if watch is None else watch.stepped(gradients)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDT
 STEPS = 2  # calls of `sum_gradients`: a training step, what follows it, and the beginning of the next one
 CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
 NUMBERS = {"item", "int", "float", "complex", "format", "tolist", "numpy", "array"}
+TYPES = {"int", "float", "complex"}  # which are methods that return tensors, too
 ARRAYS = {"numpy", "array", "tolist"}
 POOLS = ("torch_geometric.nn.pool", "torch_geometric.nn.aggr")
 METRICS = ("torch_geometric.nn", "sklearn", "ogb")  # where rows leave torch to become a number
@@ -41,7 +42,7 @@ NUMBER = f"of a sum over rows gives the number of this worker alone. {SUM_UP}, o
 POSITION = (
     "chooses rows by where they stand among those of this worker, which are others than in the whole graph. Of a mask "
     "for all nodes 'mask[data.n_id]' are this worker's rows; 'torch.isin(data.n_id, ids)' is a mask of those of its "
-    "nodes whose ids are in a list"
+    "nodes whose ids are in a list, and 'x.split(k)' takes all rows in pieces"
 )
 
 
@@ -53,10 +54,11 @@ class Watch(TorchFunctionMode):
         self.kinds = WeakIdKeyDictionary()
         self.values = WeakIdKeyDictionary()  # of shares: those that others add to in place are shares no more
         self.clipped: WeakIdKeyDictionary | None = None  # what was clipped since a backward pass, and where
-        self.loss: Tensor | None = None  # the sum of losses that were differentiated since the last step
+        self.losses: list[Tensor] = []  # those that were differentiated since the last step
         self.steps = self.calls = self.local = self.aside = 0
         self.over = self.ordered = False
         self.warned: set[str] = set()
+        self.sizes: set[int] = set()  # numbers of nodes and edges
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let a function run, and look at what it was given and what it returned."""
@@ -94,6 +96,7 @@ class Watch(TorchFunctionMode):
 
     def mark_rows(self, tensor: Tensor, dim: int) -> None:
         """Remember that a dimension of a tensor counts rows, unless a function that will say so itself is running."""
+        self.sizes.add(tensor.size(dim))
         if not self.aside:
             self.mark(tensor, Kind(ROWS, dim))
 
@@ -115,15 +118,15 @@ class Watch(TorchFunctionMode):
     def check(self, call: Call, found: list[Kind | None]) -> None:
         """Refuse, or warn of, what is local because of who does it, or where it ends."""
         name, rows, whole = call.name, ROWS in call.whats, call.kinds[:1] and call.kinds[0][1] == Kind(SAME)
-        if name in NUMBERS and SHARE in call.whats:
+        leaves = name in NUMBERS and (name not in TYPES or getattr(call.func, "__name__", "").startswith("__"))
+        if leaves and SHARE in call.whats:
             self.warn(call, NUMBER)
-        elif rows and not self.ordered and by_position(call):
+        elif rows and not self.ordered and by_position(call, self.sizes):
             self.warn(call, POSITION)
         elif name == "backward" and whole:
             self.refuse(Local(f"differentiates what {COUNTED}", REPLICATED))
         elif name == "backward" and LOSS in call.whats and not self.local:
-            value = call.kinds[0][0].detach().double().sum()
-            self.loss = value if self.loss is None else self.loss + value
+            self.losses.append(call.kinds[0][0].detach().double().sum())
         elif rows and name in ARRAYS and Path().through(*METRICS):
             self.refuse(Local(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER))
         elif rows and any(kind is not None and kind.what == SHARE for kind in found) and Path().through(*POOLS):
@@ -167,7 +170,7 @@ class Watch(TorchFunctionMode):
     def warn(self, call: Call, why: str) -> None:
         """Say once that what a script does itself is about this worker's rows."""
         at = Path()
-        if why in self.warned or self.local or at.known or at.entry != "this":
+        if why in self.warned or self.local or at.known or at.entry != "this" or at.through("torch.utils.data"):
             return
         self.warned.add(why)
         text = f"[rank {rank_of()}] '{call.name}' {why}. {MEANT}. This is said once."
@@ -187,11 +190,11 @@ class Watch(TorchFunctionMode):
             self.aside -= 1
         return out
 
-    def stepped(self, gradients: Iterable[Tensor]) -> float | None:
-        """Count a training step, and refuse gradients that were clipped before they are summed; return the value of the
-        losses that were differentiated, if there were any.
+    def stepped(self, gradients: Iterable[Tensor]) -> tuple[int, float]:
+        """Count a training step, and refuse gradients that were clipped before they are summed; return how many losses
+        were differentiated, and their sum.
         """
-        (clipped, loss), self.clipped, self.loss = (self.clipped, self.loss), None, None
+        (clipped, losses), self.clipped, self.losses = (self.clipped, self.losses), None, []
         if clipped and (place := next((clipped[g] for g in gradients if g in clipped), "")):
             raise RuntimeError(
                 f"[rank {rank_of()}] {place}: gradients are clipped, or their norm is taken, before they are summed: "
@@ -201,7 +204,7 @@ class Watch(TorchFunctionMode):
         self.steps += 1
         if self.steps >= STEPS:
             self.leave()
-        return None if loss is None else float(loss)
+        return len(losses), float(torch.stack(losses).sum()) if losses else 0.0
 
     def leave_if_over(self) -> bool:
         """Leave the stack of modes if there is nothing more to watch; return whether that is so."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ CURVED = names(
 )
 CLIPS = ("norm", "clip", "clamp")  # parts of the names of what must not see a share of a gradient
 COMPARES = names("eq ne lt le gt ge isnan isfinite isinf isclose any all argmax argmin sign bool")
-CONSTANTS = names("zeros ones full empty arange linspace eye tensor scalar_tensor rand randn randint randperm")
+CONSTANTS = names("zeros ones full empty arange linspace eye tensor scalar_tensor")
 LIKE = names("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor")
 PERMUTES = names("transpose swapaxes swapdims t T mT H mH adjoint permute movedim moveaxis unsqueeze squeeze")
 CUTS = names(
@@ -124,6 +124,8 @@ def aligned(call: Call, out: Tensor) -> Kind | None:
     """Rows are counted by the same dimension, from the left or, where shapes are broadcast, from the right."""
     t, kind = call.first()
     what = ENDS if kind.what == ENDS and call.name in COPIES | CUTS | VIEWS | PERMUTES else ROWS
+    if call.name in ("where", "masked_fill") and any(k is not None and k.what == ENDS for _, k in call.kinds):
+        what = ENDS  # of which some are sent elsewhere
     for dim in (kind.dim, out.dim() - t.dim() + kind.dim):
         if 0 <= dim < out.dim() and out.size(dim) == t.size(kind.dim):
             return Kind(what, dim)
@@ -267,24 +269,31 @@ def chosen(call: Call, out: Tensor) -> Kind | None:
     return None
 
 
-def by_position(call: Call) -> bool:
-    """Whether rows are chosen by where they stand, or by what is the same on all workers."""
+def by_position(call: Call, sizes: Container[int]) -> bool:
+    """Whether some rows, of as many as there are nodes or edges, are chosen by where they stand, or by what is the same
+    on all workers.
+    """
     t = call.arg(0, "input")
     row = call.rows(t)
     if row is None or call.name not in ("getitem", "setitem", "index_select", "flip", "roll"):
+        return False
+    if (n := t.size(row)) not in sizes:  # some of them, or several joined
         return False
     if call.name in ("flip", "roll"):
         dims = call.arg(2, "dims") if call.name == "roll" else call.kwargs.get("dims", call.args[1:])
         dims = [dims] if isinstance(dims, int) else dims or range(t.dim())
         return row in {d % t.dim() for it in dims for d in (it if isinstance(it, (tuple, list)) else [it])}
     if call.name == "index_select":
-        return row == call.arg(1, "dim") % t.dim() and call.kind(call.arg(2, "index")) == Kind(SAME)
+        index = call.arg(2, "index")
+        return row == call.arg(1, "dim") % t.dim() and call.kind(index) == Kind(SAME) and index.numel() != n
     begin = 0
     for key in spelt_out(call.args[1], t.dim()):
         if begin <= row < begin + uses(key):
             if isinstance(key, Tensor):
-                return call.kind(key) == Kind(SAME)
-            return key.indices(t.size(row)) != (0, t.size(row), 1) if isinstance(key, slice) else True
+                return call.kind(key) == Kind(SAME) and (key.dtype == torch.bool or key.numel() != n)
+            if isinstance(key, slice):
+                return key.indices(n) != (0, n, 1)
+            return isinstance(key, int) or len(key) != n
         begin += uses(key)
     return False
 

@@ -1,7 +1,10 @@
 """A correct training step passes; what users forget, or do as in one process, is named."""
 
 import copy
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -630,3 +633,28 @@ def test_tables_of_two_types_with_as_many_nodes(pool, tmp_path) -> None:
     method = {t: torch.randint(2, (60,), generator=g) for t in ("author", "paper")}
     pyg_sar.partition(data, 2, tmp_path / "parts", method=method)
     pool.run(2, check_two_tables, tmp_path / "parts")
+
+
+SCRIPT = """
+import torch, torch.nn.functional as F, torch_geometric.nn as gnn, pyg_sar
+from torch_geometric.data import Data
+data = Data(x=torch.randn(20, 4), y=torch.randint(2, (20,)), edge_index=torch.randint(20, (2, 60)))
+model = gnn.Sequential("x, e", [(gnn.GCNConv(4, 2), "x, e -> x")])  # which imports this script once more
+def step(model, data):
+    loss = pyg_sar.global_mean(F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none"))
+    loss.backward()
+    pyg_sar.sum_gradients(model)
+    return loss
+pyg_sar.check(step, data, model)
+print("checked", __name__)
+"""
+
+
+def test_models_that_import_the_script(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    path = [tmp_path, *sys.path[1:]] if sys.path[0] == "" else [tmp_path, *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.splitlines() == ["checked script", "checked __main__"], done.stderr

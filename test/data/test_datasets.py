@@ -206,7 +206,8 @@ def test_truncated_npz(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, text", [("a.txt", "# edges\n0 1\n2 0\n"), ("a.csv", "0,1\n2,0"), ("a.tsv", "0\t1\n2\t0")]
+    "name, text",
+    [("a.txt", "# edges\n0 1\n2 0\n"), ("a.csv", "0,1\n2,0"), ("b.csv", "\ufeff0,1\n2,0"), ("a.tsv", "0\t1\n2\t0")],
 )
 def test_edge_list(tmp_path, name, text):
     (tmp_path / name).write_text(text)
@@ -214,7 +215,7 @@ def test_edge_list(tmp_path, name, text):
     assert data.num_nodes == 3 and data.edge_index.tolist() == [[0, 2], [1, 0]]
 
 
-@pytest.mark.parametrize("text", ["src dst\n0 1", "0 1 2\n3 4 5", "0\n1", "0.5 1"])
+@pytest.mark.parametrize("text", ["src dst\n0 1", "0 1 2\n3 4 5", "0\n1", "0.5 1", ""])
 def test_bad_edge_list(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(ValueError, match=r"a\.txt' could not be read as lines of two node numbers"):

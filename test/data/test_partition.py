@@ -25,7 +25,7 @@ def gathered(shards, key, dim=0):
     node_level = key in shards[0].node_attrs
     ids = torch.cat([shard.topology.src_id if node_level else shard.topology.e_id for shard in shards])
     values = [(shard.node_attrs if node_level else shard.edge_attrs)[key] for shard in shards]
-    return torch.cat(values, dim).index_select(dim, ids.argsort())
+    return torch.cat(values, dim).movedim(dim, 0)[ids.argsort()].movedim(0, dim)
 
 
 def tensor(value):
@@ -73,6 +73,8 @@ def test_attributes_are_cut_with_their_rows(tmp_path):
         "pos": torch.randn(60, 2, 2)[:, :, 1],
         "array": np.arange(60.0),
         "backwards": np.arange(60)[::-1],
+        "unsigned": np.arange(65500, 65560, dtype=np.uint32),
+        "short": np.arange(65450, 65510, dtype=np.uint16),
     }
     edges = {"edge_attr": torch.randn(400, 2), "edge_type": torch.arange(400) % 3, "weight": torch.randn(400)}
     rest = {"table": torch.randn(4, 5), "scalar": torch.tensor(3.0), "flags": np.array([True, False])}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -315,8 +316,8 @@ def marked(data: Any) -> None:
 
 @pytest.mark.parametrize("work", [
     marked, lambda d: d.x[:10], lambda d: d.x[-3:, 2], lambda d: d.x[3], lambda d: d.x[[0, 1]],
-    lambda d: d.x[torch.arange(5)], lambda d: d.x[torch.randperm(d.num_nodes)],
-    lambda d: d.x.index_select(0, torch.arange(5)), lambda d: d.x[torch.rand(d.num_nodes) < 0.5],
+    lambda d: d.x[torch.arange(5)], lambda d: d.x.index_select(0, torch.arange(5)),
+    lambda d: d.x[torch.arange(d.num_nodes) < 5], lambda d: d.x[range(5), 0],
     lambda d: d.x.t()[:, 4:8], lambda d: d.edge_attr[::2], lambda d: d.x.flip(0), lambda d: d.x.roll(1, 0),
 ])  # fmt: skip
 def test_rows_chosen_by_position_warn_once(parts: str, work: Callable[[Any], Any]) -> None:
@@ -337,7 +338,10 @@ def test_rows_chosen_by_rows_do_not_warn(parts: str) -> None:
         for key in (slice(None), (..., slice(3)), (slice(None), [0, 1]), mask, index, data.n_id < 9):
             x[key]
         torch.zeros(data.num_nodes)[:5] = 1.0
-        x.flip(1), x.roll(1, -1), x.flip([1])
+        x.flip(1), x.roll(1, -1), x.flip([1]), torch.cat([x, x])[: len(x)], x[torch.rand(len(x)) < 0.5]
+        x[torch.arange(len(x)), data.y], x[range(len(x)), data.y], x[torch.randperm(len(x))[:5]]
+        for rows_, _ in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, data.y), batch_size=8):
+            rows_.relu()
         x.index_select(0, index), x.index_select(1, torch.arange(2)), x[torch.isin(data.n_id, torch.arange(9))]
         with pyg_sar.allow_local():
             x[:5]
@@ -378,6 +382,36 @@ def test_splits_of_a_whole_graph_pass(parts: str) -> None:
         assert len(T.RandomLinkSplit()(whole)) == 3
 
     passes(f"{parts}/one", work)
+
+
+def test_sums_of_another_type_are_sums(parts: str) -> None:
+    found = passes(f"{parts}/one", lambda data: pyg_sar.all_reduce(data.train_mask.sum().float()))
+    assert found[0] == found[1] == graph().train_mask.sum()
+
+
+def test_destinations_that_are_left_out_are_counted(parts: str) -> None:
+    def work(data: Any) -> None:
+        ends = torch.where(data.edge_type == 0, data.edge_index[1], data.num_nodes)
+        count = torch.zeros(data.num_nodes + 1).scatter_add_(0, ends, torch.ones(len(ends)))[:-1]
+        assert torch.cat([data.x, count[:, None]], 1).shape == (data.num_nodes, 9)
+
+    passes(f"{parts}/one", work)
+
+
+def test_backward_passes_that_one_worker_leaves_out(parts: str) -> None:
+    def work(data: Any) -> None:
+        model, here = torch.nn.Linear(data.num_features, C), bool((data.n_id == 0).any())
+        pyg_sar.broadcast_parameters(model)
+        for mask in (data.n_id >= 0, data.n_id == 0):  # of which the second is on one worker
+            losses = F.cross_entropy(model(data.x[mask]), data.y[mask], reduction="none")
+            loss = pyg_sar.global_mean(losses)
+            if here or int(mask.sum()):
+                loss.backward()
+        pyg_sar.sum_gradients(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of numbers of one worker
+        passes(f"{parts}/one", work)
 
 
 def test_losses_that_differ_are_refused(parts: str) -> None:
