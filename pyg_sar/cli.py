@@ -91,8 +91,8 @@ def positive(text: str) -> int:
 
 def number(text: str) -> int:
     """Return a number of 1 or more, which may be written as 1e9."""
-    if not float(text) >= 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more (got {text})")
+    if not 1 <= float(text) < 2**48:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, and less than 2^48 (got {text})")
     return int(float(text))
 
 
