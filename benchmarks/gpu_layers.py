@@ -204,8 +204,8 @@ class Bounds:
     """
 
     def __init__(self, graph: OnDevice) -> None:
-        block = pyg_sar.shard(graph.edge_index, graph.num_nodes, 1).graph.blocks[0]
-        self.num_nodes, self.indices = graph.num_nodes, (block.col, block.transpose[1])
+        self.block = pyg_sar.shard(graph.edge_index, graph.num_nodes, 1).graph.blocks[0]
+        self.num_nodes, self.indices = graph.num_nodes, (self.block.col, self.block.transpose[1])
         self.rate, self.found = copy_rate(), {}
 
     def of(self, width: int, dtype: torch.dtype) -> tuple[float, float]:

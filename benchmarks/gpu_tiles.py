@@ -22,7 +22,6 @@ from harness.layer_jobs import noise
 from harness.report import write
 from torch import Tensor
 
-import pyg_sar
 from pyg_sar.block import Block
 from pyg_sar.ops import spmm_
 from pyg_sar.ops.triton import schedule
@@ -46,25 +45,22 @@ def sums(block: Block, x: Tensor, choice: dict[str, int], repetitions: int) -> f
         return statistics.median(events(both)[0] for _ in range(repetitions))
 
 
-def block_of(graph: OnDevice) -> Block:
-    return pyg_sar.shard(graph.edge_index, graph.num_nodes, 1).graph.blocks[0]
-
-
 def compile_all(width: int) -> None:
     """Leave kernels in the cache of Triton, which tells such choices apart."""
     graph = OnDevice(*SMALL)
+    bounds = Bounds(graph)
     for dtype in TYPES.values():
-        Bounds(graph).of(width, dtype)
+        bounds.of(width, dtype)
         x = noise(graph.num_nodes, width, 0, "cuda").to(dtype)
         for choice in CHOICES:
-            sums(block_of(graph), x, choice, 1)
+            sums(bounds.block, x, choice, 1)
 
 
 def main(args: argparse.Namespace) -> None:
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_all, WIDTHS))
     graph = OnDevice(args.nodes, args.edges)
-    bounds, block = Bounds(graph), block_of(graph)
+    bounds = Bounds(graph)
     changed = [", ".join(f"{key} {value}" for key, value in choice.items()) for choice in CHOICES[1:]]
     columns = ["columns", "type", "rows read, ms", "% of it", "as it is", *changed]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -79,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
         for name, dtype in TYPES.items():
             _, bound = bounds.of(width, dtype)
             x = noise(graph.num_nodes, width, 0, "cuda").to(dtype)
-            times = [sums(block, x, choice, args.repetitions) for choice in CHOICES]
+            times = [sums(bounds.block, x, choice, args.repetitions) for choice in CHOICES]
             cells = [str(width), name, f"{bound:.1f}", f"{100 * bound / times[0]:.0f}", *(f"{t:.1f}" for t in times)]
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)

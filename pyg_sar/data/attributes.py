@@ -32,7 +32,6 @@ SURE = SPLITS | EDGES | {"node", "nodes", "nid", "nids", "seed", "seeds", "label
 KEEPS = "keeps the ids of the whole graph ('n_id' tells those of a part)"
 ROWS = {"x", "y", "pos", "batch", "label", "labels"}  # names of what every node has
 
-
 # Of unsigned integers torch chooses no rows, but of their bits taken for others.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 

@@ -104,24 +104,26 @@ class Watch(TorchFunctionMode):
         """Remember what the results of a call are, or refuse it."""
         results = call.args[:1] if call.name == "setitem" else tuple(tensors(out))
         found: list[Kind | None] = [None] * len(results)
+        placed = False
         try:
             found = [assigned(call) if call.name == "setitem" else kind_of(call, t) for t in results]
+            placed = not self.ordered and by_position(call, self.sizes)
         except Local as local:
             self.refuse(local)
         except Exception:  # of a call that is put in another way than expected nothing is known
             pass
-        self.check(call, found)
+        self.check(call, found, placed)
         self.clip(call)
         for tensor, kind in zip(results, found, strict=True):
             self.mark(tensor, kind)
 
-    def check(self, call: Call, found: list[Kind | None]) -> None:
+    def check(self, call: Call, found: list[Kind | None], placed: bool) -> None:
         """Refuse, or warn of, what is local because of who does it, or where it ends."""
         name, rows, whole = call.name, ROWS in call.whats, call.kinds[:1] and call.kinds[0][1] == Kind(SAME)
         leaves = name in NUMBERS and (name not in TYPES or getattr(call.func, "__name__", "").startswith("__"))
         if leaves and SHARE in call.whats:
             self.warn(call, NUMBER)
-        elif rows and not self.ordered and by_position(call, self.sizes):
+        elif placed:
             self.warn(call, POSITION)
         elif name == "backward" and whole:
             self.refuse(Local(f"differentiates what {COUNTED}", REPLICATED))

@@ -55,8 +55,6 @@ LAYER_NORMS = names("layer_norm rms_norm")
 ADDS = names("add sub cat stack hstack vstack where lerp addcmul addcdiv")
 DIVIDES = {"div": 1, "rdiv": 0, "reciprocal": 0}  # where the divisor stands
 ARITHMETIC = {*ADDS, *DIVIDES, *names("mul pow rpow maximum minimum")}
-RECURRENT = names("gru lstm rnn_tanh rnn_relu")
-WHOLE = names("histc histogram dist")
 MIXES = {*ARITHMETIC, *names("getitem index_select gather")}
 FACTORS = {(0, 1): "matmul mm bmm mv dot vdot inner linear outer", (1, 0): "rmatmul", (1, 2): "addmm addmv baddbmm"}
 PRODUCTS = {name: places for places, text in FACTORS.items() for name in text.split()}
@@ -273,11 +271,11 @@ def by_position(call: Call, sizes: Container[int]) -> bool:
     """Whether some rows, of as many as there are nodes or edges, are chosen by where they stand, or by what is the same
     on all workers.
     """
+    if call.name not in ("getitem", "setitem", "index_select", "flip", "roll"):
+        return False
     t = call.arg(0, "input")
     row = call.rows(t)
-    if row is None or call.name not in ("getitem", "setitem", "index_select", "flip", "roll"):
-        return False
-    if (n := t.size(row)) not in sizes:  # some of them, or several joined
+    if row is None or (n := t.size(row)) not in sizes:  # some of them, or several joined
         return False
     if call.name in ("flip", "roll"):
         dims = call.arg(2, "dims") if call.name == "roll" else call.kwargs.get("dims", call.args[1:])
@@ -293,7 +291,7 @@ def by_position(call: Call, sizes: Container[int]) -> bool:
                 return call.kind(key) == Kind(SAME) and (key.dtype == torch.bool or key.numel() != n)
             if isinstance(key, slice):
                 return key.indices(n) != (0, n, 1)
-            return isinstance(key, int) or len(key) != n
+            return not hasattr(key, "__len__") or len(key) != n
         begin += uses(key)
     return False
 
@@ -417,8 +415,8 @@ RULES: dict[Callable[[Call, Tensor], Kind | None], Iterable[str]] = {
     scattered: names("scatter_add index_add scatter scatter_reduce index_reduce index_copy index_fill"),
     counted: names("one_hot bincount"), multiplied: PRODUCTS, summed: names("einsum"),
     attended: names("scaled_dot_product_attention multi_head_attention_forward cdist"),
-    recurrent: RECURRENT, whole: WHOLE, normalised: {*NORMS, *LAYER_NORMS},
-    matrix: names("svd qr pinverse matrix_exp cov corrcoef pdist"),
+    recurrent: names("gru lstm rnn_tanh rnn_relu"), whole: names("histc histogram dist"),
+    normalised: {*NORMS, *LAYER_NORMS}, matrix: names("svd qr pinverse matrix_exp cov corrcoef pdist"),
 }  # fmt: skip
 RULE = {name: rule for rule, found in RULES.items() for name in found}
 

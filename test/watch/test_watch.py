@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -318,6 +319,7 @@ def marked(data: Any) -> None:
     marked, lambda d: d.x[:10], lambda d: d.x[-3:, 2], lambda d: d.x[3], lambda d: d.x[[0, 1]],
     lambda d: d.x[torch.arange(5)], lambda d: d.x.index_select(0, torch.arange(5)),
     lambda d: d.x[torch.arange(d.num_nodes) < 5], lambda d: d.x[range(5), 0],
+    lambda d: d.x[np.int64(3)],
     lambda d: d.x.t()[:, 4:8], lambda d: d.edge_attr[::2], lambda d: d.x.flip(0), lambda d: d.x.roll(1, 0),
 ])  # fmt: skip
 def test_rows_chosen_by_position_warn_once(parts: str, work: Callable[[Any], Any]) -> None:
@@ -338,6 +340,7 @@ def test_rows_chosen_by_rows_do_not_warn(parts: str) -> None:
         for key in (slice(None), (..., slice(3)), (slice(None), [0, 1]), mask, index, data.n_id < 9):
             x[key]
         torch.zeros(data.num_nodes)[:5] = 1.0
+        x[np.array(3)]  # of which nothing is known
         x.flip(1), x.roll(1, -1), x.flip([1]), torch.cat([x, x])[: len(x)], x[torch.rand(len(x)) < 0.5]
         x[torch.arange(len(x)), data.y], x[range(len(x)), data.y], x[torch.randperm(len(x))[:5]]
         for rows_, _ in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, data.y), batch_size=8):
