@@ -2,9 +2,9 @@
 
     python benchmarks/dense.py --out docs/results
 
-``pyg_sar.linear`` takes one or the other by the processor. Both take turns in one process for each number of threads;
+``pyg_sar.linear`` takes one or the other by the processor and the size. Both take turns in one process for each number of threads;
 the table has billions of operations a second, medians, and the best rate is that of a large square product. Writes
-``dense-cpu.md``.
+``dense-intel.md`` or ``dense-amd.md``.
 """
 
 import argparse
@@ -30,7 +30,9 @@ SHAPES = [
     (34_493, 8415, 128),
     (13_752, 767, 128),
     (5_201, 2089, 128),
+    (8_000, 128, 128),
     (2_000, 64, 64),
+    (500, 32, 32),
 ]
 WAYS = {"oneDNN": True, "PyTorch": False}
 ABOUT = """Billions of floating point operations a second of `F.linear` + the gradient of its rows + that of its weight,
@@ -53,6 +55,7 @@ def rates(passes: dict[str, Callable[[], object]], operations: float, repetition
 
 def worker(args: argparse.Namespace) -> None:
     """Measure all shapes."""
+    linear.FEWEST_ROWS = linear.FEWEST_WEIGHTS = 1
     square = torch.randn(4096, 4096)
     best = rates({"product": lambda: square @ square}, 2 * 4096**3, args.repetitions)["PyTorch"][0]
     found = []
@@ -72,8 +75,12 @@ def main(args: argparse.Namespace) -> None:
     """Measure with each number of threads, and write the table."""
     if not linear.HAS_ONEDNN:
         sys.exit("oneDNN is not taken on processors like this one, which has no AVX-512.")
-    taken = "oneDNN" if linear.BY_ONEDNN else "PyTorch's own"
-    about = ABOUT.format(repetitions=args.repetitions, processor=processor(), torch=torch.__version__, taken=taken)
+    taken = "oneDNN for large ones" if linear.BY_ONEDNN else "PyTorch's own"
+    family = linear.family_of_amd()
+    about = ABOUT.format(
+        repetitions=args.repetitions, processor=f"{processor()}, family {family}" if family else processor(),
+        torch=torch.__version__, taken=taken,
+    )  # fmt: skip
     lines = [about, "", f"| rows, columns, of the result | threads | {' | '.join(WAYS)} | of the best rate |"]
     lines.append("|---" * (3 + len(WAYS)) + "|")
     for threads in tqdm(args.threads):
@@ -83,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
             cells = [" + ".join(f"{rate:.0f}" for rate in ways[way]) for way in WAYS]
             shares = " + ".join(f"{rate / best:.0%}" for rate in ways["oneDNN" if linear.BY_ONEDNN else "PyTorch"])
             lines.append(f"| {', '.join(shape.split('/'))} | {threads} | {' | '.join(cells)} | {shares} |")
-    print(write(args.out, "dense-cpu.md", lines))
+    print(write(args.out, f"dense-{'amd' if family else 'intel'}.md", lines))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ def dtype(request):
 def by(request, monkeypatch):
     """Who multiplies."""
     monkeypatch.setattr(module, "BY_ONEDNN", request.param == "onednn")
+    for fewest in ("FEWEST_ROWS", "FEWEST_WEIGHTS"):
+        monkeypatch.setattr(module, fewest, 1)  # oneDNN knows no empty products
     return request.param
 
 
@@ -43,11 +45,27 @@ only_onednn = pytest.mark.parametrize("by", [pytest.param("onednn", marks=needs_
 def test_who_is_faster(monkeypatch):
     cpuinfo = module.Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        assert module.made_by_intel() == ("GenuineIntel" in cpuinfo.read_text())
+        assert (module.family_of_amd() > 0) == ("AuthenticAMD" in cpuinfo.read_text())
+    names = {
+        "Intel64 Family 6 Model 143, GenuineIntel": 0,
+        "AMD64 Family 25 Model 97 Stepping 2, AuthenticAMD": 25,
+        "vendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC": 26,
+        "": 0,
+    }
     monkeypatch.setattr(module.Path, "exists", lambda path: False)
-    for name, made in (("Intel64 Family 6 Model 143, GenuineIntel", True), ("AMD64 Family 25, AuthenticAMD", False)):
+    for name, family in names.items():
         monkeypatch.setattr(module.platform, "processor", lambda name=name: name)
-        assert module.made_by_intel() == made
+        assert module.family_of_amd() == family
+
+
+@only_onednn
+def test_small_products_run_by_mkl(monkeypatch):
+    monkeypatch.setattr(module, "FEWEST_ROWS", 1024)
+    monkeypatch.setattr(module, "FEWEST_WEIGHTS", 128 * 128)
+    assert by_onednn(torch.empty(1024, 64), torch.empty(256, 64))
+    assert not by_onednn(torch.empty(1023, 64), torch.empty(256, 64))
+    assert not by_onednn(torch.empty(1024, 64), torch.empty(255, 64))
+    assert not by_onednn(torch.empty(1024, 0), torch.empty(255, 0))
 
 
 def inputs(shape, dtype=torch.float32, requires_grad=False):

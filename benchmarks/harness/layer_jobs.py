@@ -98,6 +98,18 @@ def cases(device: str = "cpu") -> list[Case]:
     return found + [Case(f"sum-{w}", "SimpleConv", ("sum",), inputs=w, width=w) for w in (100, 128, 256, 400)]
 
 
+def narrow_cases() -> list[Case]:
+    """Return attention whose heads are narrower than vectors, as in the layers of most examples."""
+    found = []
+    for heads, channels in ((8, 8), (1, 7)):
+        width, args, loops = heads * channels, (FEATURES, channels, heads), {"add_self_loops": False}
+        found += [
+            Case(f"gat-{heads}x{channels}", "GATConv", args, loops, width=width, linear=width, messages=4.5),
+            Case(f"gatv2-{heads}x{channels}", "GATv2Conv", args, loops, width=width, linear=2 * width, messages=6.5),
+        ]
+    return found
+
+
 # What DGL calls the parameters of PyG's layers.
 DGL_PARAMETERS = {
     "GATConv": {"lin.weight": "fc.weight", "att_src": "attn_l", "att_dst": "attn_r", "bias": "bias"},

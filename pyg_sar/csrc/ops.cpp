@@ -49,8 +49,9 @@ ScalarType accumulator(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// The best kernels that the processor runs; PYG_SAR_ISA chooses worse ones.
-const Kernels& kernels(const Tensor& x, bool wide = false) {
+// The best kernels that the processor runs; PYG_SAR_ISA chooses worse ones. Heads of so few columns that they do not fill
+// a vector (64 fill any) take those whose vectors they fill, if there are any.
+const Kernels& kernels(const Tensor& x, bool wide = false, int64_t columns = 64) {
 #if defined(__x86_64__)
   static const int level = [] {
     const char* wish = std::getenv("PYG_SAR_ISA");
@@ -62,12 +63,16 @@ const Kernels& kernels(const Tensor& x, bool wide = false) {
       return 2;
     return isa != "plain" && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
   }();
-  if (level == 2) return avx512::kernels(type_of(x), wide);
-  if (level == 1) return avx2::kernels(type_of(x), wide);
+  const int64_t bytes = columns * (accumulator(x) == ScalarType::Double ? 8 : 4);
+  const int filled = bytes >= 64 || bytes < 16 ? level : std::min(level, bytes >= 32 ? 1 : 0);
+  if (filled == 2) return avx512::kernels(type_of(x), wide);
+  if (filled == 1) return avx2::kernels(type_of(x), wide);
 #endif
   return plain::kernels(type_of(x), wide);
 }
-const Kernels& kernels(const Tensor& x, const Tensor& ptr) { return kernels(x, ptr.scalar_type() == ScalarType::Long); }
+const Kernels& kernels(const Tensor& x, const Tensor& ptr, int64_t columns = 64) {
+  return kernels(x, ptr.scalar_type() == ScalarType::Long, columns);
+}
 
 // Threads take units one by one, as their costs differ.
 void parallel(int64_t units, void (*task)(int64_t, void*), void* context) {
@@ -258,7 +263,7 @@ void attention_(Tensor peak, Tensor total, Tensor out, Tensor ptr, Tensor col, T
   op.peak = args.out("peak", peak, op.csr.all, op.heads, type);
   op.total = args.out("total", total, op.csr.all, op.heads, type);
   op.out = args.out("out", out, op.csr.all, value.size(1), type);
-  if (op.csr.edges > 0) kernels(value, ptr).attention(op, parallel);
+  if (op.csr.edges > 0) kernels(value, ptr, op.channels).attention(op, parallel);
 }
 
 Csr transpose(Arguments& args, const Attention& op, const Tensor& ptr, const Tensor& src_ptr, const Tensor& dst, const Tensor& perm) {
@@ -290,7 +295,7 @@ void attention_grad_(Tensor d_value, Maybe d_key, Maybe d_query, Maybe d_edge, M
   op.d_edge = args.out("d_edge", d_edge, op.forward.csr.edges, width, type);
   op.d_att = d_att ? const_cast<void*>(args.index("d_att", *d_att, all, type)) : nullptr;
   STD_TORCH_CHECK(!d_att || d_att->is_contiguous(), "Expected 'd_att' to be contiguous");
-  if (op.forward.csr.edges > 0) kernels(value, ptr).attention_grad(op, parallel);
+  if (op.forward.csr.edges > 0) kernels(value, ptr, op.forward.channels).attention_grad(op, parallel);
 }
 
 void additive_grad_(Tensor value, Tensor d_key, Maybe d_query, Maybe d_edge, Tensor ptr, Tensor col, Tensor src_ptr, Tensor dst,
@@ -311,7 +316,7 @@ void additive_grad_(Tensor value, Tensor d_key, Maybe d_query, Maybe d_edge, Ten
   op.d_query = args.out("d_query", d_query, dsts, heads, type);
   op.d_edge = args.out("d_edge", d_edge, op.forward.csr.edges, heads, type);
   op.alone = true;
-  kernels(value, ptr).attention_grad(op, parallel);
+  kernels(value, ptr, op.forward.channels).attention_grad(op, parallel);
 }
 
 // A vector with a number for each column.

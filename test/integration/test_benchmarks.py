@@ -50,7 +50,7 @@ def test_norm(tmp_path):
 @pytest.mark.skipif(not HAS_ONEDNN, reason="oneDNN is not faster on processors like this one")
 def test_dense(tmp_path):
     run("dense", "--shapes", "300/8/5", "--threads", 1, "--repetitions", 1, "--out", tmp_path)
-    assert "| 300, 8, 5 | 1 |" in (tmp_path / "dense-cpu.md").read_text()
+    assert "| 300, 8, 5 | 1 |" in next(tmp_path.glob("dense-*.md")).read_text()
 
 
 @pytest.mark.grid
