@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Four hosts under Slurm, a worker on each: sbatch examples/multi_node.sh examples/train.py parts/products-4
-# Without Slurm run the last command on each host, with HOST the name of the first one and NODES their number.
+# Without Slurm run on each host: HOST=first-host NODES=4 bash examples/multi_node.sh examples/train.py parts/products-4
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
 set -euo pipefail

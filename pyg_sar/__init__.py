@@ -51,6 +51,11 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"pyg_sar.{OFFLINE[name]}"), name)
 
 
+def __dir__() -> list[str]:
+    """List these names, too."""
+    return sorted({*globals(), *OFFLINE})
+
+
 __all__ = [
     "CheckError",
     "Checkpoints",

@@ -158,6 +158,7 @@ def negative_sampling(
         num_neg (int, optional): The number of negative pairs for each positive one. (default: :obj:`1`)
         scope (str, optional): :obj:`"global"` or :obj:`"local"`. (default: :obj:`"global"`)
         generator (torch.Generator, optional): Where random numbers come from; seed it differently on every worker.
+            (default: :obj:`None`, PyTorch's own)
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
 
     Returns:

@@ -83,9 +83,9 @@ def init(backend: str | None = None, timeout: float = 300.0, leave_within: float
     or ``sys.exit`` with another status than 0.
 
     Args:
-        backend (str, optional): As for :func:`process_group`.
-        timeout (float, optional): As for :func:`process_group`.
-        leave_within (float, optional): As for :func:`process_group`.
+        backend (str, optional): As for :func:`process_group`. (default: :obj:`None`)
+        timeout (float, optional): As for :func:`process_group`. (default: :obj:`300.0`)
+        leave_within (float, optional): As for :func:`process_group`. (default: :obj:`None`)
 
     Returns:
         The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start. In a group that is there

@@ -32,8 +32,8 @@ def offload(
     .. code-block:: python
 
         data = pyg_sar.offload(pyg_sar.load("parts/products"), "2GiB", model, home="/scratch")
-        out = model(data.x, data.edge_index)
-        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        out = model(data.x, data.edge_index)[data.train_mask]
+        loss = pyg_sar.global_mean(F.cross_entropy(out, data.y[data.train_mask], reduction="none"))
 
     ``data.x`` and other floating-point rows of nodes become :class:`pyg_sar.HostRows`. ``out[mask]``, ``out[index]``,
     sums and means over all rows are ordinary tensors. Batch normalisation takes its statistics over all rows. A
