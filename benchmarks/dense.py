@@ -2,9 +2,9 @@
 
     python benchmarks/dense.py --out docs/results
 
-``pyg_sar.linear`` takes one or the other by the processor and the size. Both take turns in one process for each number of threads;
-the table has billions of operations a second, medians, and the best rate is that of a large square product. Writes
-``dense-intel.md`` or ``dense-amd.md``.
+``pyg_sar.linear`` takes one or the other by the processor and the size. Both take turns in one process for each number
+of threads; the table has billions of operations a second, medians, and the best rate is that of a large square product.
+Writes ``dense-intel.md`` or ``dense-amd.md``.
 """
 
 import argparse

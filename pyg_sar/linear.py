@@ -1,10 +1,10 @@
 r"""Products of rows with a matrix, and their gradients.
 
-On a CPU, PyTorch multiplies by MKL, which runs its code for AVX2 on processors that are not Intel's. Those of AMD's from
-Zen 5 on (family 26) have twice the speed with AVX-512: there large products in single precision run by oneDNN, which every
-PyTorch for these processors contains. All else runs by PyTorch's own products, and everything if
-``torch.backends.mkldnn.enabled`` is False: on Zen 4, on Intel's, and where products are small, MKL is as fast as oneDNN,
-which multiplies a piece at a time here, or up to 12 times as fast.
+On a CPU, PyTorch multiplies by MKL, which runs its code for AVX2 on processors that are not Intel's. Those of AMD's
+from Zen 5 on (family 26) have twice the speed with AVX-512: there large products in single precision run by oneDNN,
+which every PyTorch for these processors contains. All else runs by PyTorch's own products, and everything if
+``torch.backends.mkldnn.enabled`` is False: on Zen 4, on Intel's, and where products are small, MKL is as fast as
+oneDNN, which multiplies a piece at a time here, or up to 12 times as fast.
 
 The comments give shapes for ``N`` rows of ``I`` columns that become ``O`` columns.
 """
