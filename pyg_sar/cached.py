@@ -6,37 +6,27 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from pyg_sar.exchange import Exchange, Meter, Schedule, Wrapped
+from pyg_sar.exchange import Exchange, Meter, Schedule
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.running import About
 
 
-def cached(exchange: Exchange, graph: ShardedGraph, x: Tensor) -> Exchange:
-    """Return the exchange of the local rows ``x`` of a graph: one that fetches once, if ``x`` is a cached input."""
-    return Cached(exchange, graph, x) if graph.is_constant(x) and not exchange.alone else exchange
+def pull_cached(
+    graph: ShardedGraph, x: Tensor, exchange: Exchange, tiles: Iterable[Tensor], order: Schedule, meter: Meter,
+    about: About | None,
+) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
+    """Yield what ``exchange.pull`` does for the tiles of the cached input features ``x``: the halo rows are fetched in
+    one tile at the first call, kept with the graph for all later ones, and cut as the tiles are.
+    """
 
+    def fetch() -> dict[int, Tensor]:
+        # The local rows would keep the cached tensor alive.
+        return {q: rows for q, rows in exchange.pull([x], exchange.order(1), meter, about) if rows is not x}
 
-class Cached(Wrapped):
-    """Fetches the rows of ``x`` in one tile, and keeps them with the graph for all later calls."""
-
-    def __init__(self, exchange: Exchange, graph: ShardedGraph, x: Tensor) -> None:
-        super().__init__(exchange)
-        self.graph, self.x = graph, x
-
-    def pull(
-        self, tiles: Iterable[Tensor], order: Schedule, meter: Meter, about: About | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield what is kept of the halo rows, cut as the tiles are."""
-
-        def fetch() -> dict[int, Tensor]:
-            # The local rows would keep the cached tensor alive.
-            blocks = self.exchange.pull([self.x], self.exchange.order(1), meter, about)
-            return {q: rows for q, rows in blocks if rows is not self.x}
-
-        kept = self.graph.recall(self.x, self.graph.exchange, "rows", fetch)
-        start = 0
-        for tile, shards in zip(tiles, order, strict=True):
-            columns = slice(start, start := start + tile.size(-1))
-            whole = tile.shape[1:] == self.x.shape[1:]
-            for q in shards:
-                yield q, tile if q not in kept else kept[q] if whole else kept[q][..., columns]
+    kept = graph.recall(x, graph.exchange, "rows", fetch)
+    start = 0
+    for tile, shards in zip(tiles, order, strict=True):
+        columns = slice(start, start := start + tile.size(-1))
+        whole = tile.shape[1:] == x.shape[1:]
+        for q in shards:
+            yield q, tile if q not in kept else kept[q] if whole else kept[q][..., columns]

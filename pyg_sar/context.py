@@ -25,7 +25,7 @@ from torch.autograd import Variable
 
 from pyg_sar import running
 from pyg_sar.block import add_rows
-from pyg_sar.cached import cached
+from pyg_sar.cached import pull_cached
 from pyg_sar.exchange import Meter, Schedule, Sink
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import empty
@@ -81,8 +81,10 @@ class Context:
         What is returned is the exchange's own iterator: a generator here would have a variable that keeps the last
         block alive while the next one is fetched.
         """
-        exchange = self.exchange if self.projects else cached(self.exchange, self.graph, source.x)
-        return exchange.pull((source.tile(tile.source) for tile in self.tiles), order, meter, about)
+        tiles = (source.tile(tile.source) for tile in self.tiles)
+        if not self.projects and self.graph.is_constant(source.x) and not self.exchange.alone:
+            return pull_cached(self.graph, source.x, self.exchange, tiles, order, meter, about)
+        return self.exchange.pull(tiles, order, meter, about)
 
     def arrive(self) -> list[Tensor | None]:
         """Wait for the gradients of local rows that are under way, and return those of what these are made of."""

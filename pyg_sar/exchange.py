@@ -2,13 +2,12 @@ r"""Where source rows live and how they travel: what the streaming loop knows of
 
 :class:`Exchange` has the verbs. :class:`Local` is the exchange of rows that are all in this process;
 :class:`~pyg_sar.distributed.peers.Peers` and :class:`~pyg_sar.distributed.peers.OneShot` are those of several workers.
-:class:`Wrapped` changes some verbs of another exchange. Source rows are numbered *local-first*: a worker's local rows
-are :math:`0 \ldots n - 1`, the halo rows follow, grouped by owner.
+Source rows are numbered *local-first*: a worker's local rows are :math:`0 \ldots n - 1`, the halo rows follow, grouped
+by owner.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -241,65 +240,6 @@ class Exchange(Protocol):
 
     def one_shot(self) -> Exchange:
         """Return the exchange of the same rows that fetches all of them at once, as a single shard."""
-
-
-class Wrapped(Exchange):
-    """An exchange that leaves to another one whatever a subclass does not do itself.
-
-    Exchanges that are made of it, such as those of fewer rows, are wrapped alike.
-
-    .. code-block:: python
-
-        class Rounded(Wrapped):
-            def pull(self, tiles, order, meter, about=None):
-                return map(rounded, self.exchange.pull(tiles, order, meter, about))
-
-    Args:
-        exchange: The other one.
-    """
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange, self.routes, self.log, self.group = exchange, exchange.routes, exchange.log, exchange.group
-
-    def around(self, exchange: Exchange) -> Exchange:
-        """Return the same around something else."""
-        other = copy.copy(self)
-        Wrapped.__init__(other, exchange)
-        return other
-
-    def begin(self) -> Exchange:
-        """Begin the other one."""
-        return self.around(self.exchange.begin())
-
-    def order(self, tiles: int, backward: bool = False, fetches: bool = True) -> Schedule:
-        """Ask the other one."""
-        return self.exchange.order(tiles, backward, fetches)
-
-    def pull(
-        self, tiles: Iterable[Tensor], order: Schedule, meter: Meter, about: About | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Pull from the other one."""
-        return self.exchange.pull(tiles, order, meter, about)
-
-    def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> Sink:
-        """Return the sink of the other one."""
-        return self.exchange.sink(meter, receiver, about)
-
-    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """Ask the other one."""
-        return self.exchange.all_reduce_max(values)
-
-    def exchange_used_rows(self, used: Tensor) -> list[Tensor]:
-        """Ask the other one."""
-        return self.exchange.exchange_used_rows(used)
-
-    def reroute(self, routes: Routes, exact: bool = False) -> Exchange:
-        """Wrap other rows."""
-        return self.around(self.exchange.reroute(routes, exact))
-
-    def one_shot(self) -> Exchange:
-        """Wrap a single shard."""
-        return self.around(self.exchange.one_shot())
 
 
 class Local(Exchange):

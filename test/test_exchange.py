@@ -1,5 +1,6 @@
-"""Routes, wrappers of an exchange, and the exchange of a single process."""
+"""Routes, what layers ask of an exchange, and the exchange of a single process."""
 
+import copy
 from collections import Counter
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from support.layers import TRAFFIC, inputs, leaf
 from support.nasty_graph import NUM_NODES, assignment, edges, share
 
 from pyg_sar import ShardedEdgeIndex, shard
-from pyg_sar.exchange import Local, LocalSink, Routes, Wrapped
+from pyg_sar.exchange import Local, LocalSink, Routes
 
 # What worker 1 of three reads and serves: it owns four rows, and reads two of worker 0 and three of worker 2.
 ROUTES = Routes(1, (torch.tensor([0, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([1])), (2, 4, 3))
@@ -59,26 +60,21 @@ def test_routes_on_another_device():
     assert numbers[0].device.type == "meta"
 
 
-class Homed(Wrapped):
-    """Rows have a home elsewhere, from which each block is loaded, and in which sums of gradients are stored."""
+def homed(exchange):
+    """Return an exchange whose rows have a home elsewhere, and how many are loaded from there and stored there."""
+    rows, elsewhere = Counter(), copy.copy(exchange)
 
-    def __init__(self, exchange):
-        super().__init__(exchange)
-        self.rows = Counter()
+    def moved(where, some):
+        rows[where] += some.size(0)
+        return some.clone()
 
-    def pull(self, tiles, order, meter, about=None):
-        def load(block):
-            return block[0], self.moved("loaded", block[1])
+    def sink(meter, receiver, about=None):
+        stored = SimpleNamespace(add_grad=lambda tile, grad: receiver.add_grad(tile, moved("stored", grad)))
+        return exchange.sink(meter, stored, about)
 
-        return map(load, self.exchange.pull(tiles, order, meter, about))
-
-    def sink(self, meter, receiver, about=None):
-        stored = SimpleNamespace(add_grad=lambda tile, grad: receiver.add_grad(tile, self.moved("stored", grad)))
-        return self.exchange.sink(meter, stored, about)
-
-    def moved(self, where, rows):
-        self.rows[where] += rows.size(0)
-        return rows.clone()
+    elsewhere.pull = lambda *args: ((q, moved("loaded", x)) for q, x in exchange.pull(*args))
+    elsewhere.sink = sink
+    return elsewhere, rows
 
 
 def trained(case, edge_index, x, extra):
@@ -97,16 +93,16 @@ def compare(edge_index, edge, seed, again):
     x = torch.randn(graph.num_src, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     for name, case in TRAFFIC.items():
         extra = [leaf(e[edge], case.learn) for e in inputs(case.roles, edges().size(1), torch.float64)]
-        homed = Homed(graph.exchange)
-        found = trained(case, ShardedEdgeIndex(graph.replace(exchange=homed)), x, extra)
+        elsewhere, rows = homed(graph.exchange)
+        found = trained(case, ShardedEdgeIndex(graph.replace(exchange=elsewhere)), x, extra)
         for got, expected in zip(found, trained(case, edge_index, x, extra), strict=True):
             assert torch.equal(got, expected), name
         read = sum(block.num_src for block in graph.blocks)
-        assert homed.rows == {"loaded": read * (1 + (again and case.case == 2)), "stored": graph.num_src}, name
+        assert rows == {"loaded": read * (1 + (again and case.case == 2)), "stored": graph.num_src}, name
 
 
 @pytest.mark.parametrize("mode", [1, 2, 3])
-def test_a_wrapper_changes_one_thing(mode):
+def test_rows_are_read_and_sent_as_often_as_needed(mode):
     edge_index = shard(edges(), NUM_NODES, 3).replace(remat=mode == 1, one_shot=mode == 3)
     compare(edge_index, slice(None), 0, mode == 1)
 
@@ -114,14 +110,10 @@ def test_a_wrapper_changes_one_thing(mode):
 def homed_on_workers(group, mode):
     mine = share(group, edges(), assignment("random", group.size()), mode=mode)
     compare(mine.edge_index, mine.edge, group.rank(), mode == 1)
-    graph = mine.edge_index.graph
-    homed = Homed(graph.exchange)
-    for made in (homed.one_shot(), homed.to("cpu"), homed.join([homed, homed])[0], homed.reroute(homed.routes)):
-        assert isinstance(made, Homed) and made.log is graph.exchange.log and made.group is graph.exchange.group
 
 
 @pytest.mark.parametrize("mode", [1, 2, 3])
-def test_a_wrapper_on_workers(pool, mode):
+def test_so_they_are_on_workers(pool, mode):
     pool.run(3, homed_on_workers, mode)
 
 
@@ -150,15 +142,3 @@ def test_gradients_of_each_column_tile():
         sink.push(0, torch.full((2, 1), tile + 1.0))
         sink.push(1, torch.full((1, 1), 10.0))
     assert found == [(0, [1, 11]), (1, [2, 12]), (2, [3, 13])]
-
-
-def test_what_is_made_of_a_wrapper_wraps_what_is_made_of_the_other():
-    wrapper = Wrapped(Local(Routes.local([slice(0, 2), slice(2, 4)])))
-    for made in (wrapper.one_shot(), wrapper.to("meta"), wrapper.reroute(wrapper.routes, exact=True)):
-        assert type(made) is Wrapped
-        assert made.exchange is not wrapper.exchange
-        assert made.routes is made.exchange.routes
-    assert wrapper.to("meta").routes.device.type == "meta"
-    assert len(wrapper.one_shot().routes.shards) == 1
-    assert wrapper.all_reduce_max([3]) == [3]
-    assert [rows.tolist() for rows in wrapper.exchange_used_rows(torch.empty(0, dtype=torch.bool))] == [[]]

@@ -148,7 +148,7 @@ def test_blocks_of_docstrings_run(name, block, tmp_path, monkeypatch):
         "whole": whole, "x": whole.x, "edge_index": whole.edge_index, "num_nodes": whole.num_nodes, "rank": 0,
         "losses": losses, "loss": losses.sum(), "y": data.y, "w": torch.rand(len(data.y)).double(), "total": 9,
         "global_mean": pyg_sar.global_mean, "torch_geometric": torch_geometric, "pos_edge_label_index": pairs,
-        "pos": pairs, "neg": pairs, "self": Namespace(), "Wrapped": pyg_sar.exchange.Wrapped, "train": lambda: 0.5,
+        "pos": pairs, "neg": pairs, "self": Namespace(), "train": lambda: 0.5,
         "test": lambda: 0.5, "optimizer": torch.optim.Adam(model.parameters()),
         "model": models.get(name, lambda: model)(),
     }  # fmt: skip
