@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.any_message import Message
 from support.cases import some
 from support.layers import TRAFFIC, Case
 from support.nasty_graph import assignment, close, edges, share
@@ -20,7 +21,7 @@ from pyg_sar.context import Backward
 from pyg_sar.distributed.transfer import Channel, Transfer
 from pyg_sar.linear import linear_grad, product
 from pyg_sar.nn import GATConv, GCNConv, RGCNConv, SAGEConv
-from pyg_sar.reduce import Extremum, Message, Sum, Tile
+from pyg_sar.reduce import Extremum, Sum, Tile
 
 MODES = (1, 2, 3)
 every_mode = pytest.mark.parametrize("mode", MODES)

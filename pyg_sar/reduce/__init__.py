@@ -17,13 +17,12 @@ from pyg_sar.reduce.column_softmax import ColumnSoftmax
 from pyg_sar.reduce.extremum import Extremum
 from pyg_sar.reduce.projected_softmax import ProjectedSoftmax
 from pyg_sar.reduce.softmax import Softmax
-from pyg_sar.reduce.sums import Message, Sum
+from pyg_sar.reduce.sums import Sum
 
 __all__ = [
     "ColumnSoftmax",
     "Extremum",
     "Grads",
-    "Message",
     "Needs",
     "ProjectedSoftmax",
     "Reduce",

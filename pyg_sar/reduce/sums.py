@@ -1,9 +1,8 @@
-r"""Sums and means of weighted source rows, and of any message."""
+r"""Sums and means of weighted source rows."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import sddmm_, spmm_, zeros
-from pyg_sar.ops.reference import accumulator, segment_sum
+from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile, column_tiles, divisor, flat
 
 
@@ -103,65 +102,6 @@ class Sum(Reduce):
         return source, Rows(edge=[d_weight] if rows.edge else [])
 
 
-class Message(Reduce):
-    r"""Sum of any message, :math:`\sum_j \phi(\mathbf{x}_j, \ldots)`, rebuilt under autograd in backward (case 2).
-
-    It is the oracle of the reductions that know their own gradient, and holds the messages of one block.
-
-    Args:
-        message: ``message(block, x, rows)`` returns a message for each edge, ``[E, *]``; must be a function of its
-            arguments alone, so that it computes the same when it is rebuilt.
-        shape: Shape of one message.
-    """
-
-    def __init__(self, message: Callable[[Block, Tensor, Rows], Tensor], shape: Sequence[int]) -> None:
-        self.message, self.shape = message, shape
-
-    def init(self, x: Tensor, num_dst: int) -> Tensor:
-        """Return zeros."""
-        return x.new_zeros(num_dst, *self.shape, dtype=accumulator(x.dtype))
-
-    def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
-        """Add the block."""
-        values = self.message(block, x, rows).to(state.dtype)  # [E, *]
-        return state.add_(segment_sum(block.row, block.num_dst, values))
-
-    def finish(self, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Round once."""
-        return state.to(dtype), ()
-
-    def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
-    ) -> Grads:
-        """Rebuild the messages and differentiate them."""
-        assert x is not None
-        return rebuild(lambda x, rows: [self.message(block, x, rows)], [out[block.row]], x, rows, needs)
-
-
 def per_head(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return weights ``[E]`` or ``[E, H]`` as a matrix."""
     return weight.view(weight.size(0), -1).to(dtype)
-
-
-def rebuild(
-    function: Callable[[Tensor, Rows], list[Tensor]], grads: list[Tensor], x: Tensor, rows: Rows, needs: Needs
-) -> Grads:
-    """Run ``function(x, rows)`` once more under autograd and return the gradients that ``needs`` names."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_(needs.source)
-        leaves = Rows(
-            *(
-                [t.detach().requires_grad_(n) for t, n in zip(ts, ns, strict=True)]
-                for ts, ns in zip(rows, needs.rows, strict=True)
-            )
-        )
-        outputs = function(leaf, leaves)
-    wanted = [t for t in (leaf, *leaves.dst, *leaves.edge, *leaves.const) if t.requires_grad]
-    if not wanted or not any(o.requires_grad for o in outputs):
-        found = {}
-    else:
-        got = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
-        found = dict(zip(map(id, wanted), got, strict=True))
-    pick = Rows(*([found.get(id(t)) for t in ts] for ts in leaves))
-    source = found.get(id(leaf))
-    return (torch.zeros_like(x) if source is None and needs.source else source), pick

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.any_message import Message
 from support.layer_check import run
 from support.layers import inputs, leaf
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
@@ -23,7 +24,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.attention import pack
 from pyg_sar.ops.dropout import dropout_factors
 from pyg_sar.ops.reference import ADDITIVE, DOT, GATV2
-from pyg_sar.reduce import Extremum, Message, Needs, ProjectedSoftmax, Rows, Softmax, Sum, head_groups
+from pyg_sar.reduce import Extremum, Needs, ProjectedSoftmax, Rows, Softmax, Sum, head_groups
 
 MODES = (1, 2, 3)
 H, C = 2, 3
