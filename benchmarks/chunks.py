@@ -26,14 +26,7 @@ from tqdm import tqdm
 import pyg_sar
 from pyg_sar.block import compress
 from pyg_sar.data.datasets import community_graph
-from pyg_sar.offload.schedule import (
-    best_order,
-    greedy_order,
-    make_schedule,
-    overlaps,
-    ranges,
-    source_pieces,
-)
+from pyg_sar.offload.schedule import count_loads, greedy_order, overlaps, ranges, source_pieces
 
 FILES = {
     "Physics": "ms_academic_phy.npz",
@@ -160,21 +153,24 @@ def most(rows: Sequence[Sequence[Tensor]]) -> int:
     return max(ids.numel() for batches in rows for ids in batches)
 
 
-def loads(rows: Sequence[Sequence[Tensor]], num_rows: int, slots: int, horizon: int | None = None) -> int:
+def loads(rows: Sequence[Sequence[Tensor]], num_rows: int, slots: int) -> int:
     """Return how many rows all workers load, batches that their buffers do not hold in source pieces."""
     pieces = ([piece for ids in batches for piece in source_pieces(ids, slots)] for batches in rows)
-    return sum(make_schedule(accesses, num_rows, slots, horizon).loads for accesses in pieces)
+    return sum(count_loads(accesses, num_rows, slots) for accesses in pieces)
 
 
-def hongtu(rows: Sequence[Sequence[Tensor]], num_rows: int) -> int:
+def hongtu(rows: Sequence[Sequence[Tensor]]) -> int:
     """Return how many rows all workers load of those that the batch before did not read."""
-    return loads(rows, num_rows, most(rows), horizon=1)
+    before = [[batches[0][:0], *batches] for batches in rows]
+    pairs = (pair for batches in before for pair in pairwise(batches))
+    return sum(int((~torch.isin(ids, last)).sum()) for last, ids in pairs)
 
 
 def ordered_loads(rows: Sequence[Sequence[Tensor]], num_rows: int, slots: int) -> int:
-    """Return how many rows all workers load in the better order of batches."""
-    order = best_order(rows, num_rows, slots)
-    return loads([[batches[j] for j in order] for batches in rows], num_rows, slots)
+    """Return how many rows all workers load in the better order of batches, as given or greedy."""
+    shared = torch.stack([overlaps(batches, batches, num_rows) for batches in rows]).sum(0)
+    orders = (range(len(shared)), greedy_order(shared))
+    return min(loads([[batches[j] for j in order] for batches in rows], num_rows, slots) for order in orders)
 
 
 def count(rowptr: Tensor, col: Tensor, workers: int, chunks: int) -> Counts:
@@ -185,7 +181,7 @@ def count(rowptr: Tensor, col: Tensor, workers: int, chunks: int) -> Counts:
     batches = arranged(rows, form_batches(rows, n))
     formed = owned([batches[j] for j in greedy_order(overlaps(batches, batches, n))], parts)
     seconds = time.perf_counter() - start
-    previous, reorganised = hongtu(given, n), hongtu(formed, n)
+    previous, reorganised = hongtu(given), hongtu(formed)
     slots = most(given if previous <= reorganised else formed)
     start = time.perf_counter()
     best = min(ordered_loads(each, n, slots) for each in (given, owned(batches, parts)))

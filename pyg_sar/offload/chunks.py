@@ -97,7 +97,7 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
         most = max(map(len, sources))
         room = max(most if num_slots is None else min(num_slots, most), 1)
         if keeps:
-            order = best_order([sources], graph.num_src + graph.exchange.routes.num_halo, room)
+            order = best_order(sources, graph.num_src + graph.exchange.routes.num_halo, room)
             every, sources = ([of_chunk[c] for c in order] for of_chunk in (every, sources))
         pieces = [list(source_pieces(ids, room)) for ids in sources]
         room = max(len(ids) for of_chunk in pieces for ids in of_chunk)

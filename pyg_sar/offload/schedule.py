@@ -9,7 +9,6 @@ GNN Training on Multiple GPUs" <https://arxiv.org/abs/2311.14898>`_.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,46 +19,19 @@ ROW_COST = 4  # of a destination, in edges: a row is read and multiplied, where 
 
 
 class Access(NamedTuple):
-    """One access: rows are loaded, all rows of the access are used, and the residency of some ends.
+    """One access to the rows of a chunk, or of a source piece of it.
 
     Args:
-        load_ids: The rows that were not in the buffer, ascending.
-        load_slots: The slots that they are loaded into; none of them holds a row.
         slots: The slot of every row of the access, in the order of the rows.
-        flush_ids: The rows whose residency ends, ascending: backward adds up their gradients at home, and their slots
-            are free.
-        flush_slots: Their slots.
-        first: Whether the residency is a row's first in the pass, so that its gradient is stored instead of added.
+        loads: How many of these rows were not in the buffer and are loaded. They take slots whose rows need not stay.
     """
 
-    load_ids: Tensor
-    load_slots: Tensor
     slots: Tensor
-    flush_ids: Tensor
-    flush_slots: Tensor
-    first: Tensor
+    loads: int
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """What happens in one pass over all chunks; it begins and ends with an empty buffer.
-
-    Args:
-        accesses: One access after the other.
-        num_slots: Number of rows that the buffer holds.
-    """
-
-    accesses: tuple[Access, ...]
-    num_slots: int
-
-    @property
-    def loads(self) -> int:
-        """Number of rows that are loaded, and in backward of gradients that are flushed."""
-        return sum(access.load_ids.numel() for access in self.accesses)
-
-
-def make_schedule(rows: Sequence[Tensor], num_rows: int, num_slots: int, horizon: int | None = None) -> Schedule:
-    r"""Decide which rows stay in the buffer, such that no other decision loads fewer.
+def accesses(rows: Sequence[Tensor], num_rows: int, num_slots: int) -> Iterator[Access]:
+    r"""Yield the accesses of one pass, which begins with an empty buffer, such that no other choice loads fewer rows.
 
     Rows that the next access does not read make room, those used latest first: `"A Study of Replacement Algorithms for
     a Virtual-Storage Computer" <https://doi.org/10.1147/sj.52.0078>`_ (Belady, 1966). A row keeps its slot while it
@@ -69,31 +41,29 @@ def make_schedule(rows: Sequence[Tensor], num_rows: int, num_slots: int, horizon
         rows: The rows of each access, ascending.
         num_rows: Number of all rows.
         num_slots: Number of rows that the buffer holds.
-        horizon: A row stays only if one of the next ``horizon`` accesses reads it: with 1, the method of HongTu.
 
     Raises:
         ValueError: If an access has more rows than there are slots.
     """
-    return Schedule(tuple(accesses(rows, num_rows, num_slots, horizon)), num_slots)
-
-
-def accesses(rows: Sequence[Tensor], num_rows: int, num_slots: int, horizon: int | None = None) -> Iterator[Access]:
-    """Yield the accesses of :func:`make_schedule`, of which all arguments are, one by one."""
     check_slots(rows, num_slots)
     never = len(rows)
     held, free = torch.empty(0, dtype=torch.int64), torch.arange(num_slots)
-    slot, flushed = torch.full((num_rows,), -1), torch.zeros(num_rows, dtype=torch.bool)
+    slot = torch.full((num_rows,), -1)
     use = torch.full((num_rows,), never)  # the next access of each row
     for t, (ids, uses) in enumerate(zip(rows, next_uses(rows, num_rows), strict=True)):
         load = ids[slot[ids] < 0]
-        taken, free = free[: load.numel()].clone(), free[load.numel() :]  # a view would keep all slots
-        slot[load], use[ids], held = taken, uses, torch.cat([held, load])
-        last = never if horizon is None else min(never, t + 1 + horizon)
+        slot[load], free = free[: load.numel()], free[load.numel() :]
+        use[ids], held = uses, torch.cat([held, load])
+        yield Access(slot[ids], load.numel())
         room = num_slots - rows[t + 1].numel() if t + 1 < never else 0
-        stays = chosen(use[held], t + 1, last, room)
+        stays = chosen(use[held], t + 1, never, room)
         gone, held = held[~stays].sort().values, held[stays]
-        yield Access(load, taken, slot[ids], gone, slot[gone], ~flushed[gone])
-        free, slot[gone], flushed[gone] = torch.cat([free, slot[gone]]), -1, True
+        free, slot[gone] = torch.cat([free, slot[gone]]), -1
+
+
+def count_loads(rows: Sequence[Tensor], num_rows: int, num_slots: int) -> int:
+    """Return how many rows are loaded in one pass, see :func:`accesses`, of which all arguments are."""
+    return sum(access.loads for access in accesses(rows, num_rows, num_slots))
 
 
 def check_slots(rows: Sequence[Tensor], num_slots: int) -> None:
@@ -116,12 +86,12 @@ def next_uses(rows: Sequence[Tensor], num_rows: int) -> list[Tensor]:
     return uses[::-1]
 
 
-def chosen(use: Tensor, now: int, last: int, room: int) -> Tensor:
-    """Return which rows stay, of those that are used before ``last``: those of access ``now``, and, as long as there is
-    room, those of the others that are used soonest.
+def chosen(use: Tensor, now: int, never: int, room: int) -> Tensor:
+    """Return which rows stay, given the access that reads each of them next (``never``: none does): those of access
+    ``now``, and, as long as there is room, those of the others that are used soonest.
     """
-    stays = (use == now) & (use < last)
-    others = ((use > now) & (use < last)).nonzero().view(-1)
+    stays = (use == now) & (use < never)
+    others = ((use > now) & (use < never)).nonzero().view(-1)
     stays[others[use[others].argsort(stable=True)[:room]]] = True
     return stays
 
@@ -178,18 +148,16 @@ def greedy_order(shared: Tensor) -> list[int]:
     return order
 
 
-def best_order(rows: Sequence[Sequence[Tensor]], num_rows: int, num_slots: int) -> list[int]:
-    """Return the order of batches in which all workers together load fewest rows, as given or greedy.
+def best_order(rows: Sequence[Tensor], num_rows: int, num_slots: int) -> list[int]:
+    """Return the order of chunks in which fewest rows are loaded, as given or greedy.
 
     Args:
-        rows: What each worker loads for each batch.
+        rows: The rows of each chunk, ascending.
         num_rows: Number of all rows.
-        num_slots: Number of rows that the buffer of each worker holds.
+        num_slots: Number of rows that the buffer holds; chunks that have more are cut into source pieces.
     """
 
     def loads(order: list[int]) -> int:
-        pieces = ([piece for c in order for piece in source_pieces(batches[c], num_slots)] for batches in rows)
-        return sum(make_schedule(accesses, num_rows, num_slots).loads for accesses in pieces)
+        return count_loads([piece for c in order for piece in source_pieces(rows[c], num_slots)], num_rows, num_slots)
 
-    shared = torch.stack([overlaps(batches, batches, num_rows) for batches in rows]).sum(0)
-    return min([list(range(len(shared))), greedy_order(shared)], key=loads)
+    return min([list(range(len(rows))), greedy_order(overlaps(rows, rows, num_rows))], key=loads)

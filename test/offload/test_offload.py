@@ -27,7 +27,7 @@ from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
 from pyg_sar.offload.rows import HostRows
-from pyg_sar.offload.schedule import make_schedule
+from pyg_sar.offload.schedule import count_loads
 from pyg_sar.rewire import with_self_loops
 
 CHUNKS = [1, 2, 5, 17]
@@ -588,9 +588,9 @@ def test_traffic(kind, keeps):
     (it,) = layers
     chunks = by_chunks.chunks(data.x.place, data.edge_index.graph, True)
     (pieces,) = zip(*(chunk.pieces for chunk in chunks), strict=True)
-    schedule = make_schedule(pieces, NUM_NODES, max(map(len, pieces)))
-    assert schedule.loads < sum(map(len, pieces))
-    read, width = schedule.loads if keeps else sum(map(len, pieces)), {"sage": 6, "gat": 7}[kind]
+    loads = count_loads(pieces, NUM_NODES, max(map(len, pieces)))
+    assert loads < sum(map(len, pieces))
+    read, width = loads if keeps else sum(map(len, pieces)), {"sage": 6, "gat": 7}[kind]
     rows, n = 8 * read * width, 8 * NUM_NODES
     queries = n if kind == "gat" else 0
     assert (it.case, it.forward_loaded, it.forward_stored) == (1 + (kind == "gat"), rows + queries, 6 * n)
