@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
-from pyg_sar.distributed.collectives import gather_objects
+from pyg_sar.distributed.group import gather_objects
 
 # data set, model, epochs, seeds
 TASKS = [

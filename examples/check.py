@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
-from pyg_sar.distributed.collectives import gather_objects
+from pyg_sar.distributed.group import gather_objects
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data", help="a folder made by 'pyg-sar partition'")

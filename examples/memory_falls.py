@@ -20,7 +20,7 @@ from models import GNN
 
 import pyg_sar
 from pyg_sar.data.datasets import dataset
-from pyg_sar.distributed.collectives import gather_objects
+from pyg_sar.distributed.group import gather_objects
 from pyg_sar.live import Live
 
 parser = argparse.ArgumentParser()

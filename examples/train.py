@@ -117,7 +117,7 @@ def report(
         if t.forward_stored:
             moved = (t.forward_loaded + t.backward_loaded, t.forward_stored + t.backward_stored)
             lines.append("loaded {:.2f} MiB from home, stored {:.2f} MiB there".format(*(n / 2**20 for n in moved)))
-    gathered = pyg_sar.distributed.collectives.gather_objects("\n".join(f"  {line}" for line in lines))
+    gathered = pyg_sar.distributed.group.gather_objects("\n".join(f"  {line}" for line in lines))
     if rank == 0:
         print(f"\n{name}: test accuracy {accuracy:.4f}, median epoch {median:.3f} s")
         for r, text in enumerate(gathered):

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from pyg_sar.distributed import values
 from pyg_sar.distributed.agreement import on_all
-from pyg_sar.distributed.collectives import gather_objects, global_max
-from pyg_sar.distributed.group import Group, host, is_local, rank_of, size_of
+from pyg_sar.distributed.collectives import global_max
+from pyg_sar.distributed.group import Group, gather_objects, host, is_local, rank_of, size_of
 from pyg_sar.durable import digest, sync
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from pyg_sar.distributed import notices
-from pyg_sar.distributed.group import rank_of
+from pyg_sar.distributed.group import Group, gather_objects, rank_of
 
 # Of every operator, which arguments number rows, and of what; a row pointer ends at the length of the other argument.
 NUMBERS = {
@@ -120,12 +120,12 @@ def check(name: str, given: dict[str, Any]) -> None:
             )
 
 
-def look(named: dict[str, Tensor], gather: Callable[[Any], list[Any]]) -> None:
+def look(named: dict[str, Tensor], group: Group) -> None:
     """Raise on all workers if a gradient is no number on any of them."""
     grads = {name: p.grad for name, p in named.items() if p.grad is not None}
     numbers = {name: g.coalesce().values() if g.layout == torch.sparse_coo else g for name, g in grads.items()}
     odd = [name for name, t in numbers.items() if not bool(torch.isfinite(t).all())]
-    for rank, names in enumerate(gather(odd)):
+    for rank, names in enumerate(gather_objects(odd, group)):
         if names:
             raise FloatingPointError(
                 f"[rank {rank_of()}] The gradient of '{names[0]}' on rank {rank} has a NaN or an infinity"

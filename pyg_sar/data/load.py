@@ -13,8 +13,8 @@ from pyg_sar.block import Block
 from pyg_sar.data.split import Topology
 from pyg_sar.data.store import EDGE, NODE, EdgeType, Shard, read_part
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.collectives import all_reduce, gather_objects
-from pyg_sar.distributed.group import Group, rank_of
+from pyg_sar.distributed.collectives import all_reduce
+from pyg_sar.distributed.group import Group, gather_objects, rank_of
 from pyg_sar.distributed.peers import Peers
 from pyg_sar.distributed.traffic import Log
 from pyg_sar.distributed.transfer import Channel

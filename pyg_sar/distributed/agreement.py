@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.group import Group, all_gather, gather_objects, host, is_local, rank_of, size_of, talking
+from pyg_sar.distributed.group import Group, all_gather, gather_objects, host, is_local, rank_of, talking
 
 # What is wrong with a gradient that was summed before.
 TROUBLES = {
@@ -223,10 +223,7 @@ def checksum(value: Any) -> int:
 
 def gathered(value: Any, group: Group) -> list[Any]:
     """Return the values of all workers."""
-    if size_of(group) == 1:
-        return [value]
-    with talking("comparing what they have in common", group):
-        return gather_objects(value, group)
+    return gather_objects(value, group, "comparing what they have in common")
 
 
 def fail(why: str, group: Group) -> NoReturn:

@@ -106,14 +106,6 @@ def global_merge(count: Tensor, mean: Tensor, m2: Tensor, group: Any = None) -> 
     return total.squeeze(-1).long(), mean, m2
 
 
-def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all workers, in the order of ranks."""
-    if not grouped(group):
-        return [value]
-    with talking("gathering from all of them", group):
-        return workers.gather_objects(value, group)
-
-
 @torch.no_grad()
 def sum_gradients(
     *modules: torch.nn.Module | Tensor | Iterable[Any],
@@ -148,7 +140,7 @@ def sum_gradients(
     named = {name: p for name, p in every.items() if not is_local(p)}
     losses = stepped(p.grad for p in named.values() if p.grad is not None)
     if notices.LOOKS:
-        debugging.look(every, lambda odd: gather_objects(odd, group))
+        debugging.look(every, group)
     if not grouped(group):
         return
     if sparse := [name for name, p in named.items() if p.grad is not None and p.grad.layout != torch.strided]:

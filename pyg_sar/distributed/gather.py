@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed import staging
-from pyg_sar.distributed.collectives import gather_objects
-from pyg_sar.distributed.group import Message, current, rank_of, size_of, start, talking
+from pyg_sar.distributed.group import Message, current, gather_objects, rank_of, size_of, start, talking
 from pyg_sar.watch import SAME, gives
 
 

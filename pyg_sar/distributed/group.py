@@ -148,16 +148,19 @@ def all_gather(tensor: Tensor, group: Group = None) -> list[Tensor]:
     return out
 
 
-def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """Return the values of all workers, which :mod:`~pyg_sar.distributed.values` can write."""
-    group = current(group)
-    if isinstance(group, Member):
-        return group.workers.meet(group.rank, "gather_objects", value)
-    mine = torch.frombuffer(bytearray(values.to_bytes(value)), dtype=torch.uint8).to(host(group))
-    sizes = [int(n) for n in all_gather(torch.tensor([mine.numel()], device=mine.device), group)]
-    mine = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel()))
-    found = zip(all_gather(mine, group), sizes, strict=True)
-    return [values.from_bytes(bytes(data[:size].cpu().numpy())) for data, size in found]
+def gather_objects(value: Any, group: Group = None, doing: str = "gathering from all of them") -> list[Any]:
+    """Return the values of all workers, in the order of ranks; :mod:`~pyg_sar.distributed.values` can write them."""
+    if size_of(group) == 1:
+        return [value]
+    with talking(doing, group):
+        member = current(group)
+        if isinstance(member, Member):
+            return member.workers.meet(member.rank, "gather_objects", value)
+        mine = torch.frombuffer(bytearray(values.to_bytes(value)), dtype=torch.uint8).to(host(group))
+        sizes = [int(n) for n in all_gather(torch.tensor([mine.numel()], device=mine.device), group)]
+        mine = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel()))
+        found = zip(all_gather(mine, group), sizes, strict=True)
+        return [values.from_bytes(bytes(data[:size].cpu().numpy())) for data, size in found]
 
 
 def broadcast_(tensor: Tensor, group: Group = None) -> None:

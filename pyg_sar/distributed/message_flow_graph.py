@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.block import ordinary_mode
-from pyg_sar.distributed.collectives import gather_objects
+from pyg_sar.distributed.group import gather_objects
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Origin, ShardedGraph
 from pyg_sar.watch import ordered

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyg_sar.distributed.group import gather_objects, rank_of, size_of, talking
+from pyg_sar.distributed.group import gather_objects, rank_of, size_of
 from pyg_sar.distributed.traffic import Traffic
 from pyg_sar.distributed.transfer import Channel, Pending
 
@@ -96,8 +96,7 @@ class Stages:
         """Return the values of all stages."""
         if self.size == 1:
             return [value]
-        with talking(f"waiting for {what}", self.channel.group):
-            return gather_objects(value, self.channel.group)
+        return gather_objects(value, self.channel.group, f"waiting for {what}")
 
     def tell(self, value: Any, stage: int) -> Any:
         """Return the value of a stage to all."""

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyg_sar import accuracy, all_reduce, broadcast_parameters, degree_histogram, global_mean, sum_gradients
 from pyg_sar.distributed import collectives
+from pyg_sar.distributed.group import gather_objects
 from pyg_sar.nn import SAGEConv
 
 GRADS = {
@@ -130,7 +131,7 @@ def reduce_once(group):
     total = all_reduce(x, group)
     assert not total.requires_grad
     gathered = collectives.all_gather(x.view(2, 1).t(), group)
-    return x.detach(), total, gathered, collectives.gather_objects(dist.get_rank(group), group)
+    return x.detach(), total, gathered, gather_objects(dist.get_rank(group), group)
 
 
 def test_all_reduce_and_gather_leave_their_input_alone(pool):

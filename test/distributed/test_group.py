@@ -9,8 +9,18 @@ from torch import Tensor
 from torch_geometric.nn import Sequential
 
 import pyg_sar
-from pyg_sar.distributed.collectives import all_gather, gather_objects
-from pyg_sar.distributed.group import Member, Message, Workers, all_reduce_, current, rank_of, size_of, talking
+from pyg_sar.distributed.collectives import all_gather
+from pyg_sar.distributed.group import (
+    Member,
+    Message,
+    Workers,
+    all_reduce_,
+    current,
+    gather_objects,
+    rank_of,
+    size_of,
+    talking,
+)
 from pyg_sar.distributed.notices import LostWorkers
 
 

@@ -52,7 +52,7 @@ def test_train_and_check(tmp_path):
 SCRIPT = """
 import os, time, pyg_sar
 with pyg_sar.process_group() as rank:
-    pyg_sar.distributed.collectives.gather_objects(rank)
+    pyg_sar.distributed.group.gather_objects(rank)
     print(os.popen("ip -brief address show eth0").read(), flush=True)
     if rank == 1:
         raise SystemExit("host 1 says why")

@@ -15,9 +15,8 @@ from torch_geometric.data import Data
 from torch_geometric.data.storage import NodeStorage
 
 from pyg_sar import watch
-from pyg_sar.distributed.collectives import gather_objects
 from pyg_sar.distributed.gather import gather
-from pyg_sar.distributed.group import rank_of
+from pyg_sar.distributed.group import gather_objects, rank_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 CHUNK = 2**22  # numbers that are drawn at a time
