@@ -250,7 +250,7 @@ class Pipeline:
                 self.fill(x, edges)
             self.epoch += 1
             self.stages.begin()
-            with kept_generator():
+            with torch.random.fork_rng(devices=[]):
                 loss = self.forward_and_backward(x, loss_fn, edges)
         sum_gradients(self.blocks, group=self.group)
         if self.seen is not None:
@@ -299,7 +299,7 @@ class Pipeline:
         whole = self.history.whole
         self.stages.begin()
         self.history.begin(None)
-        with torch.no_grad(), kept_generator():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             self.walk(x, lambda values: self.run(values, self.edge_index, edges, whole))
         self.history.end(refresh=True)
 
@@ -484,13 +484,3 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
-
-
-@contextmanager
-def kept_generator() -> Iterator[None]:
-    """Leave torch's generator as it was."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
