@@ -32,6 +32,7 @@ from pyg_sar.distributed import values
 from pyg_sar.distributed.agreement import on_all
 from pyg_sar.distributed.collectives import global_max
 from pyg_sar.distributed.group import Group, gather_objects, host, is_local, rank_of, size_of
+from pyg_sar.distributed.links import Directory
 from pyg_sar.durable import digest, sync
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds
@@ -353,10 +354,9 @@ def _pick(parts: list[Tensor], theirs: list[Tensor], ids: Tensor) -> Tensor:
     """Return the rows of some nodes, of which each part has some."""
     out, count = parts[0].new_empty(len(ids), *parts[0].shape[1:]), 0
     for rows, owned in zip(parts, theirs, strict=True):
-        where, order = owned.sort()
-        at = torch.searchsorted(where, ids).clamp(max=max(len(where) - 1, 0))
-        here = where[at] == ids if len(where) else torch.zeros(len(ids), dtype=torch.bool)
-        out[here] = rows[order[at[here]]]
+        row = Directory(owned).rows(ids)
+        here = row >= 0
+        out[here] = rows[row[here]]
         count += int(here.sum())
     if count != len(ids):
         raise ValueError(f"it holds rows of {count} of {len(ids)} nodes: it is of another graph")
