@@ -331,7 +331,7 @@ def _shares(args: argparse.Namespace) -> list[Any]:
     if not args.folder:
         if not (args.nodes and args.edges):
             raise ValueError("Expected a folder, or --nodes and --edges of a graph.")
-        return [from_counts(int(args.nodes), int(args.edges), n, args.boundary) for n in args.workers]
+        return [from_counts(args.nodes, args.edges, n, args.boundary) for n in args.workers]
     meta = read_meta(args.folder)
     nodes, _, graph = meta["attributes"]
     if "x" in nodes and nodes["x"][0] != "float32":
@@ -349,7 +349,7 @@ def _fit(args: argparse.Namespace, shares: list[Any]) -> None:
 
     workers, budget = 0, f"{args.budget:g} GiB"
     while workers < 1024:
-        share = shares.pop(0) if shares else from_counts(int(args.nodes), int(args.edges), 2 * workers, args.boundary)
+        share = shares.pop(0) if shares else from_counts(args.nodes, args.edges, 2 * workers, args.boundary)
         workers = len(share.rows_in) + 1
         options = {"prefetch": args.prefetch, "num_relations": args.relations}
         found = choose(lambda: _stack(args), share, args.features, args.budget * 2**30, **options)
@@ -401,12 +401,11 @@ def table(report: dict[str, Any]) -> str:
     }
     rows = [list(columns), *zip(*columns.values(), strict=True)]
     balance = ", ".join(f"{name} {value:.2f}" for name, value in report["balance"].items())
-    order = report.get("order", "id")  # folders made before there was a choice do not say
     lines = ["".join(f"{cell:>14}" for cell in row) for row in rows]
     lines += [
         "",
         f"{report['num_nodes']} nodes and {report['num_edges']} edges in {report['num_parts']} "
-        f"parts by method '{report['method']}', order '{order}', seed {report['seed']}",
+        f"parts by method '{report['method']}', order '{report['order']}', seed {report['seed']}",
         f"balance (largest part over mean): {balance}",
         f"edges cut: {report['cut']} ({report['cut_fraction']:.1%})",
         f"boundary rows: {report['boundary_rows']}, from part (column) to part (row)",

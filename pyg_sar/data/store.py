@@ -214,7 +214,7 @@ def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True,
         topology = topology_of(files[f"graph_{k}"], expected, part, source, target)
         if (found := counts_of(topology, part)) != expected:
             raise ValueError(f"'{path}' holds {found}, but its part.json says {expected}. {AGAIN}")
-        check_topology(topology, part, path)
+        check_topology(topology, path)
         edges[it] = EdgeRows(edge_types[it], topology, files[f"edge_{k}"])
     return Shard(part, info["num_parts"], info["identity"], nodes, edges, files["attrs"])
 
@@ -233,7 +233,7 @@ def check_part(info: dict[str, Any], file: Path) -> None:
         raise ValueError(f"'{file}' lists no file {', '.join(missing)}. {AGAIN}")
 
 
-def check_topology(topology: Topology, part: int, path: Path) -> None:
+def check_topology(topology: Topology, path: Path) -> None:
     """Raise unless all numbers of a topology are those of rows that there are: kernels do not look."""
     num_dst = topology.dst_id.numel()
     for q, (ptr, col, rows) in enumerate(zip(topology.rowptr, topology.col, topology.rows, strict=True)):
