@@ -83,12 +83,12 @@ def late_gradients() -> Iterator[None]:
 
     def kept(sink: ChunkSink, others: Tensor) -> None:
         keep(sink, others)
-        grad = sink.site.tiles[sink.tile - 1].grad
+        grad = sink.site[sink.tile - 1].grad
         assert grad is not None
         grad[sink.it.chunk.span] = 0  # handed on; what comes after it is of rows that are read as history
 
     def ended(history: History, refresh: bool) -> None:
-        grads = [(rows, rows.grad) for site in history.sites.values() for rows in site.tiles]
+        grads = [(rows, rows.grad) for site in history.sites.values() for rows in site]
         end(history, refresh)
         for rows, grad in grads:
             rows.grad = grad

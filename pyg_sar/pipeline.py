@@ -204,7 +204,7 @@ class Pipeline:
         rows = {
             f"{block} {call} {tile}": rows.history
             for (block, call), site in sites.items()
-            for tile, rows in enumerate(site.tiles)
+            for tile, rows in enumerate(site)
         }
         shapes = [[k, *map(list, s)] for k, s in self.shapes.items()]
         return {"of": self.identity(), "epoch": self.epoch, "history": rows, "shapes": shapes}

@@ -119,8 +119,8 @@ def row_bytes(blocks: Sequence[torch.nn.Module], in_channels: int) -> tuple[list
         torch.autograd.backward([t.sum() for t in out if t.requires_grad])
     read, returned = ([0] * len(blocks) for _ in range(2))
     for (block, _), site in history.sites.items():
-        read[block] += sum(bytes_of(rows.fresh) for rows in site.tiles)
-        returned[block] += sum(bytes_of(rows.grad) for rows in site.tiles if rows.grad is not None)
+        read[block] += sum(bytes_of(rows.fresh) for rows in site)
+        returned[block] += sum(bytes_of(rows.grad) for rows in site if rows.grad is not None)
     values, made = packed(x), []
     with torch.no_grad():
         for each in blocks:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -53,15 +53,7 @@ class Rows:
     grad: Tensor | None = None
 
 
-@dataclass
-class Site:
-    """One aggregation of a block.
-
-    Args:
-        tiles: Its rows, by column tile.
-    """
-
-    tiles: list[Rows] = field(default_factory=list)
+Site = list[Rows]  # what one aggregation of a block knows, by column tile
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +140,7 @@ class History:
         self.place.zero_()
         self.stale.clear()
         for site in self.sites.values():
-            for rows in site.tiles:
+            for rows in site:
                 rows.grad = None  # left by an epoch that was interrupted
         if order is not None:
             self.place[torch.tensor(order)] = torch.arange(len(order))
@@ -156,7 +148,7 @@ class History:
     def end(self, refresh: bool) -> None:
         """End an epoch; with ``refresh`` its rows are history from now on."""
         for site in self.sites.values():
-            for rows in site.tiles:
+            for rows in site:
                 if refresh:  # the next epoch writes all of what is fresh
                     old, rows.history = rows.history, rows.fresh
                     rows.fresh = torch.empty_like(rows.fresh) if old is None else old
@@ -166,8 +158,8 @@ class History:
         """Have these histories, by block, call and tile."""
         self.sites = {}
         for (block, call, _), history in sorted(rows.items(), key=lambda it: it[0]):
-            site = self.sites.setdefault((block, call), Site())
-            site.tiles.append(Rows(torch.empty_like(history), history.clone()))
+            site = self.sites.setdefault((block, call), [])
+            site.append(Rows(torch.empty_like(history), history.clone()))
 
     @contextmanager
     def within(self, block: int) -> Iterator[None]:
@@ -190,13 +182,13 @@ class History:
                 f"on a sharded graph it keeps no messages anyway."
             )
         self.call += 1
-        return self.sites.setdefault((self.block, self.call), Site())
+        return self.sites.setdefault((self.block, self.call), [])
 
     def store(self, it: Chunk, site: Site, tile: int, x: Tensor, meter: Meter, about: About | None) -> None:
         """Keep the rows of a chunk, and exchange those that workers read of each other."""
-        if tile == len(site.tiles):
-            site.tiles.append(Rows(x.new_empty(len(self.chunk_of), *x.shape[1:])))
-        fresh = site.tiles[tile].fresh
+        if tile == len(site):
+            site.append(Rows(x.new_empty(len(self.chunk_of), *x.shape[1:])))
+        fresh = site[tile].fresh
         if fresh.shape[1:] != x.shape[1:]:
             raise ValueError(
                 f"[rank {rank_of()}] Block {self.block} aggregates rows of shape {list(x.shape[1:])}, and of shape "
@@ -322,15 +314,15 @@ class ChunkExchange(Local):
             if stores:
                 self.history.store(self.chunk, self.at, tile, x, meter, about if tile == 0 else None)
             if self.shards == 1:
-                yield 0, torch.cat([x, self.history.read(self.chunk, self.at.tiles[tile])])
+                yield 0, torch.cat([x, self.history.read(self.chunk, self.at[tile])])
             else:
                 yield 0, x
-                yield 1, self.history.read(self.chunk, self.at.tiles[tile])
+                yield 1, self.history.read(self.chunk, self.at[tile])
 
     def sink(self, meter: Meter, receiver: Receiver, about: About | None = None) -> ChunkSink:
         """Return what takes gradients; refuse those of rows that were never read."""
         assert self.at is not None
-        if not self.at.tiles:
+        if not self.at:
             raise NotImplementedError(
                 f"[rank {rank_of()}] Block {self.history.block} of a pipeline adds onto the sources of edges, which "
                 f"other chunks have. Take 'chunks=1'."
@@ -368,7 +360,7 @@ class ChunkSink:
         """Take the gradient of rows of other chunks; that of the chunk's rows came before."""
         it, total = self.it, self.own
         assert total is not None
-        rows = self.site.tiles[self.tile]
+        rows = self.site[self.tile]
         if rows.grad is None:
             rows.grad = total.new_zeros(len(it.history.chunk_of), *total.shape[1:])
         rows.grad.index_add_(0, it.chunk.reads, others)
