@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -259,7 +259,7 @@ class RowsElsewhere(LocalRows):
         return self.x.new_empty(0, *self.x.shape[1:], device=self.device)
 
 
-class Program(Protocol):
+class Program:
     """What is computed for each chunk.
 
     Args:
@@ -272,9 +272,11 @@ class Program(Protocol):
 
     def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
         """Return rows of the chunk's destinations, given what it reads of every input."""
+        raise NotImplementedError
 
     def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
-        """Add up the gradient of source rows, of which ``like`` has none, in case 1."""
+        """Add up the gradient of source rows, of which ``like`` has none; only asked in case 1."""
+        raise NotImplementedError
 
 
 class Aggregation(Program):

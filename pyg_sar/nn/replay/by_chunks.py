@@ -81,10 +81,6 @@ class Propagation(Program):
             )
         return strategy.run(call, it.graph)
 
-    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
-        """Never asked: gradients depend on rows."""
-        raise AssertionError
-
 
 def given(spec: Any, values: Sequence[Any]) -> Any:
     """Return an argument of the call: the value of a number, a pair of those, or what it is."""
@@ -110,10 +106,6 @@ class Layer(Program):
         x_src, x_dst, *others = values
         edge = others[: len(others) - len(list(self.layer.parameters()))]
         return self.layer.forward((x_src, x_dst), ShardedEdgeIndex(it.graph), *edge)
-
-    def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
-        """Never asked: gradients depend on rows."""
-        raise AssertionError
 
 
 class Number(int):
