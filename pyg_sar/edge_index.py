@@ -35,7 +35,7 @@ class ShardedEdgeIndex(EdgeNumbers):
         refuse_whole_graph(self)
         if self._data is not None:
             raise AttributeError(
-                f"This {self._kind} was derived by an operation on a sharded 'edge_index' and has no blocks to stream"
+                f"This {self.kind} was derived by an operation on a sharded 'edge_index' and has no blocks to stream"
             )
         return self._graph
 
@@ -54,7 +54,7 @@ class ShardedEdgeIndex(EdgeNumbers):
         refuse_whole_graph(self, () if aggr is None else aggr.modules())
         if self._data is None:
             return self._graph
-        return regroup(self._graph, self._data.flip(0) if self._kind == FLIPPED else self._data)
+        return regroup(self._graph, self._data.flip(0) if self.kind == FLIPPED else self._data)
 
     def merge(self) -> ShardedEdgeIndex:
         """Return ``replace(one_shot=True)``: the same edges in mode 3."""

@@ -49,7 +49,7 @@ class EdgeNumbers(Tensor):
     """
 
     _graph: ShardedGraph
-    _kind: str
+    kind: str  # ``EDGES``, ``FLIPPED`` or ``SOURCES``
     _data: Tensor | None
     _ends: Tensor | None  # beside sources, the destinations of the same edges, where they are known
 
@@ -59,13 +59,8 @@ class EdgeNumbers(Tensor):
         shape = (2, graph.num_edges) if data is None else data.shape
         strides = None if data is None else data.stride()
         out = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=torch.int64, device=graph.device)
-        out._graph, out._kind, out._data, out._ends = graph, kind, data, None
+        out._graph, out.kind, out._data, out._ends = graph, kind, data, None
         return out
-
-    @property
-    def kind(self) -> str:
-        """What the numbers are: ``EDGES``, ``FLIPPED`` or ``SOURCES``."""
-        return self._kind
 
     @property
     def of_flow(self) -> bool:
@@ -123,7 +118,7 @@ def refuse(func: Callable, args: Any, kwargs: Any, why: str = NUMBERING) -> NoRe
     """Raise because of an operation."""
     it = next(sharded(args, kwargs))
     what, advice = called(func)
-    fail(it._graph, f"{what} cannot be computed exactly on the {it._kind} of a sharded graph: {why}", advice)
+    fail(it._graph, f"{what} cannot be computed exactly on the {it.kind} of a sharded graph: {why}", advice)
 
 
 def refuse_whole_graph(it: EdgeNumbers, known: Iterable[torch.nn.Module] = ()) -> None:
@@ -159,16 +154,16 @@ def identity(func: Callable, args: Any, kwargs: Any) -> Any:
 def copy(func: Callable, args: Any, kwargs: Any) -> Any:
     """Copy what was derived; the edges of the graph itself never change."""
     it = args[0]
-    return it if it._data is None else it.derive(it._kind, it._data.clone(), it._ends)
+    return it if it._data is None else it.derive(it.kind, it._data.clone(), it._ends)
 
 
 def reshape(func: Callable, args: Any, kwargs: Any) -> Any:
     """Give sources another shape; edges have two rows."""
     it = args[0]
     out = func(*plain(args), **kwargs)
-    if it._kind != SOURCES and out.shape != it.shape:
+    if it.kind != SOURCES and out.shape != it.shape:
         refuse(func, args, kwargs, "its two rows hold numbers of different kinds")
-    return it.derive(it._kind, out, None if it._ends is None else func(it._ends, *args[1:], **kwargs))
+    return it.derive(it.kind, out, None if it._ends is None else func(it._ends, *args[1:], **kwargs))
 
 
 def compare(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -177,7 +172,7 @@ def compare(func: Callable, args: Any, kwargs: Any) -> Any:
     known = list(sharded(args))
     if not known[0]._graph.exchange.alone and any(frame.f_code.co_name in FINDS_LOOPS for frame in callers()):
         refuse(func, args, kwargs, "the other workers may have self-loops that this one does not see")
-    if not isinstance(other, Tensor) or other.shape != one.shape or {s._kind for s in known} != {SOURCES}:
+    if not isinstance(other, Tensor) or other.shape != one.shape or {s.kind for s in known} != {SOURCES}:
         refuse(func, args, kwargs, "it compares numbers of different kinds")
     if len(known) == 1:
         refuse_two_sets(func, args, known[0]._graph)
@@ -201,39 +196,39 @@ def concatenate(func: Callable, args: Any, kwargs: Any) -> Any:
     first = next(sharded(tensors))
     for t in tensors:
         if isinstance(t, EdgeNumbers):
-            known = t._kind == first._kind and t._graph is first._graph
+            known = t.kind == first.kind and t._graph is first._graph
         else:
             refuse_two_sets(func, args, first._graph)
             loops = torch.arange(first._graph.num_dst, device=t.device).expand(2, -1)
-            known = first._kind != SOURCES and torch.equal(t, loops)
+            known = first.kind != SOURCES and torch.equal(t, loops)
         if not known:
             refuse(func, args, kwargs, "it joins edges of different graphs, or edges that are not one self-loop a node")
-    if dim not in ((None, 0, -1) if first._kind == SOURCES else (1, -1)):
+    if dim not in ((None, 0, -1) if first.kind == SOURCES else (1, -1)):
         refuse(func, args, kwargs)
-    return first.derive(first._kind, torch.cat(plain(tensors), dim=-1))
+    return first.derive(first.kind, torch.cat(plain(tensors), dim=-1))
 
 
 def flip(func: Callable, args: Any, kwargs: Any) -> Any:
     """Turn edges round."""
     it = args[0]
     dims = list(args[1:]) + list(kwargs.values())
-    if it._kind == SOURCES or dims not in ([0], [[0]], [(0,)], [-2], [[-2]], [(-2,)]):
+    if it.kind == SOURCES or dims not in ([0], [[0]], [(0,)], [-2], [[-2]], [(-2,)]):
         refuse(func, args, kwargs)
-    return it.derive(FLIPPED if it._kind == EDGES else EDGES, plain(it).flip(0))
+    return it.derive(FLIPPED if it.kind == EDGES else EDGES, plain(it).flip(0))
 
 
 def row(it: EdgeNumbers, which: int) -> Tensor:
     """Return one row of the edges: sources, which stay sharded, or destinations, which are rows of this worker."""
     refuse_whole_graph(it)
     both = plain(it)
-    holds_sources = (which % 2 == 0) == (it._kind == EDGES)
+    holds_sources = (which % 2 == 0) == (it.kind == EDGES)
     return it.derive(SOURCES, both[which], both[1 - which % 2]) if holds_sources else both[which]
 
 
 def unbind(func: Callable, args: Any, kwargs: Any) -> Any:
     """Split edges into sources and destinations."""
     it, dim = bind(args, kwargs, "input", "dim")
-    if it._kind == SOURCES or dim not in (None, 0, -2):
+    if it.kind == SOURCES or dim not in (None, 0, -2):
         refuse(func, args, kwargs)
     return row(it, 0), row(it, 1)
 
@@ -241,7 +236,7 @@ def unbind(func: Callable, args: Any, kwargs: Any) -> Any:
 def stack(func: Callable, args: Any, kwargs: Any) -> Any:
     """Join a row of sources and a row of local nodes into edges."""
     tensors, dim = bind(args, kwargs, "tensors", "dim")
-    kinds = [t._kind if isinstance(t, EdgeNumbers) else None for t in tensors]
+    kinds = [t.kind if isinstance(t, EdgeNumbers) else None for t in tensors]
     if kinds not in ([SOURCES, None], [None, SOURCES]) or dim not in (None, 0) or tensors[0].dim() != 1:
         refuse(func, args, kwargs, "it joins numbers of different kinds")
     (it,) = sharded(tensors)
@@ -253,7 +248,7 @@ def get(func: Callable, args: Any, kwargs: Any) -> Any:
     target, index = args
     if not isinstance(target, EdgeNumbers):
         return gather(func, target, 0, index)
-    if target._kind == SOURCES:
+    if target.kind == SOURCES:
         return pick(func, target, index)
     which, columns = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
     if type(which) is int:
@@ -275,7 +270,7 @@ def pick(func: Callable, edges: Tensor, which: Any, it: EdgeNumbers | None = Non
         raise wrong_rows(it._graph, found, count, "mask[data.e_id]")
     if not isinstance(edges, EdgeNumbers):
         return edges[which]
-    return edges.derive(edges._kind, plain(edges)[..., which], None if edges._ends is None else edges._ends[..., which])
+    return edges.derive(edges.kind, plain(edges)[..., which], None if edges._ends is None else edges._ends[..., which])
 
 
 def everything(index: Any) -> bool:
@@ -286,7 +281,7 @@ def everything(index: Any) -> bool:
 def put(func: Callable, args: Any, kwargs: Any) -> None:
     """``t[i] = v`` writes node rows by sources; exact where these are local nodes, as those of self-loops are."""
     target, index, value = args
-    if isinstance(target, EdgeNumbers) or not isinstance(index, EdgeNumbers) or index._kind != SOURCES:
+    if isinstance(target, EdgeNumbers) or not isinstance(index, EdgeNumbers) or index.kind != SOURCES:
         refuse(func, args, kwargs)
     ids, n = plain(index), index._graph.num_src
     if isinstance(value, EdgeNumbers) or target.size(0) != n or bool((ids >= n).any()):
@@ -299,7 +294,7 @@ def index_select(func: Callable, args: Any, kwargs: Any) -> Any:
     target, dim, index = bind(args, kwargs, "input", "dim", "index")
     if not isinstance(target, EdgeNumbers):
         return gather(func, target, dim, index)
-    if dim not in ((0, -1) if target._kind == SOURCES else (1, -1)):
+    if dim not in ((0, -1) if target.kind == SOURCES else (1, -1)):
         refuse(func, args, kwargs)
     return pick(func, target, index)
 
@@ -315,8 +310,8 @@ def gather(func: Callable, target: Tensor, dim: int, index: Any) -> Tensor:
     it = next(sharded(index))
     graph, shape = it._graph, list(target.shape)
     refuse_table(graph, target)
-    if it is not index or it._kind != SOURCES or it.dim() != 1 or not shape or shape[dim] != graph.num_src:
-        refuse(func, (it,), {}, f"it reads dimension {dim} of a tensor of shape {shape} by the {it._kind}, which reads "
+    if it is not index or it.kind != SOURCES or it.dim() != 1 or not shape or shape[dim] != graph.num_src:
+        refuse(func, (it,), {}, f"it reads dimension {dim} of a tensor of shape {shape} by the {it.kind}, which reads "
                f"the rows of {graph.num_src} nodes")  # fmt: skip
     if it.of_flow and not given_with_destinations(target, dim, graph):
         refuse(func, (it,), {}, "a layer of a message-flow graph has no in-edges of the sources that are not among its "
@@ -348,8 +343,8 @@ def scatter(func: Callable, args: Any, kwargs: Any) -> Any:
     graph, size = index._graph, list(target.shape)
     if index.of_flow:
         refuse(func, args, kwargs, "a layer of a message-flow graph does not have all out-edges of its sources")
-    if index._kind != SOURCES or size[dim] != graph.num_src:
-        refuse(func, args, kwargs, f"it adds onto dimension {dim} of a tensor of shape {size} by the {index._kind}, "
+    if index.kind != SOURCES or size[dim] != graph.num_src:
+        refuse(func, args, kwargs, f"it adds onto dimension {dim} of a tensor of shape {size} by the {index.kind}, "
                f"which reaches the rows of {graph.num_src} nodes")  # fmt: skip
     size[dim] += graph.exchange.routes.num_halo
     sums = src.new_zeros(size).scatter_add(dim, plain(index), src)
@@ -367,13 +362,13 @@ def move(func: Callable, args: Any, kwargs: Any) -> Any:
     if device == it._graph.device:
         return it
     data, ends = (None if t is None else t.to(device) for t in (it._data, it._ends))
-    return it.derive(it._kind, data, ends, it._graph.to(device))
+    return it.derive(it.kind, data, ends, it._graph.to(device))
 
 
 def describe(func: Callable, args: Any, kwargs: Any) -> str:
     """Show what it is."""
     it = args[0]
-    return f"{type(it).__name__}({it._kind}, size={list(it.shape)}, blocks={len(it._graph.blocks)})"
+    return f"{type(it).__name__}({it.kind}, size={list(it.shape)}, blocks={len(it._graph.blocks)})"
 
 
 def extreme(func: Callable, args: Any, kwargs: Any) -> NoReturn:

@@ -83,7 +83,7 @@ def test_to_another_device(sharded):
     moved = sharded.to("meta", non_blocking=True)
     assert moved.device.type == "meta" and moved.streams and moved.graph.num_edges == sharded.graph.num_edges
     derived = sharded.flip(0).to(device="meta")
-    assert derived.device.type == "meta" and derived._data.device.type == "meta" and derived._kind == FLIPPED
+    assert derived.device.type == "meta" and derived._data.device.type == "meta" and derived.kind == FLIPPED
 
 
 def test_in_a_data_object(sharded, x):
@@ -113,7 +113,7 @@ def test_unpacking(plain, sharded):
     for row, col in (sharded, sharded.unbind(), sharded.unbind(dim=0), torch.unbind(sharded, -2),
                      (sharded[0], sharded[1]), (sharded[-2], sharded[-1]), (sharded.select(0, 0), sharded.select(0, 1)),
                      (sharded[0, :], sharded[1, :])):  # fmt: skip
-        assert row._kind == SOURCES and row.shape == plain[0].shape
+        assert row.kind == SOURCES and row.shape == plain[0].shape
         assert not isinstance(col, ShardedEdgeIndex) and col.equal(plain[1])
 
 
@@ -173,11 +173,11 @@ def test_flip(plain, sharded):
         torch.flip(sharded, [0]),
         sharded.flip(dims=(0,)),
     ):
-        assert it._kind == FLIPPED and numbers(it).equal(plain.flip(0))
+        assert it.kind == FLIPPED and numbers(it).equal(plain.flip(0))
         row, col = it
-        assert row.equal(plain[1]) and col._kind == SOURCES
+        assert row.equal(plain[1]) and col.kind == SOURCES
         back = it.flip([0])
-        assert back._kind == EDGES and numbers(back).equal(plain)
+        assert back.kind == EDGES and numbers(back).equal(plain)
 
 
 def test_choose(plain, sharded):
@@ -199,13 +199,13 @@ def test_join(plain, sharded):
         torch.cat([sharded, loops], dim=-1),
         torch.concat((sharded, loops), dim=1),
     ):
-        assert it._kind == EDGES and numbers(it).equal(torch.cat([plain, loops], 1))
+        assert it.kind == EDGES and numbers(it).equal(torch.cat([plain, loops], 1))
     assert numbers(torch.cat([sharded.flip(0), loops], 1)).equal(torch.cat([plain.flip(0), loops], 1))
     assert numbers(torch.cat([sharded, sharded], 1)).equal(torch.cat([plain, plain], 1))
     row, col = sharded
     assert numbers(torch.cat([row, row])).equal(torch.cat([plain[0], plain[0]]))
     assert numbers(torch.stack([row, col])).equal(plain)
-    assert torch.stack([row, col], dim=0)._kind == EDGES and torch.stack((col, row))._kind == FLIPPED
+    assert torch.stack([row, col], dim=0).kind == EDGES and torch.stack((col, row)).kind == FLIPPED
 
 
 def test_write_own_rows(plain, sharded):
@@ -231,8 +231,8 @@ def test_new_tensors_and_copies(plain, sharded):
     duplicate[1].add_(1)
     assert numbers(derived).equal(plain[:, plain[0] != plain[1]])
     assert copy.deepcopy(derived) is not derived and numbers(copy.deepcopy(row)).equal(plain[0])
-    assert row.expand(2, -1)._kind == row.unsqueeze(0).squeeze(0)._kind == row.reshape(-1, 1)._kind == SOURCES
-    assert sharded.view(2, -1)._kind == EDGES
+    assert row.expand(2, -1).kind == row.unsqueeze(0).squeeze(0).kind == row.reshape(-1, 1).kind == SOURCES
+    assert sharded.view(2, -1).kind == EDGES
 
 
 # What it refuses
