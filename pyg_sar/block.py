@@ -133,8 +133,7 @@ class Block:
     def renumber(self, number: Tensor, edges: Index) -> Block:
         """Give sources other local-first numbers, without those that have a negative one, and edges other positions."""
         ids = renumber(self.ids, number)
-        col = number[self.source]
-        col = col - ids.start if isinstance(ids, slice) else torch.searchsorted(ids, col)
+        col = places_in(ids, number[self.source])
         return dataclasses.replace(self, col=col.to(self.col.dtype), ids=ids, num_src=length(ids), edges=edges)
 
     def to(self, device: torch.device | str) -> Block:
@@ -160,8 +159,7 @@ def cut(edge_index: Tensor, part: Tensor, ids: Sequence[Index], num_dst: int) ->
     for q, i in enumerate(ids):
         edges = (part == q).nonzero().view(-1)
         src, dst = edge_index[:, edges]
-        col = src - i.start if isinstance(i, slice) else torch.searchsorted(i, src)
-        blocks.append(Block.from_coo(dst, col, i, length(i), num_dst, edges))
+        blocks.append(Block.from_coo(dst, places_in(i, src), i, length(i), num_dst, edges))
     return tuple(blocks)
 
 
@@ -171,6 +169,11 @@ def parts_of(rows: Tensor, ids: Sequence[Index], num_rows: int) -> Tensor:
     for q, i in enumerate(ids):
         part[i] = q
     return part[rows]
+
+
+def places_in(ids: Index, rows: Tensor) -> Tensor:
+    """Return where rows stand among those of ascending numbers ``ids``."""
+    return rows - ids.start if isinstance(ids, slice) else torch.searchsorted(ids, rows)
 
 
 def rows_at(t: Tensor, index: Index) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.block import Block, compress, cut, parts_of, put_rows, renumber, rows_at
+from pyg_sar.block import Block, compress, cut, parts_of, places_in, put_rows, renumber, rows_at
 from pyg_sar.graph import ShardedGraph, edge_ids, positions
 
 KEPT = 2, 64  # graphs with other edges, which layers make in every step: at least, and at most
@@ -149,9 +149,7 @@ class TypedGraph(NamedTuple):
     def _edges_of_types(self, block: Block) -> tuple[Tensor, Tensor]:
         pair = torch.tensor(self.ptr, device=block.col.device)
         pair = pair if block.dst is None else torch.searchsorted(block.dst.long(), pair)
-        edge = block.edges
-        if isinstance(edge, slice):
-            edge = torch.arange(edge.start, edge.stop, device=pair.device)
+        edge = positions(block)
         return block.rowptr[pair].to(edge.dtype), edge
 
     @property
@@ -223,13 +221,11 @@ def _join(graphs: Sequence[ShardedGraph], first: Sequence[int], num_dst: int) ->
     blocks = []
     for pieces in zip(*(g.blocks for g in graphs), strict=True):
         ids = torch.cat([n[b.ids] for n, b in zip(numbers, pieces, strict=True)])
-        order = torch.argsort(ids)
         whole = renumber(ids, torch.arange(int(ids.max()) + 1 if ids.numel() else 0, device=ids.device))
         source = torch.cat([n[b.source] for n, b in zip(numbers, pieces, strict=True)])
-        col = source - whole.start if isinstance(whole, slice) else torch.searchsorted(ids[order], source)
         row = torch.cat([b.row + start for b, start in zip(pieces, first, strict=True)])
         edges = torch.cat([positions(b) + start for b, start in zip(pieces, starts, strict=False)])
-        blocks.append(Block.from_coo(row, col, whole, ids.numel(), num_dst, edges))
+        blocks.append(Block.from_coo(row, places_in(whole, source), whole, ids.numel(), num_dst, edges))
     # Ids of edges that are no two of them the same.
     e_id = torch.cat([edge_ids(g) * len(graphs) + k for k, g in enumerate(graphs)])
     num_src = sum(g.num_src for g in graphs)
