@@ -1,6 +1,4 @@
-r"""What is in a structure of lists, tuples and dictionaries, such as the arguments of a call; and whose attributes
-those of modules are.
-"""
+r"""What is in a structure of lists, tuples and dictionaries, such as the arguments of a call."""
 
 from __future__ import annotations
 
@@ -19,9 +17,3 @@ def tensors(*values: Any) -> Iterator[Tensor]:
             yield from tensors(*value)
         elif isinstance(value, dict):
             yield from tensors(*value.values())
-
-
-def takes_group(cls: type) -> bool:
-    """Whether the attribute ``group`` of a module is the workers that it asks, and nothing else of the user's."""
-    owner: Any = next((base for base in cls.__mro__ if "group" in base.__dict__), None)
-    return owner is not None and owner.__module__.startswith("pyg_sar.")

@@ -47,6 +47,12 @@ def is_group(value: Any) -> bool:
     return value is None or isinstance(value, Member) or (dist.is_available() and isinstance(value, dist.ProcessGroup))
 
 
+def takes_group(cls: type) -> bool:
+    """Whether the attribute ``group`` of modules of a class is the workers that they ask, and nothing of the user's."""
+    owner: Any = next((base for base in cls.__mro__ if "group" in base.__dict__), None)
+    return owner is not None and owner.__module__.startswith("pyg_sar.")
+
+
 def copied(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of a model whose layers belong to the same groups of workers, which cannot be copied."""
     groups = [module.__dict__.get("group") for module in model.modules()]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch_geometric.nn
 
+from pyg_sar.distributed.group import takes_group
 from pyg_sar.nn.conv.cheb_conv import ChebConv
 from pyg_sar.nn.conv.gat_conv import GATConv
 from pyg_sar.nn.conv.gatv2_conv import GATv2Conv
@@ -36,7 +37,6 @@ from pyg_sar.nn.norm.mean_subtraction_norm import MeanSubtractionNorm
 from pyg_sar.nn.norm.pair_norm import PairNorm
 from pyg_sar.nn.pool.readout import Readout
 from pyg_sar.nn.replay.choose import STRATEGIES
-from pyg_sar.structure import takes_group
 from pyg_sar.whole_graph import reason
 
 OURS = (

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from pyg_sar.distributed.group import takes_group
 from pyg_sar.nn.replay.trace import NotStreamable
-from pyg_sar.structure import takes_group
 
 
 @contextmanager
