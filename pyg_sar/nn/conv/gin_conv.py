@@ -39,5 +39,4 @@ class GINConv(MessagePassing, torch_geometric.nn.GINConv):
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``."""
-        assert isinstance(self.aggr, str)
         return reduce_rows(graph, of_sources(kwargs["x"]), self.aggr, node_dim=self.node_dim)

@@ -53,7 +53,6 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         # Weights get the gradient of rows of an earlier epoch, too, if these are not multiplied yet.
         widens = widens or (graph.exchange.remembers and weight.size(0) == weight.size(1))
         before = self.aggr in SUMS and not graph.is_constant(x_src) and not widens
-        assert isinstance(self.aggr, str)
         rows = ProjectedRows(x_src, weight) if before else x_src
         pending = reduce_rows_async(graph, rows, self.aggr, node_dim=self.node_dim)
         root = self.root(x_dst, bias)
@@ -76,5 +75,4 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``."""
-        assert isinstance(self.aggr, str)
         return reduce_rows(graph, of_sources(kwargs["x"]), self.aggr, node_dim=self.node_dim)
