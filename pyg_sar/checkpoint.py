@@ -299,7 +299,7 @@ class _LocalRows:
             self.ids[name] = model.get_buffer(_beside(name, "n_id")).cpu()
 
     def keys(self) -> set[str]:
-        """What a state dictionary has of them."""
+        """Return the keys under which a state dictionary has the rows and the ids of their nodes."""
         return {key for name in self.names for key in (name, _beside(name, "n_id"))}
 
     def state(self) -> dict[str, Any]:

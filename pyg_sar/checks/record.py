@@ -32,15 +32,15 @@ class Record(NamedTuple):
     """Numbers that a function or a module returned."""
 
     what: str
-    place: Place | None
+    place: Place
     tensors: list[Tensor]
     module: bool = False
 
     @property
     def key(self) -> Any:
-        """What the same call has in another run."""
-        generated = self.place is None or self.place.file.startswith("<")
-        return self.what, None if self.module or self.place is None else (not generated, self.place.line)
+        """What tells the same call in another run: its name, and its line, unless it is that of a module."""
+        generated = self.place.file.startswith("<")
+        return self.what, None if self.module else (not generated, self.place.line)
 
 
 class Recorder(NoDropout):

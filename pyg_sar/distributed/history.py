@@ -301,7 +301,7 @@ class ChunkExchange(Local):
         return [tuple(range(self.shards))] * tiles
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """Ask all workers of the stage."""
+        """Return of every value the largest one on any worker of the stage."""
         return self.history.graph.exchange.all_reduce_max(values)
 
     def pull(

@@ -37,7 +37,7 @@ class Reversed(NamedTuple):
         return rows if self.edges is None else fetch_halo(rows, self.edges).index_select(0, self.place)
 
     def take_back(self, rows: Tensor) -> Tensor:
-        """Do the opposite."""
+        """Return rows of the edges that were held before, given those of the edges of the graph."""
         if self.edges is None:
             return rows
         table = rows.new_zeros(self.edges.num_src + self.edges.exchange.routes.num_halo, *rows.shape[1:])

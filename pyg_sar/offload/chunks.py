@@ -304,7 +304,7 @@ class Aggregation(Program):
         return aggregate(graph, self.reduce.into(graph, *it.span), source, *self.rows(values[1:]))
 
     def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
-        """Ask the reduction, piece by piece."""
+        """Add up what the reduction finds for the rows of each piece."""
         rows = self.rows(values[1:])
         (tile,) = self.reduce.into(it.graph, *it.span).tiles(like, rows, 1)
         needs, saved = Needs(True, Rows(*([False] * len(t) for t in rows))), tile.reduce.prepare((), grad)

@@ -253,7 +253,7 @@ class Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Give the others zeros."""
+        """Return the gradient of all rows, zeros for those that were not taken."""
         once_differentiable()
         out = ctx.place.home.empty(ctx.shape, ctx.dtype).zero_()
         grad = grad.to(out.device)

@@ -76,7 +76,7 @@ def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor, rows: Te
 
 
 def row_products_(out: Tensor, x: Tensor, y: Tensor) -> None:
-    """The same of two tensors whose rows belong together: a graph of an edge from each row to itself."""
+    """Write the product of each row of ``x`` and that of ``y``, head by head: of edges from each row to itself."""
     ids = torch.arange(x.size(0) + 1, dtype=torch.int32, device=x.device)
     torch.ops.pyg_sar.sddmm_(out, ids, ids[:-1], x, y)
 

@@ -154,9 +154,7 @@ class NodeEmbedding(torch.nn.Module):
         self.mark()
 
     def mark(self) -> None:
-        """Have others know that the tensors are this worker's alone (see
-        :func:`~pyg_sar.distributed.collectives.is_local`).
-        """
+        """Have others know that the tensors are this worker's alone (:func:`~pyg_sar.distributed.group.is_local`)."""
         self.weight.is_local = self.n_id.is_local = True  # type: ignore[attr-defined]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

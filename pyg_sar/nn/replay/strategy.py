@@ -43,7 +43,7 @@ class Strategy:
     ordered: bool = False
 
     def __str__(self) -> str:
-        """Say it in a few words."""
+        """Say in a few words how the layer runs."""
         count = len(self.program.groups)
         return {
             "kernel": f"streams ({'weighted ' * self.weighted}{self.aggr} of source rows, by a kernel)",

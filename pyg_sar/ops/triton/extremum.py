@@ -57,7 +57,7 @@ def merge(
     best: Tensor, count: Tensor, ptr: Tensor, x: Tensor, col: Tensor | None = None, largest: bool = True,
     rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Do so; without ``col`` an edge has a row of its own."""
+    """Merge a block whose tensors are right, see :func:`extremum_`; without ``col`` each edge has a row of ``x``."""
     work, width = work_of(ptr, x.size(0) if col is None else col.numel(), rows), x.size(1)
 
     def run(units: Units, num_units: int, best: Tensor, count: Tensor) -> None:

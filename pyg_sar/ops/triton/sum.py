@@ -76,7 +76,7 @@ def add_rows(
     out: Tensor, ptr: Tensor, x: Tensor, weight: Tensor | None = None, col: Tensor | None = None,
     perm: Tensor | None = None, once: bool = False, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Do so; without ``col`` an edge has a row of its own."""
+    """Add sums of tensors that are right, see :func:`spmm_`; without ``col`` each edge has a row of ``x``."""
     heads, width = 1 if weight is None else weight.size(1), out.size(1)
     settings = {
         "heads": heads, "channels": max(width, x.size(1)) // max(heads, 1), "shared_x": x.size(1) < width,
