@@ -45,9 +45,9 @@ def packed(value: Any) -> Values:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
-def unpacked(values: Values | None) -> Any:
+def unpacked(values: Values) -> Any:
     """Return a single tensor by itself."""
-    return values[0] if values is not None and len(values) == 1 else values
+    return values[0] if len(values) == 1 else values
 
 
 def even_cut(blocks: int, stages: int) -> list[int]:

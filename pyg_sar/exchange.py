@@ -243,7 +243,7 @@ class Exchange(Protocol):
 
 
 class Local(Exchange):
-    """All source rows live in this process, in shards: one device, host memory, or the one-process test twin.
+    """All source rows live in this process, which has cut them into shards.
 
     Args:
         routes: What :meth:`Routes.local` returns.

@@ -47,7 +47,7 @@ SPOKEN = {"__eq__": "==", "__getitem__": "indexing", "__ne__": "!=", "__reduce_e
 
 def fail(graph: ShardedGraph, what: str, advice: str = INSTEAD["nn"]) -> NoReturn:
     """Raise an error that names the way out."""
-    raise NotImplementedError(f"[rank {rank_of(graph)}] {what}. {advice}.")
+    raise NotImplementedError(f"[rank {graph.exchange.routes.rank}] {what}. {advice}.")
 
 
 def for_layer(name: str) -> str:
@@ -71,15 +71,10 @@ def wrong_rows(graph: ShardedGraph, found: str, rows: str, advice: str) -> Value
     flow = ", in a message-flow graph with 'edge_attr[flow.edge_rows[k]]' and 'x[flow.node_rows]' for layer k"
     flow = flow if graph.origin is not None else ""
     return ValueError(
-        f"[rank {rank_of(graph)}] {found}, but expected a row for each of this worker's {rows}. Take it from the "
-        f"loaded data{flow}; of a tensor for the whole graph, '{advice}' are this worker's rows. Where edges were "
-        f"added or left out, do the same to what belongs to them."
+        f"[rank {graph.exchange.routes.rank}] {found}, but expected a row for each of this worker's {rows}. Take it "
+        f"from the loaded data{flow}; of a tensor for the whole graph, '{advice}' are this worker's rows. Where edges "
+        f"were added or left out, do the same to what belongs to them."
     )
-
-
-def rank_of(graph: ShardedGraph) -> int:
-    """Return the number of this worker."""
-    return graph.exchange.routes.rank
 
 
 def called(func: Callable) -> tuple[str, str]:
