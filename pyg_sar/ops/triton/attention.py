@@ -14,7 +14,7 @@ from pyg_sar.ops.reference import accumulator, spread
 from pyg_sar.ops.triton import checks
 from pyg_sar.ops.triton.checks import expect, stride
 from pyg_sar.ops.triton.extremum import highest
-from pyg_sar.ops.triton.schedule import Units, Work, head_tiles, launch, scores_of, work_of
+from pyg_sar.ops.triton.schedule import Hubs, Units, head_tiles, launch, scores_of, work_of
 from pyg_sar.ops.triton.sum import add_hubs, merged
 from pyg_sar.ops.triton.tiles import (
     ADDITIVE,
@@ -103,12 +103,12 @@ def attention_(
                **dropout(given["e_id"], p, seed, head, type))  # fmt: skip
 
     run(work.rows, work.filled, peak, total, out)
-    if work.pieces is not None:
-        count = work.pieces.first.numel()
+    if work.hubs is not None:
+        count = work.hubs.pieces.first.numel()
         peaks = peak.new_full((count, heads), -torch.inf)
         totals, outs = torch.zeros_like(peaks), peak.new_zeros(count, width)
-        run(work.pieces, count, peaks, totals, outs)
-        join(work, (peak, total, out), (peaks, totals, outs))
+        run(work.hubs.pieces, count, peaks, totals, outs)
+        join(work.hubs, (peak, total, out), (peaks, totals, outs))
 
 
 def inputs(
@@ -134,16 +134,15 @@ def inputs(
     }
 
 
-def join(work: Work, state: tuple[Tensor, Tensor, Tensor], parts: tuple[Tensor, Tensor, Tensor]) -> None:
+def join(hubs: Hubs, state: tuple[Tensor, Tensor, Tensor], parts: tuple[Tensor, Tensor, Tensor]) -> None:
     """Merge the pieces of hubs into their state."""
-    assert work.hubs is not None and work.hub_of is not None
     (peak, total, out), (peaks, totals, outs) = state, parts
-    top, old = highest(work, peaks), peak[work.hubs]
+    top, old = highest(hubs, peaks), peak[hubs.rows]
     new = torch.maximum(old, top)
     anchor = new.masked_fill(new == -torch.inf, 0)
-    decay, weight = (old - anchor).exp(), (peaks - anchor[work.hub_of]).exp()
-    total[work.hubs] *= decay
-    out[work.hubs] = spread(decay, out[work.hubs])
-    add_hubs(total, merged(work, totals * weight), work)
-    add_hubs(out, merged(work, outs, weight), work)
-    peak[work.hubs] = new
+    decay, weight = (old - anchor).exp(), (peaks - anchor[hubs.of]).exp()
+    total[hubs.rows] *= decay
+    out[hubs.rows] = spread(decay, out[hubs.rows])
+    add_hubs(total, merged(hubs, totals * weight), hubs)
+    add_hubs(out, merged(hubs, outs, weight), hubs)
+    peak[hubs.rows] = new

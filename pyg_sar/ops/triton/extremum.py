@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
-from pyg_sar.ops.triton.schedule import Outs, Units, Work, launch, tiles, work_of
+from pyg_sar.ops.triton.schedule import Hubs, Outs, Units, launch, tiles, work_of
 from pyg_sar.ops.triton.sum import in_units, merged
 from pyg_sar.ops.triton.tiles import VARYING, program, tile, units_of
 
@@ -66,23 +66,23 @@ def merge(
                type=checks.type_of(x))  # fmt: skip
 
     run(work.rows, work.filled, best, count)
-    if work.pieces is None or work.hubs is None or work.hub_of is None:
+    hubs = work.hubs
+    if hubs is None:
         return
-    tops = x.new_full((work.pieces.first.numel(), width), -torch.inf, dtype=best.dtype)
+    tops = x.new_full((hubs.pieces.first.numel(), width), -torch.inf, dtype=best.dtype)
     ties = torch.zeros_like(tops)
-    run(work.pieces, tops.size(0), tops, ties)
-    top = highest(work, tops)
-    ties = merged(work, ties * (tops == top[work.hub_of]))
-    old, new = best[work.hubs], torch.maximum(best[work.hubs], top)
-    count[work.hubs] = count[work.hubs] * (old == new) + ties * (top == new)
-    best[work.hubs] = new
+    run(hubs.pieces, tops.size(0), tops, ties)
+    top = highest(hubs, tops)
+    ties = merged(hubs, ties * (tops == top[hubs.of]))
+    old, new = best[hubs.rows], torch.maximum(best[hubs.rows], top)
+    count[hubs.rows] = count[hubs.rows] * (old == new) + ties * (top == new)
+    best[hubs.rows] = new
 
 
-def highest(work: Work, tops: Tensor) -> Tensor:
+def highest(hubs: Hubs, tops: Tensor) -> Tensor:
     """Return the largest entries of the pieces of each hub."""
-    assert work.pieces_ptr is not None
-    top = tops.new_full((work.pieces_ptr.numel() - 1, tops.size(1)), -torch.inf)
-    merge(top, torch.zeros_like(top), work.pieces_ptr, tops)
+    top = tops.new_full((hubs.rows.numel(), tops.size(1)), -torch.inf)
+    merge(top, torch.zeros_like(top), hubs.ptr, tops)
     return top
 
 

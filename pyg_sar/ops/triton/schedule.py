@@ -10,7 +10,6 @@ only, some edges of a unit are taken at a time, by threads that would idle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,25 +50,34 @@ class Units(NamedTuple):
     place: Tensor
 
 
-@dataclass
-class Work:
+class Hubs(NamedTuple):
+    """The hubs of a block.
+
+    Args:
+        rows: The rows of the output that they make.
+        pieces: Their pieces.
+        ptr: Where the pieces of each begin.
+        of: The number of the hub of each piece.
+    """
+
+    rows: Tensor
+    pieces: Units
+    ptr: Tensor
+    of: Tensor
+
+
+class Work(NamedTuple):
     """The rows of a block.
 
     Args:
         rows: Those that are no hubs.
         filled: How many of them have edges; these come first.
-        pieces: The pieces of hubs.
-        hubs: The hubs.
-        pieces_ptr: Where their pieces begin.
-        hub_of: The number of the hub of each piece.
+        hubs: The hubs, if there are any.
     """
 
     rows: Units
     filled: int
-    pieces: Units | None = None
-    hubs: Tensor | None = None
-    pieces_ptr: Tensor | None = None
-    hub_of: Tensor | None = None
+    hubs: Hubs | None
 
 
 WORK: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -105,20 +113,20 @@ def share_out(ptr: Tensor, numbers: Tensor | None = None) -> Work:
     if ptr.dtype == torch.int32 and num_edges > (1 << 31) - 1 - cut - NARROW:
         ptr = ptr.long()  # lockstep goes past the last edge
     num_hubs = int((degree > cut).sum())
-    hubs, order = order[:num_hubs], order[num_hubs:].to(ptr.dtype)
+    longest, order = order[:num_hubs], order[num_hubs:].to(ptr.dtype)
     row = order if numbers is None else numbers[order.long()].to(ptr.dtype)
     rows = Units(ptr[:-1][order.long()], ptr[1:][order.long()], row, row)
-    work = Work(rows, filled - num_hubs)
-    if num_hubs:
-        count = -(-degree[hubs] // cut)
-        work.pieces_ptr = torch.cat([count.new_zeros(1), count.cumsum(0)]).to(ptr.dtype)
-        place = torch.arange(int(count.sum()), device=ptr.device, dtype=ptr.dtype)
-        hub = rows_of(work.pieces_ptr, place)
-        first = ptr[hubs][hub] + (place - work.pieces_ptr[hub]) * cut
-        last = torch.minimum(first + cut, ptr[hubs + 1][hub])
-        work.hubs = hubs = hubs if numbers is None else numbers[hubs].long()
-        work.pieces, work.hub_of = Units(first, last.to(ptr.dtype), hubs[hub].to(ptr.dtype), place), hub
-    return work
+    if num_hubs == 0:
+        return Work(rows, filled, None)
+    count = -(-degree[longest] // cut)
+    pieces_ptr = torch.cat([count.new_zeros(1), count.cumsum(0)]).to(ptr.dtype)
+    place = torch.arange(int(count.sum()), device=ptr.device, dtype=ptr.dtype)
+    hub = rows_of(pieces_ptr, place)
+    first = ptr[longest][hub] + (place - pieces_ptr[hub]) * cut
+    last = torch.minimum(first + cut, ptr[longest + 1][hub])
+    hubs = longest if numbers is None else numbers[longest].long()
+    pieces = Units(first, last.to(ptr.dtype), hubs[hub].to(ptr.dtype), place)
+    return Work(rows, filled - num_hubs, Hubs(hubs, pieces, pieces_ptr, hub))
 
 
 def scores_of(value: Tensor, ptr: Tensor, col: Tensor) -> int:

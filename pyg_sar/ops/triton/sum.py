@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.ops.triton import checks
-from pyg_sar.ops.triton.schedule import CELLS, Outs, Units, Work, head_tiles, launch, power_of_2, tiles, work_of
+from pyg_sar.ops.triton.schedule import CELLS, Hubs, Outs, Units, Work, head_tiles, launch, power_of_2, tiles, work_of
 from pyg_sar.ops.triton.tiles import VARYING, add_up, edge_at, edges_of, head_of, program, tile, units_of
 
 
@@ -95,26 +95,25 @@ def add_rows(
 def in_units(work: Work, outs: Outs, run: Callable[[Units, int, Outs, bool], None], once: bool = False) -> None:
     """Have ``run`` add the sums of all rows to ``outs``, or write the first one ``once``."""
     run(work.rows, work.rows.first.numel() if once else work.filled, outs, once)
-    if work.pieces is None:
+    if work.hubs is None:
         return
-    count = work.pieces.first.numel()
+    count = work.hubs.pieces.first.numel()
     parts = [None if t is None else zeros(t, count) for t in outs]
-    run(work.pieces, count, parts, False)
+    run(work.hubs.pieces, count, parts, False)
     for k, (out, part) in enumerate(zip(outs, parts, strict=True)):
         if out is not None and part is not None:
-            add_hubs(out, merged(work, part), work, once and k == 0)
+            add_hubs(out, merged(work.hubs, part), work.hubs, once and k == 0)
 
 
-def add_hubs(out: Tensor, sums: Tensor, work: Work, once: bool = False) -> None:
+def add_hubs(out: Tensor, sums: Tensor, hubs: Hubs, once: bool = False) -> None:
     """Add to the rows of hubs, or write them."""
-    out[work.hubs] = (sums if once else out[work.hubs] + sums).to(out.dtype)
+    out[hubs.rows] = (sums if once else out[hubs.rows] + sums).to(out.dtype)
 
 
-def merged(work: Work, part: Tensor, weight: Tensor | None = None) -> Tensor:
+def merged(hubs: Hubs, part: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the sums over the pieces of each hub."""
-    assert work.hubs is not None and work.pieces_ptr is not None
-    out = zeros(part, work.hubs.numel())
-    add_rows(out, work.pieces_ptr, part, weight)
+    out = zeros(part, hubs.rows.numel())
+    add_rows(out, hubs.ptr, part, weight)
     return out
 
 
@@ -155,10 +154,10 @@ def sddmm_(out: Tensor, ptr: Tensor, col: Tensor, y: Tensor, x: Tensor, rows: Te
     if out.numel() == 0:
         return
     shape = head_tiles(heads, channels, 4 if shared else 1)  # what heads share is read for some of them together
-    for units, count in ((work.rows, work.filled), (work.pieces, 0)):
-        if units is not None:
-            launch(_products, units, count or units.first.numel(), shape, out, col, x, y, out.stride(0), x.stride(0),
-                   y.stride(0), heads=heads, channels=channels, shared_x=shared, type=type)  # fmt: skip
+    pieces = [] if work.hubs is None else [(work.hubs.pieces, work.hubs.pieces.first.numel())]
+    for units, count in ((work.rows, work.filled), *pieces):
+        launch(_products, units, count, shape, out, col, x, y, out.stride(0), x.stride(0),
+               y.stride(0), heads=heads, channels=channels, shared_x=shared, type=type)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -68,7 +68,7 @@ def test_a_few_long_rows_are_cut(monkeypatch):
     """Or a sum into them would be a few programs."""
     monkeypatch.setattr(schedule, "MEANS", 2)
     it = schedule.share_out(torch.tensor([0, 1 << 20, 1 << 21]))
-    assert it.pieces.first.numel() == (1 << 21) // schedule.LONGEST
+    assert it.hubs.pieces.first.numel() == (1 << 21) // schedule.LONGEST
 
 
 @pytest.mark.parametrize("means", [0, 2])
@@ -81,9 +81,10 @@ def test_every_edge_is_in_one_unit(name, means, monkeypatch):
     filled = int((ptr.diff() > 0).sum())
     mean = -(-int(ptr[-1]) // max(filled, 1))
     cut = max(schedule.CUT, min(means * mean, schedule.LONGEST))
-    assert it.pieces is None or cut < means * mean or not means or it.pieces.first.numel() < filled
+    pieces = None if it.hubs is None else it.hubs.pieces
+    assert pieces is None or cut < means * mean or not means or pieces.first.numel() < filled
     seen = torch.zeros(block(name).sizes[2], dtype=torch.long)
-    for units in filter(None, (it.rows, it.pieces)):
+    for units in filter(None, (it.rows, pieces)):
         assert units.first.numel() == units.last.numel() == units.row.numel() == units.place.numel()
         for first, last, row in zip(units.first, units.last, units.row, strict=True):
             assert 0 <= last - first <= cut and ptr[row] <= first <= last <= ptr[row + 1]
@@ -91,7 +92,7 @@ def test_every_edge_is_in_one_unit(name, means, monkeypatch):
     assert (seen == 1).all()
     lengths = it.rows.last - it.rows.first
     assert (lengths.diff() <= 0).all() and it.filled == (lengths > 0).sum()
-    assert sorted([*it.rows.row.tolist(), *(it.hubs.tolist() if it.hubs is not None else [])]) == list(
+    assert sorted([*it.rows.row.tolist(), *(it.hubs.rows.tolist() if it.hubs is not None else [])]) == list(
         range(len(ptr) - 1)
     )
 
