@@ -296,11 +296,11 @@ class _LocalRows:
         self.ids: dict[str, Tensor] = {}  # of nodes, by the name of the parameter
         for name in self.names:
             assert model is not None
-            self.ids[name] = model.get_buffer(_beside(name, "n_id")).cpu()
+            self.ids[name] = model.get_buffer(_ids_beside(name)).cpu()
 
     def keys(self) -> set[str]:
         """Return the keys under which a state dictionary has the rows and the ids of their nodes."""
-        return {key for name in self.names for key in (name, _beside(name, "n_id"))}
+        return {key for name in self.names for key in (name, _ids_beside(name))}
 
     def state(self) -> dict[str, Any]:
         """Return the rows, and what the optimizer knows of them."""
@@ -326,9 +326,9 @@ class _LocalRows:
         rows: dict[str, Any] = {}
         states: dict[int, Any] = {}
         for name, ids in self.ids.items():
-            theirs = [part["rows"][_beside(name, "n_id")] for part in parts]
+            theirs = [part["rows"][_ids_beside(name)] for part in parts]
             rows[name] = _pick([part["rows"][name] for part in parts], theirs, ids)
-            rows[_beside(name, "n_id")] = ids
+            rows[_ids_beside(name)] = ids
             assert self.model is not None
             parameter = self.model.get_parameter(name)
             for k in (k for k, p in self.numbers.items() if p is parameter and k in parts[0]["states"]):
@@ -340,10 +340,10 @@ class _LocalRows:
         return rows, states
 
 
-def _beside(name: str, buffer: str) -> str:
-    """Return the name of a buffer of the module that has a parameter."""
+def _ids_beside(name: str) -> str:
+    """Return the name of the buffer with the ids of the nodes whose rows a parameter holds, in the same module."""
     owner, _, _ = name.rpartition(".")
-    return f"{owner}.{buffer}" if owner else buffer
+    return f"{owner}.n_id" if owner else "n_id"
 
 
 def _has_rows(value: Any, ids: Tensor) -> bool:
