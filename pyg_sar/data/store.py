@@ -179,14 +179,12 @@ def topology_of(tensors: dict[str, Tensor], counts: dict[str, Any], part: int, s
     return Topology(src, dst, tensors["e_id"], rowptr, col, serve, num_src, rows)
 
 
-def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True, mmap: bool = True) -> Shard:
+def read_part(folder: str | os.PathLike[str], part: int, *, mmap: bool = True) -> Shard:
     """Read one part; neither ``meta.json`` nor any other part need be there.
 
     Args:
         folder (str): The partition folder.
         part (int): Number of the part.
-        verify (bool, optional): Whether to compare checksums, which reads every file once more.
-            (default: :obj:`True`)
         mmap (bool, optional): Whether tensors stay in their files until they are used. (default: :obj:`True`)
 
     Raises:
@@ -199,7 +197,7 @@ def read_part(folder: str | os.PathLike[str], part: int, *, verify: bool = True,
     if info["part"] != part:
         raise ValueError(f"'{path}' holds part {info['part']}, expected {part}. Give the folder its own name again.")
     listed = info["files"].items()
-    files = {name: _load(path / f"{name}.safetensors", said, info["identity"], verify, mmap) for name, said in listed}
+    files = {name: _load(path / f"{name}.safetensors", said, info["identity"], mmap) for name, said in listed}
     if "node_types" in info:
         node_types, counts = info["node_types"], info["counts_by_type"]
         edge_types = dict.fromkeys(map(tuple, info["edge_types"]))
@@ -323,7 +321,7 @@ def _save(file: Path, attrs: dict[str, Any], identity: str) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": digest(file), "tensors": describe(whole), "values": values}
 
 
-def _load(file: Path, expected: dict[str, Any], identity: str, verify: bool, mmap: bool) -> dict[str, Any]:
+def _load(file: Path, expected: dict[str, Any], identity: str, mmap: bool) -> dict[str, Any]:
     """Read one file of a part, and compare it with what ``part.json`` says."""
     if not file.is_file():
         raise FileNotFoundError(f"'{file}' is missing, but part.json lists it. {AGAIN}")
@@ -345,7 +343,7 @@ def _load(file: Path, expected: dict[str, Any], identity: str, verify: bool, mma
         raise ValueError(
             f"'{file}' does not fit part.json: {size}, {describe(tensors)}, {expected['tensors']}. {AGAIN}"
         )
-    if verify and digest(file) != expected["sha256"]:
+    if digest(file) != expected["sha256"]:
         raise ValueError(f"'{file}' is damaged: its checksum is not the one in part.json. {AGAIN}")
     attrs: dict[str, Any] = {}
     for key, value in (tensors | expected["values"]).items():
