@@ -259,18 +259,25 @@ class Walk {
   std::vector<A> parts_;
 };
 
+// Calls f(unit, begin, end) for all units of `size` rows.
+template <class F>
+void for_row_units(int64_t rows, int64_t size, Parallel parallel, F f) {
+  struct Job {
+    F& f;
+    int64_t rows, size;
+  } job{f, rows, size};
+  parallel((rows + job.size - 1) / job.size, [](int64_t u, void* context) {
+    const Job& job = *static_cast<Job*>(context);
+    job.f(u, u * job.size, std::min(job.rows, (u + 1) * job.size));
+  }, &job);
+}
+
 // Calls f(row) for all rows.
 template <class F>
 void for_rows(int64_t rows, Parallel parallel, F f) {
-  constexpr int64_t size = 1024;
-  struct Job {
-    F& f;
-    int64_t rows;
-  } job{f, rows};
-  parallel((rows + size - 1) / size, [](int64_t u, void* context) {
-    const Job& job = *static_cast<Job*>(context);
-    for (int64_t i = u * size; i < std::min(job.rows, (u + 1) * size); ++i) job.f(i);
-  }, &job);
+  for_row_units(rows, 1024, parallel, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(i);
+  });
 }
 
 // Wide rows are walked in tiles of some lines of memory, whose columns are copied side by side first: the copies of all
@@ -302,16 +309,3 @@ class Tile {
   std::unique_ptr<T[]> memory_;
   int64_t size_ = 0;
 };
-
-// Calls f(unit, begin, end) for all units of `size` rows.
-template <class F>
-void for_row_units(int64_t rows, int64_t size, Parallel parallel, F f) {
-  struct Job {
-    F& f;
-    int64_t rows, size;
-  } job{f, rows, size};
-  parallel((rows + job.size - 1) / job.size, [](int64_t u, void* context) {
-    const Job& job = *static_cast<Job*>(context);
-    job.f(u, u * job.size, std::min(job.rows, (u + 1) * job.size));
-  }, &job);
-}
