@@ -32,6 +32,7 @@ from torch import Tensor
 from pyg_sar.block import cut, rows_at
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.peers import Remote
+from pyg_sar.distributed.transfer import wait_for
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
 from pyg_sar.graph import Seeds, ShardedGraph
 from pyg_sar.halo import fetch_halo
@@ -212,8 +213,7 @@ class History:
             into = channel.buffer(it.halo[q].stop - it.halo[q].start, all_rows)
             arriving.append((q, into, channel.swap(out, client, into, q, what, meter)))
         for q, into, transfers in arriving:
-            for transfer in transfers:
-                transfer.wait()
+            wait_for(transfers)
             all_rows[it.halo[q]] = into.to(all_rows.dtype)
 
     def return_grads(self, it: Chunk, grad: Tensor, total: Tensor, meter: Meter, what: str) -> None:
@@ -227,8 +227,7 @@ class History:
             into = channel.buffer(len(rows), total)
             arriving.append((rows, into, channel.swap(grad[it.halo[q]], q, into, client, what, meter)))
         for rows, into, transfers in arriving:
-            for transfer in transfers:
-                transfer.wait()
+            wait_for(transfers)
             total.index_add_(0, rows, into.to(total.dtype))
 
     def read(self, it: Chunk, rows: Rows) -> Tensor:

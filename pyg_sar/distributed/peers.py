@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyg_sar.distributed.collectives import global_max
 from pyg_sar.distributed.traffic import Log, Traffic
-from pyg_sar.distributed.transfer import Channel, Pending
+from pyg_sar.distributed.transfer import Channel, Pending, wait_for
 from pyg_sar.exchange import Exchange, Meter, Receiver, Routes, Schedule, Sink
 from pyg_sar.running import About
 
@@ -64,8 +64,7 @@ class Remote(Exchange):
             client = routes.client(q)
             out = flags[routes.spans[q]]
             transfers += self.channel.swap(out, q, answers[client], client, "used rows", meter)
-        for transfer in transfers:
-            transfer.wait()
+        wait_for(transfers)
         return [rows[answer.bool()] for rows, answer in zip(routes.serve, answers, strict=True)]
 
     def reroute(self, routes: Routes, exact: bool = False) -> Exchange:
@@ -86,8 +85,7 @@ Queue = deque[tuple[int, Tensor, list[Pending], torch.dtype]]  # blocks under wa
 def arrived(queue: Queue) -> tuple[int, Tensor]:
     """Wait for the oldest transfer and return what came, in the type it had, keeping no reference to it."""
     q, block, transfers, dtype = queue.popleft()
-    for transfer in transfers:
-        transfer.wait()
+    wait_for(transfers)
     return q, block.to(dtype)
 
 
@@ -214,8 +212,7 @@ class OneShot(Remote):
             client = routes.client(q)
             out, into = x[routes.serve[client]], halo[routes.spans[q]]
             transfers += channel.swap(out, client, into, q, "source rows", meter)
-        for transfer in transfers:
-            transfer.wait()
+        wait_for(transfers)
         if halo.dtype != rows.dtype:
             rows[n:] = halo
         return rows
@@ -244,8 +241,7 @@ class OneShotSink:
             into, out = channel.buffer(len(routes.serve[client]), own), halo[routes.spans[q]]
             pending.append((client, into, channel.swap(out, q, into, client, "gradients", self.meter)))
         for client, into, transfers in pending:
-            for transfer in transfers:
-                transfer.wait()
+            wait_for(transfers)
             own.index_add_(0, routes.serve[client], into.to(own.dtype))
         self.receiver.add_grad(self.tile, own)
         self.tile += 1

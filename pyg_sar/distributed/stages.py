@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyg_sar.distributed.group import gather_objects, rank_of, size_of
 from pyg_sar.distributed.traffic import Traffic
-from pyg_sar.distributed.transfer import Channel, Pending
+from pyg_sar.distributed.transfer import Channel, Pending, wait_for
 
 Shape = tuple[list[int], torch.dtype]  # of a row, and its type
 
@@ -121,8 +121,7 @@ class Stages:
 
     def settle(self) -> None:
         """Wait until all is sent."""
-        for transfer in self.sent:
-            transfer.wait()
+        wait_for(self.sent)
         self.sent = []
 
 
@@ -144,6 +143,5 @@ class Arriving:
 
     def wait(self) -> list[Tensor]:
         """Return the rows when they have come."""
-        for transfer in self.pending:
-            transfer.wait()
+        wait_for(self.pending)
         return [t.to(dtype) for t, dtype in self.rows]

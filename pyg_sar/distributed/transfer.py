@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -124,3 +124,9 @@ class Transfer:
 
 
 Pending = Transfer | guard.Header
+
+
+def wait_for(transfers: Iterable[Pending]) -> None:
+    """Return when all messages have arrived."""
+    for transfer in transfers:
+        transfer.wait()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed.peers import Remote
-from pyg_sar.distributed.transfer import Pending
+from pyg_sar.distributed.transfer import Pending, wait_for
 from pyg_sar.exchange import Exchange, Meter, Routes
 from pyg_sar.offload.home import Home
 from pyg_sar.reduce.base import columns
@@ -181,8 +181,7 @@ def swap(
 
     def arrive() -> None:
         part, into, transfers = queue.popleft()
-        for transfer in transfers:
-            transfer.wait()
+        wait_for(transfers)
         take(part, into)
 
     for part in parts(exchange.routes, math.prod(like.shape[1:]) * like.itemsize):
