@@ -50,14 +50,14 @@ class Received:
         self.grad = grad
 
 
-class Sink(Protocol):
+class Sink:
     """Sends the gradients of source rows to their owners."""
 
     def push(self, q: int, grad: Tensor) -> None:
         """Send the gradient of the rows of shard ``q``; the sink may keep and change it."""
 
     def close(self) -> None:
-        """Wait until all gradients of local rows are complete, and the receiver has them."""
+        """Wait until all gradients of local rows are complete, and the receiver has them: most need not wait."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +286,7 @@ class Local(Exchange):
         return LocalSink(self.routes, receiver)
 
 
-class LocalSink:
+class LocalSink(Sink):
     """Adds the gradients of every shard; those of a single one are the sum.
 
     Args:
@@ -308,6 +308,3 @@ class LocalSink:
         if q == len(self.shards) - 1:
             self.receiver.add_grad(self.tile, grad)
             self.tile, self.total = self.tile + 1, None
-
-    def close(self) -> None:
-        """Do nothing: the receiver has all."""

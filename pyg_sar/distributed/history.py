@@ -33,7 +33,7 @@ from pyg_sar.block import cut, rows_at
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.peers import Remote
 from pyg_sar.distributed.transfer import wait_for
-from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
+from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule, Sink
 from pyg_sar.graph import Seeds, ShardedGraph
 from pyg_sar.halo import fetch_halo
 from pyg_sar.running import About, on_chunk
@@ -329,7 +329,7 @@ class ChunkExchange(Local):
         return ChunkSink(self, self.at, meter, receiver)
 
 
-class ChunkSink:
+class ChunkSink(Sink):
     """Keeps the gradients of rows of other chunks, and completes those of the chunk's rows.
 
     Args:
@@ -368,6 +368,3 @@ class ChunkSink:
             it.history.return_grads(it.chunk, rows.grad, total, self.meter, f"gradients {self.tile}")
         self.receiver.add_grad(self.tile, total)
         self.tile, self.own = self.tile + 1, None
-
-    def close(self) -> None:
-        """Do nothing: the receiver has all."""

@@ -133,7 +133,7 @@ class Peers(Remote):
         return PeerSink(self, meter, receiver)
 
 
-class PeerSink:
+class PeerSink(Sink):
     """Sends gradients to their owners while the next block is computed; drains as deep as the pull is prefetched."""
 
     def __init__(self, peers: Peers, meter: Meter, receiver: Receiver) -> None:
@@ -222,7 +222,7 @@ class OneShot(Remote):
         return OneShotSink(self, meter, receiver, about)
 
 
-class OneShotSink:
+class OneShotSink(Sink):
     """Sends all gradients to their owners at once."""
 
     def __init__(self, exchange: OneShot, meter: Meter, receiver: Receiver, about: About | None) -> None:
@@ -245,6 +245,3 @@ class OneShotSink:
             own.index_add_(0, routes.serve[client], into.to(own.dtype))
         self.receiver.add_grad(self.tile, own)
         self.tile += 1
-
-    def close(self) -> None:
-        """Do nothing: the receiver has all."""

@@ -30,7 +30,7 @@ from pyg_sar import running, watch
 from pyg_sar.aggregate import aggregate
 from pyg_sar.autograd import autocast_as_now, once_differentiable
 from pyg_sar.block import Block, cut, length
-from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule
+from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule, Sink
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
@@ -219,7 +219,7 @@ class AtHome(Local):
         return HomeSink(self, receiver.tiles)
 
 
-class HomeSink:
+class HomeSink(Sink):
     """Adds up the gradients of pieces; the receiver gets none.
 
     Args:
@@ -236,9 +236,6 @@ class HomeSink:
         which = self.tiles[self.count // len(it.it.pieces)] if len(self.tiles) > 1 else slice(None)
         it.slots.add(*it.piece(q), which, grad)
         self.count += 1
-
-    def close(self) -> None:
-        """Do nothing: the slots know all."""
 
 
 class RowsElsewhere(LocalRows):
