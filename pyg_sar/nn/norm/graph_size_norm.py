@@ -2,11 +2,13 @@ r"""Normalisation by the number of nodes."""
 
 from __future__ import annotations
 
+import torch
 import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.nn.norm.statistics import NormalisesPerGraph, PerGraph
 from pyg_sar.nn.together import knows_all_rows
+from pyg_sar.watch import ROWS, gives
 
 
 class GraphSizeNorm(NormalisesPerGraph, torch_geometric.nn.GraphSizeNorm):
@@ -19,6 +21,8 @@ class GraphSizeNorm(NormalisesPerGraph, torch_geometric.nn.GraphSizeNorm):
     Graphs of a batch must be numbered alike on all workers.
     """
 
+    @torch.compiler.disable
+    @gives(ROWS)
     @knows_all_rows
     def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the number of rows of all workers."""

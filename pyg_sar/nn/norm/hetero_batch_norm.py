@@ -11,6 +11,7 @@ from torch import Tensor
 from pyg_sar.distributed.collectives import global_merge
 from pyg_sar.nn.together import knows_all_rows, together
 from pyg_sar.ops import moments_
+from pyg_sar.watch import ROWS, gives
 
 
 class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
@@ -30,6 +31,7 @@ class HeteroBatchNorm(torch_geometric.nn.HeteroBatchNorm):
         return self.over_all(x, type_vec)
 
     @torch.compiler.disable
+    @gives(ROWS)
     @knows_all_rows
     def over_all(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """Normalise by the rows of all workers."""
