@@ -27,6 +27,10 @@ Group = Any
 OWN = ("allocate memory", "No backend type associated", "Invalid scalar type")  # what torch says of this worker alone
 _here = threading.local()  # whose `member` this thread is
 
+# Messages under way that nobody waits for any more, after an exception between the start of an aggregation and its end
+# that the user caught. gloo loses a connection if the memory of a message dies before it has arrived.
+ABANDONED: list[Any] = []
+
 
 class Message(NamedTuple):
     """A tensor to be sent to a worker, or to be received from it; both sides must give it the same tag."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.distributed.group import Group, Member, Message, is_local, rank_of, start, talking
+from pyg_sar.distributed.group import ABANDONED, Group, Member, Message, is_local, rank_of, start, talking
 from pyg_sar.distributed.notices import ORDER
 from pyg_sar.exchange import Meter
 from pyg_sar.running import About
@@ -117,6 +117,11 @@ class Header:
         if self.theirs == self.turn.mine:
             return ""
         return self.compare(unpack(self.turn.mine), unpack(self.theirs))
+
+    def __del__(self) -> None:
+        """Keep what has not arrived."""
+        if not self.heard:
+            ABANDONED.append((self.came, self.sent))
 
     def compare(self, mine: Told, theirs: Told) -> str:
         """Return what differs beyond rounding."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed import guard, notices, staging
-from pyg_sar.distributed.group import Group, Member, Message, current, start, talking
+from pyg_sar.distributed.group import ABANDONED, Group, Member, Message, current, start, talking
 from pyg_sar.exchange import Meter
 from pyg_sar.running import About
 
@@ -121,6 +121,11 @@ class Transfer:
         if self.landing is not None:
             self.landing.finish()
         self.messages, self.landing = [], None
+
+    def __del__(self) -> None:
+        """Keep what has not arrived."""
+        if self.messages:
+            ABANDONED.append((self.work, self.messages))
 
 
 Pending = Transfer | guard.Header

@@ -352,6 +352,9 @@ def take(func: Callable, args: Any, kwargs: Any) -> Any:
         refuse(func, args, kwargs, "a dimension in front of the rows would be added")
     if not isinstance(index, (Tensor, slice, int, tuple)) and index is not Ellipsis:
         index = torch.as_tensor(index)  # of a list, in which a row may occur twice
+    if isinstance(index, Tensor) and type(index) is not Tensor:  # numbers of a sharded graph
+        refuse(func, args, kwargs, "it reads rows of other workers by pairs of nodes, which an ordinary tensor of all "
+               "local rows allows, 'z[torch.arange(len(z))]'")  # fmt: skip
     if index is Ellipsis:
         return rows
     if isinstance(index, tuple) and index and index[0] is Ellipsis and len(index) <= rows.dim():

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_sar.autograd import autocast_as_now
+from pyg_sar.distributed.group import is_local
 from pyg_sar.exchange import Exchange
 from pyg_sar.graph import Seeds
 from pyg_sar.offload.home import Home
@@ -222,6 +223,11 @@ def has_rows(value: Any, num_rows: int) -> bool:
     return plain and value.dim() > 0 and value.size(0) == num_rows
 
 
+def as_rows(value: Any) -> Any:
+    """Return a table of local nodes as a tensor that is no parameter, as which it would be the same for all rows."""
+    return value.view_as(value) if isinstance(value, torch.nn.Parameter) and is_local(value) else value
+
+
 def result_of(func: Callable, k: int, *args: Any, **kwargs: Any) -> Any:
     """Return one of the results of a function."""
     return func(*args, **kwargs)[k]
@@ -230,6 +236,7 @@ def result_of(func: Callable, k: int, *args: Any, **kwargs: Any) -> Any:
 def record(func: Callable, args: Any, kwargs: Any) -> Any:
     """Return what a function makes of rows, which is not computed yet."""
     first = next(rows_in((args, kwargs)))
+    args, kwargs = tree_map(as_rows, (args, kwargs))
     autocast = autocast_as_now(first.device)
     with autocast():
         whole, changes = probed(func, args, kwargs)
@@ -285,19 +292,20 @@ def run_on(
     """Return what a function makes of some of five rows; and of rows that it changes, whether that is its result and
     they are its first argument.
     """
-    copies: list[tuple[Tensor, HostRows]] = []
+    copies: list[tuple[Tensor, HostRows, int]] = []  # with the version of each
 
     def pick(value: Any) -> Any:
         if isinstance(value, HostRows):
-            copies.append((value.probe[which].clone(), value))
-            return copies[-1][0]
+            copy = value.probe[which].clone()
+            copies.append((copy, value, copy._version))
+            return copy
         return some(value, device)[which] if has_rows(value, num_rows) else value
 
-    given = tree_map(pick, (args, kwargs))
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # tensors of that mode do not tell that they were changed
+        given = tree_map(pick, (args, kwargs))
         out = func(*given[0], **given[1])
-    changed = [out is c and args[0] is v and c.shape[1:] == v.shape[1:] for c, v in copies if c._version > 0]
-    return out, changed
+    altered = [(c, v) for c, v, version in copies if c._version > version]
+    return out, [out is c and args[0] is v and c.shape[1:] == v.shape[1:] for c, v in altered]
 
 
 def row_wise(whole: Any, parts: list[Any]) -> bool:

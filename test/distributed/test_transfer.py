@@ -3,7 +3,9 @@
 import copy
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch_geometric.nn as gnn
 from support.layers import TRAFFIC
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
@@ -56,3 +58,26 @@ def over_time(group):
 
 def test_rows_in_another_order_of_memory(pool):
     pool.run(2, over_time)
+
+
+def caught(group):
+    """All workers raise between the start of an aggregation and its end, and go on."""
+    reference = gnn.SAGEConv(6, 4).double()
+    x = torch.randn(NUM_NODES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine = share(group, edges(), assignment("random", group.size()))
+    wrong = convert(gnn.SAGEConv((6, 5), 4).double())
+    torch.nn.init.ones_(wrong.lin_l.weight)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="mat2"):  # of rows of destinations, multiplied meanwhile
+            wrong(x[mine.src], mine.edge_index)
+        dist.barrier(group)
+    conv = convert(copy.deepcopy(reference))
+    for theirs, ours in zip(conv.parameters(), reference.parameters(), strict=True):
+        dist.broadcast(ours.data, group=group, group_src=0)
+        theirs.data.copy_(ours.data)
+    close(conv(x[mine.src], mine.edge_index), reference(x, edges())[mine.dst], "output")
+
+
+def test_workers_go_on_after_an_error_that_all_of_them_catch(pool):
+    """What was under way must not lose the connection."""
+    pool.run(2, caught, timeout=60)

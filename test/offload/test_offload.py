@@ -747,3 +747,27 @@ def test_layers_that_cannot_run_on_chunks():
     layer = convert(pyg.SAGEConv(IN, 4, aggr="lstm")).double()
     with pytest.raises(NotImplementedError, match="chunks of rows in host memory"):
         layer(data.x, data.edge_index)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_in_inference_mode_as_without_gradients(kind):
+    data, given = inputs(torch.float64)
+    model = convert(network(kind, "batch")).eval()
+    data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+    data = pyg_sar.offload(data, chunks=3)
+    outputs = []
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            outputs.append(model(data.x, data.edge_index, given)[torch.arange(NUM_NODES)])
+    assert outputs[0].abs().sum() > 0
+    torch.testing.assert_close(outputs[1].clone(), outputs[0], rtol=0, atol=0)
+    torch.testing.assert_close(outputs[2], outputs[0], rtol=0, atol=0)
+
+
+def test_functions_that_change_rows_in_inference_mode():
+    data = pyg_sar.offload(Data(x=torch.ones(9, 2), edge_index=pyg_sar.shard(torch.zeros(2, 4).long(), 9)), chunks=2)
+    with torch.inference_mode():
+        x = data.x * 2
+        assert x.add_(3) is x and float(x[torch.arange(9)].sum()) == 90
+        with pytest.raises(NotImplementedError, match="changes something else than its first argument"):
+            torch.add(data.x, 1, out=data.x * 2)

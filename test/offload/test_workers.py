@@ -1,5 +1,6 @@
 """Training on rows at home by several workers, against PyG in one process."""
 
+import copy
 import os
 import re
 import signal
@@ -308,3 +309,33 @@ def normalised(group, name):
 def test_normalisations_see_all_workers(pool, name):
     for size in (1, 3):
         pool.run(size, normalised, name)
+
+
+def tables(group):
+    """Rows of a table of nodes, which is a parameter, meet rows at home; links need ordinary rows."""
+    data, _, mine = part(group, "random")
+    whole, _ = inputs()
+    rows = torch.randn(NUM_NODES, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    reference, every = pyg.GCNConv(2 * IN, 4).double(), rows.clone().requires_grad_()
+    for p in reference.parameters():
+        torch.nn.init.uniform_(p, generator=torch.Generator().manual_seed(4))
+    conv = copy.deepcopy(convert(reference, group))
+    table = nn.NodeEmbedding(data, IN, group=group).double()
+    data = at_home(data, 3)
+    with torch.no_grad():
+        table.weight.copy_(rows[mine.src])
+    out = conv(torch.cat([table() + data.x, data.x * table()], -1), data.edge_index)
+    expected = reference(torch.cat([every + whole.x, whole.x * every], -1), whole.edge_index)
+    loss_of(out, data, group).backward()
+    F.cross_entropy(expected[whole.mask], whole.y[whole.mask]).backward()
+    close(out[torch.arange(len(mine.src))], expected[mine.src], "output")
+    close(table.weight.grad, every.grad[mine.src], "gradient of the table")
+    close(host(data.x.grad), whole.x.grad[mine.src], "gradient of rows")
+    index, _ = pyg_sar.shard_links(torch.tensor([[0, 1, 2], [3, 4, 5]]), data.n_id, group=group)
+    for take in (lambda: out[index[0]], lambda: out.index_select(0, index[0])):
+        with pytest.raises(NotImplementedError, match=r"z\[torch.arange\(len\(z\)\)\]"):
+            take()
+
+
+def test_tables_of_nodes_beside_rows_at_home(pool):
+    pool.run(2, tables)
