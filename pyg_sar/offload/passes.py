@@ -352,7 +352,7 @@ def take(func: Callable, args: Any, kwargs: Any) -> Any:
         refuse(func, args, kwargs, "a dimension in front of the rows would be added")
     if not isinstance(index, (Tensor, slice, int, tuple)) and index is not Ellipsis:
         index = torch.as_tensor(index)  # of a list, in which a row may occur twice
-    if isinstance(index, Tensor) and type(index) is not Tensor:  # numbers of a sharded graph
+    if hasattr(index, "_graph"):  # numbers of sources, as :func:`shard_links` gives them
         refuse(func, args, kwargs, "it reads rows of other workers by pairs of nodes, which an ordinary tensor of all "
                "local rows allows, 'z[torch.arange(len(z))]'")  # fmt: skip
     if index is Ellipsis:
