@@ -259,13 +259,8 @@ struct SourceGradBody {
   void run(int64_t j, int64_t begin, int64_t end, State s, int64_t) const {
     constexpr int SHORT = 16;  // the rows are read twice in a chunk
     A weight[SHORT], slope[SHORT], ds[SHORT], factor[SHORT], peak[SHORT], total[SHORT], inner[SHORT];
-    // Of each edge, for all heads: rows, what is known of the destination, and where the gradient of the score goes.
-    const T *rows[SHORT], *queries[SHORT];
-    const A* fact[SHORT];
-    A* scores[SHORT];
+    const T* rows[SHORT];
     const A parameter = A(edges.op.parameter);
-    const bool alone = op.alone;
-    std::fill_n(factor, SHORT, A(1));
     for (int64_t t = begin; t < end; t += SHORT) {
       const int n = int(std::min<int64_t>(SHORT, end - t));
       for (int64_t k = t + SHORT; k < std::min<int64_t>(t + SHORT + n, op.transpose.edges); ++k) {
@@ -273,23 +268,23 @@ struct SourceGradBody {
         if (S == Score::dot) prefetch(edges.query[dst[k]] + edges.from * C, H * C);
         __builtin_prefetch(d_score + int64_t(perm[k]) * H, 1);
       }
-      for (int k = 0; k < n; ++k) {
-        const int64_t i = dst[t + k];
-        rows[k] = grad[i] + edges.from * C, fact[k] = destination + i * H * facts, scores[k] = d_score + int64_t(perm[t + k]) * H;
-        if (S == Score::dot) queries[k] = edges.query[i] + edges.from * C;
-      }
       for (int64_t h = 0; h < H; ++h) {
         const int64_t head = edges.from + h;
-        if constexpr (S == Score::dot) dot_rows<A>(weight, edges.key[j] + head * C, queries, n, C, h * C);
-        dot_rows<A>(inner, edges.values(j) + h * C, rows, n, C, h * C);
+        if constexpr (S == Score::dot) {
+          for (int k = 0; k < n; ++k) rows[k] = edges.query[dst[t + k]] + head * C;
+          dot_rows<A>(weight, edges.key[j] + head * C, rows, n, C);
+        }
+        for (int k = 0; k < n; ++k) rows[k] = grad[dst[t + k]] + head * C;
+        dot_rows<A>(inner, edges.values(j) + h * C, rows, n, C);
         for (int k = 0; k < n; ++k) {
-          const A* f = fact[k] + h * facts;
-          peak[k] = f[0], total[k] = f[1], ds[k] = f[2];
-          if constexpr (S == Score::additive) weight[k] = edges.sum(j, f[3], perm[t + k], head);
+          const int64_t i = dst[t + k], e = perm[t + k];
+          const A* fact = destination + (i * H + h) * facts;
+          peak[k] = fact[0], total[k] = fact[1], ds[k] = fact[2];
+          if constexpr (S == Score::additive) weight[k] = edges.sum(j, fact[3], e, head);
           if constexpr (S == Score::dot) {
-            const T* b = edges.edge ? edges.edge[perm[t + k]] + head * C : nullptr;
-            weight[k] = parameter * (weight[k] + (b == nullptr ? A(0) : dot<A>(queries[k] + h * C, b, C)));
-            if (b != nullptr) inner[k] += dot<A>(rows[k] + h * C, b, C);
+            const T* b = edges.edge ? edges.edge[e] + head * C : nullptr;
+            weight[k] = parameter * (weight[k] + (b == nullptr ? A(0) : dot<A>(edges.query[i] + head * C, b, C)));
+            if (b != nullptr) inner[k] += dot<A>(rows[k], b, C);
           }
         }
         if constexpr (S == Score::additive) {
@@ -301,34 +296,27 @@ struct SourceGradBody {
         }
 #pragma omp simd
         for (int k = 0; k < n; ++k) weight[k] = exponential(weight[k] - peak[k]);
-        for (int k = 0; k < n && edges.dropout; ++k) factor[k] = edges.dropout(perm[t + k], head);
-        if (alone) {
+        for (int k = 0; k < n; ++k) factor[k] = edges.dropout ? edges.dropout(perm[t + k], head) : A(1);
 #pragma omp simd
-          for (int k = 0; k < n; ++k) {
-            ds[k] = weight[k] * (factor[k] * inner[k]);
-            weight[k] = weight[k] / total[k] * factor[k];
-          }
-        } else {
-#pragma omp simd
-          for (int k = 0; k < n; ++k) {
-            const A alpha = weight[k] / total[k];
-            // Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a
-            // difference of two large products.
-            ds[k] = (alpha == 1 ? A(0) : alpha) * (factor[k] * inner[k] - ds[k]);
-            weight[k] = alpha * factor[k];
-          }
+        for (int k = 0; k < n; ++k) {
+          const A alpha = weight[k] / total[k];
+          // Next to a coefficient of 1 all others are 0: no gradient passes its score, though rounding may leave a
+          // difference of two large products.
+          ds[k] = op.alone ? weight[k] * (factor[k] * inner[k]) : (alpha == 1 ? A(0) : alpha) * (factor[k] * inner[k] - ds[k]);
+          weight[k] = alpha * factor[k];
         }
-        if (S == Score::additive && !alone) {
+        if (S == Score::additive && !op.alone) {
           A sum = 0;
           for (int k = 0; k < n; ++k) sum += ds[k] *= slope[k];
           s.key[h] += sum;
         }
-        add_rows<A>(s.value + h * C, rows, weight, n, C, h * C);
-        for (int k = 0; k < n; ++k) scores[k][h] = ds[k];
-        for (int k = 0; k < n && alpha != nullptr; ++k) alpha[int64_t(perm[t + k]) * H + h] = weight[k];
+        add_rows<A>(s.value + h * C, rows, weight, n, C);
+        for (int k = 0; k < n; ++k) d_score[int64_t(perm[t + k]) * H + h] = ds[k];
+        if (alpha != nullptr)
+          for (int k = 0; k < n; ++k) alpha[int64_t(perm[t + k]) * H + h] = weight[k];
         if constexpr (S == Score::dot) {
-          for (int k = 0; k < n; ++k) ds[k] *= parameter;
-          add_rows<A>(s.key + h * C, queries, ds, n, C, h * C);
+          for (int k = 0; k < n; ++k) ds[k] *= parameter, rows[k] = edges.query[dst[t + k]] + head * C;
+          add_rows<A>(s.key + h * C, rows, ds, n, C);
         }
       }
     }

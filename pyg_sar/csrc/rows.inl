@@ -92,21 +92,13 @@ inline void add(A* __restrict y, int64_t width, const Tail<A>& tail, F f) {
   if (tail) store<A>(y + j, load(y + j) + tail(f(j)));
 }
 
-// y += sum_k w[k] rows[k], of the columns of `n` rows from `from` on.
+// y += sum_k w[k] rows[k] over `n` rows.
 template <class A, class T>
-inline void add_rows(A* __restrict y, const T* const* rows, const A* w, int n, int64_t width, int64_t from = 0) {
-  int k = 0;
-  if (width == lanes<A>) {  // a vector, which stays in a register
-    Vector<A> sum = load(y);
-    for (; k + 4 <= n; k += 4)
-      sum += (w[k] * load(rows[k] + from) + w[k + 1] * load(rows[k + 1] + from)) +
-             (w[k + 2] * load(rows[k + 2] + from) + w[k + 3] * load(rows[k + 3] + from));
-    for (; k < n; ++k) sum += w[k] * load(rows[k] + from);
-    return store<A>(y, sum);
-  }
+inline void add_rows(A* __restrict y, const T* const* rows, const A* w, int n, int64_t width) {
   const Tail<A> tail(width);
+  int k = 0;
   for (; k + 4 <= n && width >= lanes<A>; k += 4) {
-    const T *a = rows[k] + from, *b = rows[k + 1] + from, *c = rows[k + 2] + from, *d = rows[k + 3] + from;
+    const T *a = rows[k], *b = rows[k + 1], *c = rows[k + 2], *d = rows[k + 3];
     const A p = w[k], q = w[k + 1], r = w[k + 2], s = w[k + 3];
     const auto sum = [=](int64_t j) {
       return (p * load(a + j) + q * load(b + j)) + (r * load(c + j) + s * load(d + j));
@@ -114,7 +106,7 @@ inline void add_rows(A* __restrict y, const T* const* rows, const A* w, int n, i
     add(y, width, tail, sum);
   }
   for (; k < n; ++k) {
-    const T* a = rows[k] + from;
+    const T* a = rows[k];
     const A p = w[k];
     if (width >= lanes<A>) {
       add(y, width, tail, [=](int64_t j) { return p * load(a + j); });
@@ -147,20 +139,13 @@ inline A dot(const S* x, const T* y, int64_t width) {
   return fold<A>(width, Tail<A>(width), [=](int64_t j) { return load(x + j) * load(y + j); });
 }
 
-// out[k] = <x, rows[k]>, of the columns of `n` rows from `from` on, four at a time so that x is read once for all of them.
+// out[k] = <x, rows[k]> for `n` rows, four at a time so that x is read once for all of them.
 template <class A, class T>
-inline void dot_rows(A* out, const T* x, const T* const* rows, int n, int64_t width, int64_t from = 0) {
-  int k = 0;
-  if (width == lanes<A>) {
-    const Vector<A> z = load(x);
-    const auto product = [&](int row) { return Vector<A>{} + z * load(rows[row] + from); };  // rounded before it is added
-    for (; k + 4 <= n; k += 4) totals(out + k, product(k), product(k + 1), product(k + 2), product(k + 3));
-    for (; k < n; ++k) out[k] = total(product(k));
-    return;
-  }
+inline void dot_rows(A* out, const T* x, const T* const* rows, int n, int64_t width) {
   const Tail<A> tail(width);
+  int k = 0;
   for (; k + 4 <= n && width >= lanes<A>; k += 4) {
-    const T *a = rows[k] + from, *b = rows[k + 1] + from, *c = rows[k + 2] + from, *d = rows[k + 3] + from;
+    const T *a = rows[k], *b = rows[k + 1], *c = rows[k + 2], *d = rows[k + 3];
     Vector<A> s{}, t{}, u{}, v{};
     for (int64_t j = 0; j + lanes<A> <= width; j += lanes<A>) {
       const Vector<A> z = load(x + j);
@@ -171,9 +156,9 @@ inline void dot_rows(A* out, const T* x, const T* const* rows, int n, int64_t wi
       const Vector<A> z = load(x + j);
       s += tail(z * load(a + j)), t += tail(z * load(b + j)), u += tail(z * load(c + j)), v += tail(z * load(d + j));
     }
-    totals(out + k, s, t, u, v);
+    out[k] = total(s), out[k + 1] = total(t), out[k + 2] = total(u), out[k + 3] = total(v);
   }
-  for (; k < n; ++k) out[k] = dot<A>(x, rows[k] + from, width);
+  for (; k < n; ++k) out[k] = dot<A>(x, rows[k], width);
 }
 
 // The walk. Edges are dealt out in units of equal size, cut where a row begins; a row longer than a unit (a hub) is cut

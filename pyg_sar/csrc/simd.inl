@@ -101,34 +101,6 @@ inline auto total(V v) {
   }
 }
 
-// out[0] = total(a), ..., out[3] = total(d), to the last digit: the same halves are added, of four vectors together.
-template <class A>
-inline void totals(A* out, Vector<A> a, Vector<A> b, Vector<A> c, Vector<A> d) {
-#if __has_builtin(__builtin_shufflevector)
-  if constexpr (sizeof(A) == 4) {
-    const auto four = []<class V>(const auto& self, V v) {
-      if constexpr (sizeof(V) == 64) {
-        return self(self, __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                          __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
-      } else if constexpr (sizeof(V) == 32) {
-        return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-      } else {
-        return v;
-      }
-    };
-    const auto halves = [&](Vector<A> x, Vector<A> y) {
-      const auto p = four(four, x), q = four(four, y);
-      return __builtin_shufflevector(p, q, 0, 1, 4, 5) + __builtin_shufflevector(p, q, 2, 3, 6, 7);
-    };
-    const auto p = halves(a, b), q = halves(c, d);
-    const auto sums = __builtin_shufflevector(p, q, 0, 2, 4, 6) + __builtin_shufflevector(p, q, 1, 3, 5, 7);
-    std::memcpy(out, &sums, sizeof(sums));
-    return;
-  }
-#endif
-  out[0] = total(a), out[1] = total(b), out[2] = total(c), out[3] = total(d);
-}
-
 // The last vector of a row that does not fill it starts early; `Tail` keeps of it what was not counted before.
 template <class A>
 class Tail {
