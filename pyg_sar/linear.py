@@ -1,8 +1,8 @@
 r"""Products of rows with a matrix, and their gradients.
 
 On a CPU, PyTorch multiplies by MKL, which runs its code for AVX2 on processors that are not Intel's. Those of AMD's
-from Zen 5 on (family 26) have twice the speed with AVX-512: there large products in single precision run by oneDNN,
-which every PyTorch for these processors contains. All else runs by PyTorch's own products, and everything if
+from Zen 5 on (family 26) compute 512 bits at a time, twice as many: there large products in single precision run by
+oneDNN, which every PyTorch for these processors contains. All else runs by PyTorch's own products, and everything if
 ``torch.backends.mkldnn.enabled`` is False: on Zen 4, on Intel's, and where products are small, MKL is as fast as
 oneDNN, which multiplies a piece at a time here, or up to 12 times as fast.
 
@@ -35,8 +35,10 @@ HAS_ONEDNN = (
 
 def family_of_amd() -> int:
     """The family of the processor, if it is one of AMD's, or 0."""
-    cpus = Path("/proc/cpuinfo")
-    text = cpus.read_text()[:4096] if cpus.exists() else platform.processor()
+    cpus, text = Path("/proc/cpuinfo"), platform.processor()
+    if cpus.exists():
+        with cpus.open() as lines:
+            text = lines.read(4096)  # of the first one: the file has a page for each
     found = re.search(r"family\D*(\d+)", text, re.IGNORECASE)
     return int(found[1]) if found and "AuthenticAMD" in text else 0
 

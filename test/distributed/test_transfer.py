@@ -11,6 +11,7 @@ from support.layers import TRAFFIC
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 from support.setup import setup
 
+from pyg_sar.distributed.group import ABANDONED
 from pyg_sar.distributed.transfer import Channel
 from pyg_sar.nn import convert
 
@@ -44,6 +45,7 @@ def over_time(group):
     x = torch.randn(NUM_NODES, 5, 7, dtype=torch.float64)
     reference = gnn.SAGEConv(5, 4, aggr="max").double()
     conv = convert(copy.deepcopy(reference))
+    abandoned = len(ABANDONED)
     for mode in (1, 3):
         mine = share(group, edges(), assignment("random", group.size()), mode=mode)
         part = x[mine.src].requires_grad_()
@@ -54,6 +56,7 @@ def over_time(group):
         expected.sum().backward()
         out.sum().backward()
         close(part.grad, whole.grad[mine.src], "gradient")
+    assert len(ABANDONED) == abandoned  # all messages were waited for
 
 
 def test_rows_in_another_order_of_memory(pool):
