@@ -61,10 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--workers", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of workers (default: 1 2 4 8 16)"
     )
-    add("--boundary", type=float, help="rows read for each local row (default: as in a random partition, the worst)")
+    add("--boundary", type=amount, help="rows read for each local row (default: as in a random partition, the worst)")
     add("--features", type=positive, help="features of a node (default: those of the folder)")
     add("--classes", type=positive, help="number of classes (default: that of the folder)")
-    add("--relations", type=int, default=0, help="number of edge types, for rgcn")
+    add("--relations", type=natural, default=0, help="number of edge types, for rgcn")
     add(
         "--model",
         choices=["sage", "gcn", "gat", "rgcn", "gcn2", "resgcn"],
@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=positive, default=3, help="number of layers (default: 3)")
     add("--hidden", type=positive, default=256, help="hidden features; of each head for gat (default: 256)")
     add("--heads", type=positive, default=4, help="heads of gat (default: 4)")
-    add("--prefetch", type=int, default=1, help="fetches under way (default: 1)")
-    add("--budget", type=float, help="GiB for each worker: what fits, with the least traffic")
+    add("--prefetch", type=natural, default=1, help="fetches under way (default: 1)")
+    add("--budget", type=amount, help="GiB for each worker: what fits, with the least traffic")
     add("--offload", action="store_true", help="rows at home: the fewest chunks that fit --budget")
     add("--stages", type=positive, nargs="+", help="a pipeline of layers: numbers of stages, each of a folder's parts")
     add("--chunks", type=positive, default=1, help="chunks of a pipeline (default: 1, exact)")
@@ -87,6 +87,20 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more (got {text})")
     return int(text)
+
+
+def natural(text: str) -> int:
+    """Return a number of 0 or more."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more (got {text})")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Return a number of 0 or more, which need not be whole."""
+    if not 0 <= float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected 0 or more (got {text})")
+    return float(text)
 
 
 def number(text: str) -> int:
@@ -206,6 +220,8 @@ def _plan(args: argparse.Namespace) -> None:
         raise ValueError("Expected --features and --classes: the folder does not tell both.")
     if (args.model in ("gcn2", "resgcn") and not args.stages) or (args.model == "rgcn" and args.stages):
         raise ValueError(f"Expected --stages with --model gcn2 and resgcn, and without for rgcn (got {args.model}).")
+    if args.model == "rgcn" and not args.relations:
+        raise ValueError("Expected --relations with --model rgcn: the folder does not tell of any.")
     if args.stages:
         return _stages(args)
     if args.offload:
@@ -217,7 +233,7 @@ def _plan(args: argparse.Namespace) -> None:
         for need in plan(lambda: _stack(args), share, args.features, **options):
             sizes = (need.loaded, need.step, need.total, need.received)
             print(f"{need.workers:>10}{need.mode:>10}" + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
-    if args.budget:
+    if args.budget is not None:
         _fit(args, shares)
 
 
@@ -226,7 +242,7 @@ def _chunks(args: argparse.Namespace, shares: list[Any]) -> None:
     from pyg_sar.offload.plan import Counts, choose, counts_of
     from pyg_sar.planner import chunk_counts
 
-    if not args.budget or args.relations:
+    if args.budget is None or args.relations:
         raise ValueError("Expected --offload with a --budget, and without --relations and --model rgcn.")
     graphs = _graphs(args.folder) if args.folder else []
     columns = ["workers", "chunks", "pieces of", "loaded", "step", "together", "at home", "moved"]

@@ -196,6 +196,19 @@ def test_plan(capsys, tmp_path):
     assert told[-2].endswith("nothing fits 0.2 GiB")
 
 
+def test_plan_without_sense(capsys):
+    """Numbers that nothing can have, and relations of which nobody knows, are refused by name."""
+    counts = ["plan", "--nodes", "100", "--edges", "1000", "--features", "4", "--classes", "2", "--workers", "2"]
+    for option, said in ("--prefetch", "-1"), ("--boundary", "-1"), ("--relations", "-3"), ("--budget", "nan"):
+        with pytest.raises(SystemExit):
+            main([*counts, option, said])
+        assert f"argument {option}: expected 0 or more (got {said})" in capsys.readouterr().err
+    assert main([*counts, "--model", "rgcn"]) == 2
+    assert "Expected --relations with --model rgcn" in capsys.readouterr().err
+    assert main([*counts, "--hidden", "4", "--budget", "0"]) == 0
+    assert capsys.readouterr().out.endswith("1024 workers: nothing fits 0 GiB\n")
+
+
 @pytest.mark.grid
 def test_plan_of_rows_at_home(capsys, tmp_path):
     folder, small = tmp_path / "parts", ["--hidden", "64", "--layers", "2", "--offload", "--budget"]
