@@ -170,7 +170,8 @@ def by_type(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> TypedGrap
     return graph.derived(("types", num_types), lambda: _by_type(graph, edge_type, num_types), of=edge_type)
 
 
-def _by_type(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> TypedGraph:
+def check_types(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> None:
+    """Raise unless there is a type for each edge."""
     if edge_type.shape != (graph.num_edges,) or edge_type.is_floating_point():
         raise ValueError(
             f"Expected 'edge_type' to hold an integer for each of this worker's {graph.num_edges} edges (got "
@@ -181,6 +182,10 @@ def _by_type(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> TypedGra
             f"Expected edge types from 0 to {num_types - 1} (got {int(edge_type.min())} to "
             f"{int(edge_type.max())}). Is 'num_relations' right?"
         )
+
+
+def _by_type(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> TypedGraph:
+    check_types(graph, edge_type, num_types)
     key = torch.empty(graph.num_edges, dtype=torch.int64, device=graph.device)
     for block in graph.blocks:
         put_rows(key, block.edges, rows_at(edge_type, block.edges).long() * graph.num_dst + block.row)

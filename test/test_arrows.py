@@ -22,6 +22,7 @@ LEVELS = """
     memo
     graph
     rewire cached
+    runs
     reduce.*
     sources pieces
     context

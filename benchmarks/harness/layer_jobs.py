@@ -91,6 +91,7 @@ def cases(device: str = "cpu") -> list[Case]:
         Case("gcn", "GCNConv", args[:2], {**options, "cached": True}, linear=FEATURES, messages=3.5),
         Case("gen", "GENConv", args[:2], {"num_layers": 1, "learn_t": True}, linear=FEATURES, messages=10),
         Case("rgcn", "RGCNConv", (FEATURES, FEATURES, RELATIONS), {"num_bases": BASES}),
+        Case("rgcn-no-bases", "RGCNConv", (FEATURES, FEATURES, RELATIONS)),
     ]
     if device == "cuda":
         mlp = partial(torch_geometric.nn.MLP, [FEATURES] * 3, norm=None)
@@ -387,14 +388,15 @@ def dgl_job(problem: Problem, kind: str) -> Job:
         return Job(problem, lambda x: dgl.ops.copy_u_sum(graph, x), {})
     extra: list[Tensor] = []
     if case.layer == "RGCNConv":
-        layer = nn.RelGraphConv(*case.args, regularizer="basis", num_bases=BASES)
+        bases = case.options.get("num_bases")
+        layer = nn.RelGraphConv(*case.args, regularizer="basis" if bases else None, num_bases=bases)
         extra = [problem.edge_type[order], relation_norm(problem)[order]]
     elif case.layer == "SAGEConv":
         layer = nn.SAGEConv(*case.args, "mean")
     else:
         layer = getattr(nn, {"GCNConv": "GraphConv"}.get(case.layer, case.layer))(*case.args)
     named, weights = dict(layer.named_parameters()), case.make(torch_geometric.nn).state_dict()
-    parameters = {name: named[theirs] for name, theirs in DGL_PARAMETERS[case.layer].items()}
+    parameters = {name: named[theirs] for name, theirs in DGL_PARAMETERS[case.layer].items() if name in weights}
     transposed = frozenset(name for layer_name, name in TRANSPOSED if layer_name == case.layer)
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -17,7 +17,7 @@ from pyg_sar.nn.conv.message_passing import MessagePassing, add
 from pyg_sar.nn.replay.by_chunks import layer_by_chunks
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.ops import empty, spmm_, zeros
-from pyg_sar.reduce import Sum
+from pyg_sar.reduce import BasisSum, RelationSum, Sum
 from pyg_sar.rewire import TypedGraph, by_type
 
 
@@ -33,7 +33,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     stream at once: rows are aggregated for every pair :math:`(r, i)` that has an edge, where PyG runs over the graph
     once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows; sums and means fetch no row twice
     (case 1 of the SAR paper). With fewer bases than relations they are aggregated for every basis instead, with
-    coefficients that are learnt (case 2, as in the paper). Without input features (``x=None``, or node ids in place
+    coefficients that are learnt (case 2, as in the paper). Where one worker has all edges in one block, these sums
+    live for some nodes at a time, and nothing is kept for backward but :obj:`x`. Without input features (``x=None``, or node ids in place
     of ``x``) each node selects a row of the weights: ``in_channels`` is then the number of nodes of the whole graph.
     There, without fewer bases or with ``aggr="max"``, relations stream one by one, as each has rows of its own.
 
@@ -69,18 +70,20 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
                 f"Expected features of sources and of destinations, or node ids of both (got {x_src.dtype} and "
                 f"{x_dst.dtype})"
             )
+        few_bases = self.num_bases is not None and self.num_bases < self.num_relations and self.aggr in SUMS
+        if self.aggr in SUMS and is_one_block(graph, x_src) and (few_bases or not graph.is_constant(x_src)):
+            reduce, const = (BasisSum, [self.comp, self.weight]) if few_bases else (RelationSum, [self.blocks()])
+            run = reduce(graph, edge_type, self.num_relations, self.aggr == "mean")
+            return self.finish(aggregate(graph, run, x_src, const=const), x_dst)
         typed = by_type(graph, edge_type, self.num_relations)
-        few_bases = self.num_bases is not None and self.num_bases < self.num_relations
-        if few_bases and self.aggr in SUMS:
+        if few_bases:
             return self.finish(self.compose(graph, self.coefficients(typed, edge_type), x_src), x_dst)
 
-        weights = self.relation_weights()
         if not x_src.is_floating_point():
-            return self.finish(self.select(graph, typed, x_src, weights), x_dst)
-        sums, device = reduce_rows(typed.graph, x_src, self.aggr), graph.device.type
+            return self.finish(self.select(graph, typed, x_src, self.relation_weights()), x_dst)
+        sums, weights, device = reduce_rows(typed.graph, x_src, self.aggr), self.blocks(), graph.device.type
         if torch.is_autocast_enabled(device) and sums.dtype != torch.float64:
             sums, weights = (t.to(torch.get_autocast_dtype(device)) for t in (sums, weights))
-        weights = weights.unsqueeze(1) if self.num_blocks is None else weights
         return self.finish(Multiply.apply(typed, graph.num_dst, sums, weights), x_dst)
 
     def finish(self, out: Tensor, x_dst: Tensor) -> Tensor:
@@ -117,11 +120,24 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             out = out.index_add_(0, dst, reduce_rows(relation, weight[ids], self.aggr))
         return out
 
+    def blocks(self) -> Tensor:
+        """Return the diagonal blocks of every relation's weights, of which dense ones have one."""
+        weights = self.relation_weights()
+        return weights.unsqueeze(1) if self.num_blocks is None else weights
+
     def relation_weights(self) -> Tensor:
         """Return the weights of every relation, composed of the bases if there are any."""
         if self.num_bases is None:
             return self.weight
         return (self.comp @ self.weight.flatten(1)).view(self.num_relations, *self.weight.shape[1:])
+
+
+def is_one_block(graph: ShardedGraph, x: Tensor) -> bool:
+    """Whether one worker has features of all sources, and all edges in one block that does not read many more rows than
+    it makes; autocast, which would multiply in another type, goes the other way.
+    """
+    alone = graph.exchange.alone and len(graph.blocks) == 1 and graph.num_edges > 0 and x.is_floating_point()
+    return alone and graph.num_src <= 2 * graph.num_dst and not torch.is_autocast_enabled(graph.device.type)
 
 
 class Pick(torch.autograd.Function):

@@ -129,9 +129,16 @@ def test_shared_out_once(monkeypatch):
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.grid), 3])
 def test_layers(monkeypatch, name, kwargs, parts):
     """Whole layers over these kernels, whatever device they run on."""
-    for module in ("sums", "extremum", "softmax", "projected_softmax"):
-        for op in SCHEMAS.keys() & vars(importlib.import_module(f"pyg_sar.reduce.{module}")).keys():
-            monkeypatch.setattr(f"pyg_sar.reduce.{module}.{op}", getattr(gpu.kernels, op))
+    for module in (
+        "reduce.sums",
+        "reduce.extremum",
+        "reduce.softmax",
+        "reduce.projected_softmax",
+        "reduce.basis_sum",
+        "runs",
+    ):
+        for op in SCHEMAS.keys() & vars(importlib.import_module(f"pyg_sar.{module}")).keys():
+            monkeypatch.setattr(f"pyg_sar.{module}.{op}", getattr(gpu.kernels, op))
     edge_index, x = edges().to(DEVICE), torch.randn(NUM_NODES, 8, dtype=torch.float64, device=DEVICE)
     extra = [torch.arange(edge_index.size(1), device=DEVICE) % 3] if name == "RGCNConv" else []
     layer = getattr(pyg_sar.nn, name)(8, 4, **kwargs).double().to(DEVICE)

@@ -1,0 +1,128 @@
+r"""Edges in *runs*: those of a row that have the same type, which can be added up before they are weighted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_sar.block import compress, rows_at
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.ops import empty, spmm_, zeros
+from pyg_sar.ops.reference import accumulator
+from pyg_sar.rewire import check_types
+
+# Rows and runs of a range, at least, and for each type: what is made for them is some MiB, which stay in a cache, or
+# keep a GPU busy, and as many rows of a type are multiplied at once.
+SIZE, SIZE_ON_GPU, OF_TYPE = 1 << 15, 1 << 19, 1024
+
+
+class Csr(NamedTuple):
+    """A row pointer, and a number for each entry of a row."""
+
+    ptr: Tensor
+    col: Tensor
+
+
+class Range(NamedTuple):
+    """A range of rows with all their runs, sorted by type; numbers within a range begin at 0.
+
+    Args:
+        rows: Which rows.
+        edges: Which edges.
+        types: Where the runs of each type begin, and where the last ones end.
+        row: The row of each run.
+        of_runs: The other ends of the edges of each run, which are numbers of the whole.
+        of_rows: The runs of each row.
+        of_types: Where the runs of each type are among those of the rows.
+    """
+
+    rows: slice
+    edges: slice
+    types: list[int]
+    row: Tensor
+    of_runs: Csr
+    of_rows: Csr
+    of_types: Csr
+
+    @property
+    def filled(self) -> list[int]:
+        """The types that have runs."""
+        return [r for r, (begin, end) in enumerate(pairwise(self.types)) if begin < end]
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of edges of each run, as a column."""
+        return self.of_runs.ptr.diff().unsqueeze(1)
+
+    def each(self, values: Tensor) -> Tensor:
+        """Return for each run the row of ``values`` of its type."""
+        return values.repeat_interleave(self.of_types.ptr.diff(), 0, output_size=self.row.numel())
+
+    def gather(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return for each run the (weighted) sum of the rows ``x`` that its edges lead to, in the type of sums."""
+        kind, shape = accumulator(x.dtype), (self.row.numel(), x.size(1))
+        out = empty(x, *shape) if x.dtype == kind else zeros(x, *shape, dtype=kind)
+        spmm_(out, *self.of_runs, x, weight, None, x.dtype == kind)
+        return out
+
+    def combine(self, sums: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Return for each row the sum over its runs, weighted by each column of ``weight``, side by side; or write it
+        over ``out``.
+        """
+        columns = 1 if weight is None else weight.size(1)
+        out = empty(sums, self.of_rows.ptr.numel() - 1, columns * sums.size(1)) if out is None else out
+        spmm_(out, *self.of_rows, sums, weight, None if weight is None else self.of_rows.col, True)
+        return out
+
+
+def runs_of_destinations(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> list[Range]:
+    """Return the destinations of a graph's only block, in ranges; they are kept as long as ``edge_type`` lives."""
+
+    def make() -> list[Range]:
+        check_types(graph, edge_type, num_types)
+        (block,) = graph.blocks
+        return sort(block.row, block.col, rows_at(edge_type, block.edges), graph.num_dst, num_types)[0]
+
+    return graph.derived(("runs", num_types), make, of=edge_type)
+
+
+def runs_of_sources(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> tuple[list[Range], Tensor]:
+    """Return the sources, in ranges, and for each of their edges how many edges of its type its destination has."""
+
+    def make() -> tuple[list[Range], Tensor]:
+        (block,) = graph.blocks
+        types = rows_at(edge_type, block.edges)
+        ranges, order = sort(block.col, block.row, types, block.num_src, num_types)
+        _, run, size = (block.row * num_types + types).unique(return_inverse=True, return_counts=True)
+        return ranges, size.int()[run][order].unsqueeze(1)
+
+    return graph.derived(("runs of sources", num_types), make, of=edge_type)
+
+
+def sort(row: Tensor, col: Tensor, edge_type: Tensor, num_rows: int, num_types: int) -> tuple[list[Range], Tensor]:
+    """Cut rows into ranges, and sort edges by range, type and row, else as they are given; return their order, too."""
+    row, dtype = row.long(), col.dtype
+    most = row.bincount(minlength=num_rows).clamp_(max=num_types)  # runs of a row, at most
+    size = max(SIZE if row.device.type == "cpu" else SIZE_ON_GPU, OF_TYPE * num_types)
+    number = ((most + 1).cumsum(0) - 1) // size
+    number = number.unique_consecutive(return_inverse=True)[1]  # of each row's range
+    key, order = torch.sort((number[row] * num_types + edge_type) * num_rows + row, stable=True)
+    key, length = key.unique_consecutive(return_counts=True)
+    run_row, run_type = key % num_rows, key // num_rows % num_types
+    counts_of = [number[of].bincount(minlength=int(number[-1]) + 1) for of in (slice(None), run_row, row)]
+    ranges, begin = [], [0, 0, 0]
+    for counts in torch.stack(counts_of, 1).tolist():
+        rows, runs, edges = (slice(b, b + n) for b, n in zip(begin, counts, strict=True))
+        begin = [rows.stop, runs.stop, edges.stop]
+        where, types = run_row[runs] - rows.start, compress(run_type[runs], num_types)
+        by_row = where.argsort(stable=True)
+        ranges.append(Range(
+            rows, edges, types.tolist(), where.int(),
+            Csr(torch.cat([length.new_zeros(1), length[runs].cumsum(0)]).to(dtype), col[order[edges]]),
+            Csr(compress(where, counts[0]), by_row.int()),
+            Csr(types, by_row.argsort().int()),
+        ))  # fmt: skip
+    return ranges, order
