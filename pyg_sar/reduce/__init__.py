@@ -13,11 +13,10 @@ Shapes in the comments of this package, for the block :math:`q` at hand:
 """
 
 from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile, divisor, head_groups
-from pyg_sar.reduce.basis_sum import BasisSum
 from pyg_sar.reduce.column_softmax import ColumnSoftmax
 from pyg_sar.reduce.extremum import Extremum
 from pyg_sar.reduce.projected_softmax import ProjectedSoftmax
-from pyg_sar.reduce.relation_sum import RelationSum
+from pyg_sar.reduce.relational import BasisSum, RelationSum
 from pyg_sar.reduce.softmax import Softmax
 from pyg_sar.reduce.sums import Sum
 

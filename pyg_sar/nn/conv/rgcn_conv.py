@@ -34,9 +34,10 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows; sums and means fetch no row twice
     (case 1 of the SAR paper). With fewer bases than relations they are aggregated for every basis instead, with
     coefficients that are learnt (case 2, as in the paper). Where one worker has all edges in one block, these sums
-    live for some nodes at a time, and nothing is kept for backward but :obj:`x`. Without input features (``x=None``, or node ids in place
-    of ``x``) each node selects a row of the weights: ``in_channels`` is then the number of nodes of the whole graph.
-    There, without fewer bases or with ``aggr="max"``, relations stream one by one, as each has rows of its own.
+    live for some nodes at a time, and nothing is kept for backward but the features. Without input features
+    (``x=None``, or node ids in place of ``x``) each node selects a row of the weights: ``in_channels`` is then the
+    number of nodes of the whole graph. There, without fewer bases or with ``aggr="max"``, relations stream one by one,
+    as each has rows of its own.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, global node ids :math:`(|\mathcal{V}|)` or None,

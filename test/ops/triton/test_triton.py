@@ -134,7 +134,7 @@ def test_layers(monkeypatch, name, kwargs, parts):
         "reduce.extremum",
         "reduce.softmax",
         "reduce.projected_softmax",
-        "reduce.basis_sum",
+        "reduce.relational",
         "runs",
     ):
         for op in SCHEMAS.keys() & vars(importlib.import_module(f"pyg_sar.{module}")).keys():

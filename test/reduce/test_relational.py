@@ -7,7 +7,7 @@ from pyg_sar import runs
 from pyg_sar.aggregate import aggregate
 from pyg_sar.distributed.shard import shard
 from pyg_sar.live import Live
-from pyg_sar.reduce import BasisSum, RelationSum, basis_sum
+from pyg_sar.reduce import BasisSum, RelationSum, relational
 
 NUM_NODES, TYPES, IN, OUT = 40, 5, 6, 4
 
@@ -56,7 +56,7 @@ def size(request, monkeypatch):
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("kind", ["bases", "matrices", "blocks"])
 def test_equals_every_relation_alone(kind, mean, size, device, kernels, monkeypatch):
-    for module, names in ((runs, ["spmm_"]), (basis_sum, ["spmm_", "sddmm_"])):
+    for module, names in ((runs, ["spmm_"]), (relational, ["spmm_", "sddmm_"])):
         for name in names:
             monkeypatch.setattr(module, name, getattr(kernels, name))
     edge_index, types = edges()

@@ -1,0 +1,156 @@
+r"""Sums of rows by types of edges, multiplied by the matrices of these (R-GCN), where all edges are in one block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.block import Block
+from pyg_sar.graph import ShardedGraph
+from pyg_sar.linear import linear_grad, product
+from pyg_sar.ops import empty, sddmm_, spmm_
+from pyg_sar.ops.reference import accumulator
+from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows
+from pyg_sar.runs import Range, runs_of_destinations, runs_of_sources
+
+
+class RelationSum(Reduce):
+    r"""The sums of the `"Modeling Relational Data with Graph Convolutional Networks" <https://arxiv.org/abs/1703.06103>`_
+    paper.
+
+    .. math::
+        \mathbf{o}_i = \sum_r \mathbf{W}_r^{\top} \frac{1}{n_{ri}} \sum_{j \in \mathcal{N}_r(i)} \mathbf{x}_j
+
+    with :math:`n_{ri} = |\mathcal{N}_r(i)|` for means and 1 for sums. ``rows.const`` holds :math:`\mathbf{W}`, as the
+    diagonal blocks of each matrix, ``[R, blocks, F / blocks, O / blocks]``. Forward goes through the destinations, and
+    backward through the sources, some of them at a time: sums by relation live for these alone, and nothing is saved
+    but the source rows. Where several blocks, or workers, share the edges, all sums are kept instead, so that no row is
+    fetched twice, or multiplied for each block (``RGCNConv``).
+
+    Args:
+        graph: The graph, of a single block with edges.
+        edge_type: The type of each edge.
+        num_types: Number of types.
+        mean: Whether the rows of a type are averaged.
+    """
+
+    def __init__(self, graph: ShardedGraph, edge_type: Tensor, num_types: int, mean: bool) -> None:
+        self.graph, self.edge_type, self.num_types, self.mean = graph, edge_type, num_types, mean
+        self.ranges = runs_of_destinations(graph, edge_type, num_types)
+
+    def init(self, x: Tensor, num_dst: int) -> None:
+        """Begin with nothing: the only block has all edges."""
+
+    def step(self, state: Any, block: Block, x: Tensor, rows: Rows) -> Tensor:
+        """Add up the runs of some destinations at a time, multiply them by the matrices of their types, and add up."""
+        (weights,) = rows.const
+        out = empty(x, block.num_dst, weights.size(1) * weights.size(3))
+        for span in self.ranges:
+            sums = span.gather(x)
+            if self.mean:
+                sums /= span.sizes
+            span.combine(multiplied(span, sums.to(x.dtype), weights), out=out[span.rows])
+        return out
+
+    def finish(self, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the output."""
+        return state, ()
+
+    def grad(
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+    ) -> Grads:
+        """Add up the gradients by the runs of some sources at a time."""
+        assert x is not None
+        (weights,), kind = rows.const, accumulator(x.dtype)
+        ranges, sizes = runs_of_sources(self.graph, self.edge_type, self.num_types)
+        source = empty(x, *x.shape) if needs.source else None
+        d_weights = torch.zeros_like(weights, dtype=kind)
+        for span in ranges:
+            share = sizes[span.edges].to(kind).reciprocal_() if self.mean else None  # [edges, 1]
+            sums = span.gather(out, share).to(x.dtype)
+            if source is not None:
+                span.combine(multiplied(span, sums, weights.mT), out=source[span.rows])
+            ends, h = span.types, x[span.rows].index_select(0, span.row)
+            for r in span.filled:
+                run = slice(ends[r], ends[r + 1])
+                d_weights[r] += torch.bmm(by_block(h[run], weights).mT, by_block(sums[run], weights))
+        return source, Rows(const=[d_weights.to(weights.dtype)])
+
+
+class BasisSum(RelationSum):
+    r"""The basis decomposition of the `"Modeling Relational Data with Graph Convolutional Networks"
+    <https://arxiv.org/abs/1703.06103>`_ paper.
+
+    With :math:`\mathbf{W}_r = \sum_b c_{rb} \mathbf{V}_b` it is
+
+    .. math::
+        \mathbf{o}_i = \sum_r \frac{1}{n_{ri}} \sum_{j \in \mathcal{N}_r(i)} \mathbf{W}_r^{\top} \mathbf{x}_j
+        = \sum_b \mathbf{V}_b^{\top} \sum_r \frac{c_{rb}}{n_{ri}} \sum_{j \in \mathcal{N}_r(i)} \mathbf{x}_j
+
+    ``rows.const`` holds :math:`c` and :math:`\mathbf{V}`. The sums of a row's runs, which have no weights of edges, are
+    combined by the coefficients of their types. With :math:`\mathbf{u}_{rj} = \sum_{i: j \in \mathcal{N}_r(i)}
+    \mathbf{g}_i / n_{ri}`,
+
+    .. math::
+        \mathbf{y}_{bj} = \sum_r c_{rb} \mathbf{u}_{rj}, \quad
+        \frac{\partial L}{\partial \mathbf{x}_j} = \sum_b \mathbf{V}_b \mathbf{y}_{bj}, \quad
+        \frac{\partial L}{\partial \mathbf{V}_b} = \sum_j \mathbf{x}_j \mathbf{y}_{bj}^{\top}, \quad
+        \frac{\partial L}{\partial c_{rb}} = \sum_j \langle \mathbf{V}_b^{\top} \mathbf{x}_j, \mathbf{u}_{rj} \rangle
+
+    so that nothing is made for each edge.
+    """
+
+    def step(self, state: Any, block: Block, x: Tensor, rows: Rows) -> Tensor:
+        """Add up the runs of some destinations at a time, combine them, and multiply by the bases."""
+        (coefficient, bases), kind = rows.const, accumulator(x.dtype)  # [R, B], [B, F, O]
+        out, weight = empty(x, block.num_dst, bases.size(2)), bases.flatten(0, 1).t()  # [M, O], [O, B * F]
+        for span in self.ranges:
+            share = span.each(coefficient.to(kind))  # [runs, B]
+            if self.mean:
+                share /= span.sizes
+            sums = span.combine(span.gather(x), share)  # [rows, B * F]
+            product(sums.to(x.dtype), weight, out=out[span.rows])
+        return out
+
+    def grad(
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+    ) -> Grads:
+        """Add up the gradients by the runs of some sources at a time."""
+        assert x is not None
+        (coefficient, bases), kind = rows.const, accumulator(x.dtype)
+        ranges, sizes = runs_of_sources(self.graph, self.edge_type, self.num_types)
+        weight = bases.transpose(1, 2).flatten(0, 1)  # [B * O, F]
+        source = empty(x, *x.shape) if needs.source else None
+        d_coefficient = torch.zeros_like(coefficient, dtype=torch.double)
+        d_weight, some = torch.zeros_like(weight, dtype=kind), torch.empty_like(weight)
+        for span in ranges:
+            share = sizes[span.edges].to(kind).reciprocal_() if self.mean else None  # [edges, 1]
+            sums = span.gather(out, share)  # u, [runs, O]
+            both = span.combine(sums, span.each(coefficient.to(kind)))  # y, [rows, B * O]
+            d_x = None if source is None else source[span.rows]
+            linear_grad(x[span.rows], both, weight, d_x, some, add=False)
+            d_weight += some
+            found = sums.new_empty(len(sums), len(bases))  # [runs, B], row by row
+            sddmm_(found, *span.of_rows, product(x[span.rows], weight).to(kind), sums)
+            spmm_(d_coefficient, *span.of_types, found.double(), None, None, False)
+        d_bases = d_weight.to(bases.dtype).unflatten(0, (len(bases), -1)).transpose(1, 2)
+        return source, Rows(const=[d_coefficient.to(coefficient.dtype), d_bases])
+
+
+def multiplied(span: Range, sums: Tensor, weights: Tensor) -> Tensor:
+    """Multiply the sums of each run by the diagonal blocks of its type's matrix."""
+    out = empty(sums, sums.size(0), weights.size(1) * weights.size(3))
+    for r in span.filled:
+        run = slice(span.types[r], span.types[r + 1])
+        if weights.size(1) == 1:
+            product(sums[run], weights[r, 0].t(), out=out[run])
+        else:
+            torch.bmm(by_block(sums[run], weights), weights[r], out=by_block(out[run], weights))
+    return out
+
+
+def by_block(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return a view of rows by the diagonal blocks that their columns belong to."""
+    return rows.unflatten(-1, (weights.size(1), -1)).transpose(0, 1)
