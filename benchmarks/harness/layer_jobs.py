@@ -90,7 +90,7 @@ def cases(device: str = "cpu") -> list[Case]:
         Case("sage", "SAGEConv", args[:2], linear=2 * FEATURES),
         Case("gcn", "GCNConv", args[:2], {**options, "cached": True}, linear=FEATURES, messages=3.5),
         Case("gen", "GENConv", args[:2], {"num_layers": 1, "learn_t": True}, linear=FEATURES, messages=10),
-        Case("rgcn", "RGCNConv", (FEATURES, FEATURES, RELATIONS), {"num_bases": BASES}),
+        Case("rgcn", "RGCNConv", (FEATURES, FEATURES, RELATIONS), {"num_bases": BASES}, linear=(BASES + 1) * FEATURES),
         Case("rgcn-no-bases", "RGCNConv", (FEATURES, FEATURES, RELATIONS)),
     ]
     if device == "cuda":
