@@ -16,8 +16,9 @@ PyG needs, it imports scipy)::
     pip install --no-deps --target DIRECTORY --no-build-isolation torch-scatter
     PYTHONPATH=DIRECTORY python benchmarks/layers.py --out docs/results
 
-Writes ``layers-cpu.md`` and ``layers-cpu.png``, with ``--order`` ``layers-cpu-ordered.*``, with ``--narrow``, which
-measures attention of narrow heads alone, ``layers-cpu-narrow.md``, after every case.
+Writes ``layers-cpu.md`` and ``layers-cpu.png``, with ``--order`` ``layers-cpu-ordered.*``, after every case; with
+``--table narrow``, which measures attention of narrow heads alone, ``layers-cpu-narrow.md``, and with ``--table
+relational`` R-GCN in ``layers-cpu-relational.md``.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.layer_jobs import BF16, FEATURES, RELATIONS, Case, cases, make_job, narrow_cases, needs
+from harness.layer_jobs import BF16, FEATURES, RELATIONS, Case, cases, make_job, narrow_cases, needs, relational_cases
 from harness.process_memory import RETURN_FREED_MEMORY, available
 from harness.report import processor, write
 from harness.rounds import Child, Died, serve
@@ -46,6 +47,7 @@ import pyg_sar
 from pyg_sar.data.datasets import community_graph
 
 TOLERANCE, TOLERANCE_BF16 = 1e-3, 2e-2
+TABLES = {"main": cases, "narrow": narrow_cases, "relational": relational_cases}
 BOUNDS = ("linear maps", "gather", "gather" + BF16)
 
 
@@ -73,8 +75,8 @@ Results = dict[str, dict[str, Result]]  # of a case's name and an implementation
 
 
 def main(args: argparse.Namespace) -> None:
-    known = narrow_cases() if args.narrow else cases()
-    chosen = [case for case in known if any(f"{case.name}-".startswith(f"{name}-") for name in args.cases)]
+    known, names = TABLES[args.table](), args.cases
+    chosen = [case for case in known if not names or any(f"{case.name}-".startswith(f"{name}-") for name in names)]
     missing = [case for case in chosen if case.layer != "SimpleConv" and not hasattr(pyg_sar.nn, case.layer)]
     results: Results = {case.name: {"pyg_sar": Result(note=f"no {case.layer} yet")} for case in missing}
     with tempfile.TemporaryDirectory() as scratch:
@@ -193,10 +195,10 @@ def validate(implementation: str, errors: dict[str, float]) -> tuple[str, str]:
 
 def report(args: argparse.Namespace, edges: int, results: Results) -> str:
     """Write table and figure; return the table."""
-    name = f"layers-cpu{'-ordered' * args.order}{'-narrow' * args.narrow}"
+    name = f"layers-cpu{'-ordered' * args.order}{f'-{args.table}' * (args.table != 'main')}"
     text = write(args.out, f"{name}.md", [*heading(args, edges), "", *table(results), "", *legend()])
     gat = {name: found for name, found in results.items() if name.startswith("gat-")}
-    if gat and not args.narrow:
+    if gat and args.table == "main":
         plot(Path(args.out) / f"{name}.png", gat)
     return text
 
@@ -315,19 +317,18 @@ def plot(path: Path, results: Results) -> None:
 
 def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    case = next(case for case in [*cases(), *narrow_cases()] if case.name == args.cases[0])
+    case = next(case for table in TABLES.values() for case in table() if case.name == args.cases[0])
     scratch = Path(args.scratch)
     serve(lambda: make_job(case, args.hold, str(scratch / "graph.safetensors"), str(scratch / "gather.so")))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    families = list(dict.fromkeys(case.name.split("-")[0] for case in cases()))
-    parser.add_argument("--cases", nargs="+", default=families, help=f"of {families}, or single ones such as gat-2")
+    parser.add_argument("--table", choices=[*TABLES], default="main", help="narrow: heads of 8 and of 7 columns")
+    parser.add_argument("--cases", nargs="+", help="of the table, such as gat or gat-2 (default: all)")
     parser.add_argument("--implementations", nargs="+", help="besides pyg_sar; names as in the table, default: all")
     parser.add_argument("--nodes", type=int, default=50_000)
     parser.add_argument("--edges", type=int, default=2_500_000)
-    parser.add_argument("--narrow", action="store_true", help="heads of 8 and of 7 columns")
     parser.add_argument("--order", action="store_true", help="relabel nodes by pyg_sar.locality_order")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--warmups", type=int, default=2)

@@ -90,13 +90,20 @@ def cases(device: str = "cpu") -> list[Case]:
         Case("sage", "SAGEConv", args[:2], linear=2 * FEATURES),
         Case("gcn", "GCNConv", args[:2], {**options, "cached": True}, linear=FEATURES, messages=3.5),
         Case("gen", "GENConv", args[:2], {"num_layers": 1, "learn_t": True}, linear=FEATURES, messages=10),
-        Case("rgcn", "RGCNConv", (FEATURES, FEATURES, RELATIONS), {"num_bases": BASES}, linear=(BASES + 1) * FEATURES),
-        Case("rgcn-no-bases", "RGCNConv", (FEATURES, FEATURES, RELATIONS)),
     ]
     if device == "cuda":
         mlp = partial(torch_geometric.nn.MLP, [FEATURES] * 3, norm=None)
-        found.append(Case("gin", "GINConv", (mlp,), {"train_eps": True}, linear=2 * FEATURES))
+        found += [*relational_cases(), Case("gin", "GINConv", (mlp,), {"train_eps": True}, linear=2 * FEATURES)]
     return found + [Case(f"sum-{w}", "SimpleConv", ("sum",), inputs=w, width=w) for w in (100, 128, 256, 400)]
+
+
+def relational_cases() -> list[Case]:
+    """Return R-GCN, with bases and without."""
+    args = FEATURES, FEATURES, RELATIONS
+    return [
+        Case("rgcn", "RGCNConv", args, {"num_bases": BASES}, linear=(BASES + 1) * FEATURES),
+        Case("rgcn-no-bases", "RGCNConv", args),
+    ]
 
 
 def narrow_cases() -> list[Case]:
