@@ -19,6 +19,7 @@ from pyg_sar.offload.rows import HostRows
 from pyg_sar.ops import empty, spmm_, zeros
 from pyg_sar.reduce import BasisSum, RelationSum, Sum
 from pyg_sar.rewire import TypedGraph, by_type
+from pyg_sar.runs import runs_of_destinations
 
 
 class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
@@ -73,9 +74,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
             )
         few_bases = self.num_bases is not None and self.num_bases < self.num_relations and self.aggr in SUMS
         if self.aggr in SUMS and is_one_block(graph, x_src) and (few_bases or not graph.is_constant(x_src)):
-            reduce, const = (BasisSum, [self.comp, self.weight]) if few_bases else (RelationSum, [self.blocks()])
-            run = reduce(graph, edge_type, self.num_relations, self.aggr == "mean")
-            return self.finish(aggregate(graph, run, x_src, const=const), x_dst)
+            return self.finish(self.by_runs(graph, edge_type, x_src, few_bases), x_dst)
         typed = by_type(graph, edge_type, self.num_relations)
         if few_bases:
             return self.finish(self.compose(graph, self.coefficients(typed, edge_type), x_src), x_dst)
@@ -93,6 +92,16 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         if self.root is not None:
             out = add(out, linear(x_dst, self.root.t()) if x_dst.is_floating_point() else self.root[x_dst])
         return out if self.bias is None else add(out, self.bias)
+
+    def by_runs(self, graph: ShardedGraph, edge_type: Tensor, x: Tensor, few_bases: bool) -> Tensor:
+        """Aggregate where one worker has all edges in one block: by bases if that multiplies less, which are a row for
+        each basis and node four times, forward and backward, against a row for each run three times.
+        """
+        args = graph, edge_type, self.num_relations, self.aggr == "mean"
+        num_runs = sum(span.row.numel() for span in runs_of_destinations(*args[:3]))
+        if few_bases and 4 * len(self.weight) * graph.num_dst < 3 * num_runs:
+            return aggregate(graph, BasisSum(*args), x, const=[self.comp, self.weight])
+        return aggregate(graph, RelationSum(*args), x, const=[self.blocks()])
 
     def compose(self, graph: ShardedGraph, weight: Tensor, x: Tensor) -> Tensor:
         """Aggregate rows for each basis, or the rows of each basis that nodes select, weighted by coefficients."""

@@ -108,6 +108,43 @@ def test_rgcn_has_the_type_that_pyg_gives_it(dtype):
     assert layer(x, pyg_sar.shard(edge_index, 3, 2), types).dtype == layer(x, edge_index, types).dtype
 
 
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(("count", "kind", "used"), [
+    (30, {"num_bases": 2}, "RelationSum"), (3000, {"num_bases": 2}, "BasisSum"), (3000, {}, "RelationSum"),
+    (3000, {"num_bases": 9}, "RelationSum"), (3000, {"num_blocks": 2}, "RelationSum"),
+])  # fmt: skip
+@pytest.mark.parametrize("aggr", ["sum", "mean"])
+def test_rgcn_multiplies_the_fewest_rows(monkeypatch, fast, count, kind, used, aggr):
+    """In one process: a row for each basis and node, or one for each run of edges of a type."""
+    torch.manual_seed(0)
+    name, called = "FastRGCNConv" if fast else "RGCNConv", []
+    ours, theirs = (
+        getattr(library, name)(8, 4, 9, aggr=aggr, **kind).double() for library in (pyg_sar.nn, torch_geometric.nn)
+    )
+    theirs.load_state_dict(ours.state_dict())
+    for cls in (pyg_sar.reduce.RelationSum, pyg_sar.reduce.BasisSum):
+        monkeypatch.setattr(cls, "step", counted(cls.step, called))
+    edge_index, types, found = torch.randint(40, (2, count)), torch.randint(9, (count,)), []
+    for layer, graph in ((ours, pyg_sar.shard(edge_index, 40, 1)), (theirs, edge_index)):
+        x = torch.linspace(-1, 1, 320, dtype=torch.double).view(40, 8).requires_grad_()
+        out = layer(x, graph, types)
+        out.square().sum().backward()
+        found.append({"out": out, "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
+    assert called == [used]
+    for key, expected in found[1].items():
+        close(found[0][key], expected, key)
+
+
+def counted(step, called):
+    """Note whose step is called."""
+
+    def run(self, *args):
+        called.append(type(self).__name__)
+        return step(self, *args)
+
+    return run
+
+
 def test_rgcn_refuses_features_beside_node_ids():
     layer, sharded = pyg_sar.nn.RGCNConv((3, 8), 4, 2), pyg_sar.shard(torch.tensor([[0, 1], [2, 2]]), 3, 2)
     with pytest.raises(ValueError, match="node ids of both"):
