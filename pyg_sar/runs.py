@@ -17,6 +17,7 @@ from pyg_sar.rewire import check_types
 # Rows and runs of a range, at least, and for each type: what is made for them is some MiB, which stay in a cache, or
 # keep a GPU busy, and as many rows of a type are multiplied at once.
 SIZE, SIZE_ON_GPU, OF_TYPE = 1 << 15, 1 << 19, 1024
+SCALE = 1.0  # of all three, in a graph that is a smaller model of another one
 
 
 class Csr(NamedTuple):
@@ -106,8 +107,8 @@ def sort(row: Tensor, col: Tensor, edge_type: Tensor, num_rows: int, num_types: 
     """Cut rows into ranges, and sort edges by range, type and row, else as they are given; return their order, too."""
     row, dtype = row.long(), col.dtype
     most = row.bincount(minlength=num_rows).clamp_(max=num_types)  # runs of a row, at most
-    size = max(SIZE if row.device.type == "cpu" else SIZE_ON_GPU, OF_TYPE * num_types)
-    number = ((most + 1).cumsum(0) - 1) // size
+    size = SCALE * max(SIZE if row.device.type == "cpu" else SIZE_ON_GPU, OF_TYPE * num_types)
+    number = ((most + 1).cumsum(0) - 1) // max(round(size), 1)
     number = number.unique_consecutive(return_inverse=True)[1]  # of each row's range
     key, order = torch.sort((number[row] * num_types + edge_type) * num_rows + row, stable=True)
     key, length = key.unique_consecutive(return_counts=True)

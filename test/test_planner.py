@@ -11,7 +11,7 @@ from support.cases import some
 from torch_geometric.data import Data
 
 import pyg_sar.nn
-from pyg_sar import load, ops, partition, record_traffic, sum_gradients
+from pyg_sar import load, ops, partition, record_traffic, runs, sum_gradients
 from pyg_sar.cli import _stack
 from pyg_sar.data.assign import assign
 from pyg_sar.data.datasets import dataset
@@ -82,6 +82,17 @@ def test_prediction(pool, folders, kind, way):
     assert need.step == pytest.approx(found[1], rel=0.15)
     assert sum(need.kinds.values()) == pytest.approx(found[2], rel=0.15)
     assert need.total == need.loaded + need.step > found[1]
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="PYG_SAR_KERNELS=0: plain PyTorch holds messages, too")
+def test_ranges_of_runs_are_not_taken_for_rows(tmp_path, monkeypatch):
+    """On one worker R-GCN's sums live for some rows, however many there are: here for a sixth of them."""
+    monkeypatch.setattr(runs, "SIZE", 20_000)
+    partition(dataset("Relations/24000/240000"), 1, tmp_path / "parts", method="random")
+    (share,) = from_partition(tmp_path / "parts")
+    (need,) = plan(lambda: Net("rgcn"), share, 64, modes=[1], num_relations=RELATIONS)
+    _, step, _ = train(None, tmp_path / "parts", "rgcn", 1, 1)
+    assert need.step == pytest.approx(step, rel=0.15)
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
