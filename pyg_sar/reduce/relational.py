@@ -75,7 +75,7 @@ class RelationSum(Reduce):
             ends, h = span.types, x[span.rows].index_select(0, span.row)
             for r in span.filled:
                 run = slice(ends[r], ends[r + 1])
-                d_weights[r] += torch.bmm(by_block(h[run], weights).mT, by_block(sums[run], weights))
+                d_weights[r] += torch.bmm(by_block(h[run], weights[r]).mT, by_block(sums[run], weights[r]))
         return source, Rows(const=[d_weights.to(weights.dtype)])
 
 
@@ -144,13 +144,19 @@ def multiplied(span: Range, sums: Tensor, weights: Tensor) -> Tensor:
     out = empty(sums, sums.size(0), weights.size(1) * weights.size(3))
     for r in span.filled:
         run = slice(span.types[r], span.types[r + 1])
-        if weights.size(1) == 1:
-            product(sums[run], weights[r, 0].t(), out=out[run])
-        else:
-            torch.bmm(by_block(sums[run], weights), weights[r], out=by_block(out[run], weights))
+        times(sums[run], weights[r], out[run])
     return out
 
 
-def by_block(rows: Tensor, weights: Tensor) -> Tensor:
+def times(rows: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply rows by the diagonal blocks of a relation's weights; dense weights are one block."""
+    if len(weight) == 1:
+        return product(rows, weight[0].t(), out=out)
+    out = empty(rows, len(rows), weight.size(0) * weight.size(2)) if out is None else out
+    torch.bmm(by_block(rows, weight), weight, out=by_block(out, weight))
+    return out
+
+
+def by_block(rows: Tensor, weight: Tensor) -> Tensor:
     """Return a view of rows by the diagonal blocks that their columns belong to."""
-    return rows.unflatten(-1, (weights.size(1), -1)).transpose(0, 1)
+    return rows.unflatten(-1, (weight.size(0), -1)).transpose(0, 1)

@@ -12,12 +12,13 @@ from pyg_sar.aggregate import SIMPLE, SUMS, aggregate, reduce_rows
 from pyg_sar.autograd import once_differentiable
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.linear import linear, linear_grad, product
+from pyg_sar.linear import linear, linear_grad
 from pyg_sar.nn.conv.message_passing import MessagePassing, add
 from pyg_sar.nn.replay.by_chunks import layer_by_chunks
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.ops import empty, spmm_, zeros
 from pyg_sar.reduce import BasisSum, RelationSum, Sum
+from pyg_sar.reduce.relational import by_block, times
 from pyg_sar.rewire import TypedGraph, by_type
 from pyg_sar.runs import runs_of_destinations
 
@@ -210,20 +211,6 @@ class Multiply(torch.autograd.Function):
             else:
                 torch.bmm(by_block(rows[pairs], weight).mT, by_block(g, weight), out=d_weights[r])
         return None, None, d_rows, d_weights
-
-
-def times(rows: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply rows by the diagonal blocks of a relation's weights; dense weights are one block."""
-    if len(weight) == 1:
-        return product(rows, weight[0].t(), out=out)
-    out = empty(rows, len(rows), weight.size(0) * weight.size(2)) if out is None else out
-    torch.bmm(by_block(rows, weight), weight, out=by_block(out, weight))
-    return out
-
-
-def by_block(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return a view of rows by the diagonal blocks that their columns belong to."""
-    return rows.unflatten(-1, (weight.size(0), -1)).transpose(0, 1)
 
 
 class FastRGCNConv(RGCNConv, torch_geometric.nn.FastRGCNConv):
