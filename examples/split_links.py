@@ -5,7 +5,6 @@
 
 What is written has the edges of training as ``edge_index``, and for "train", "val" and "test" pairs of nodes that are
 edges (``val_pos_edge_label_index``) and, but for training, as many that are none (``val_neg_edge_label_index``).
-``pyg-sar partition`` warns of each of these that it keeps the ids of the whole graph, as is meant here.
 """
 
 import argparse

@@ -134,7 +134,7 @@ class Pending:
             graph = forward.context.graph
             with torch.autocast(graph.device.type, enabled=False):  # as in backward, which rebuilds this
                 out = Aggregate.apply(forward, *inputs)
-            out = watch.rows(out) if graph.exchange.remembers or not graph.exchange.alone else out
+            out = watch.rows(out, of=graph.n_id) if graph.exchange.remembers or not graph.exchange.alone else out
         if out is None:
             raise RuntimeError("'wait' was called twice. Keep what it returned the first time.")
         # A view that moves nothing is no view: changes of it in place would be copied by autograd.

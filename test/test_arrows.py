@@ -29,7 +29,7 @@ LEVELS = """
     stream
     aggregate
 
-    distributed.guard distributed.staging
+    distributed.guard distributed.staging watch.counts
     distributed.agreement
     halo refusals whole_graph
     operations
@@ -45,6 +45,7 @@ LEVELS = """
     distributed.links distributed.message_flow_graph distributed.reverse distributed.shard
 
     watch.kinds
+    watch.origins
     watch.rules
     watch.mode
     distributed.*

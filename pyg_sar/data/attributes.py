@@ -157,7 +157,7 @@ def meaning(stored: Any, path: Path, value: Any) -> tuple[str, int | None]:
     fits = [level for level, count in rows.items() if dim is not None and value.size(dim) == count]
     # Where there are as many nodes as edges, names tell, as in PyG ('is_node_attr').
     level = fits[-1 if "edge" in path[0] else 0] if fits else "graph"
-    if integers(value) and _is_pairs(path, value):
+    if integers(value) and is_pairs(path, value):
         return ("pairs" if level == "graph" or words & PAIRS else level), dim
     if integers(value) and _names_ids(path) and (level == "graph" or words & SPLITS):
         return ("edge_ids" if words & EDGES or [*rows] == ["edge"] else "node_ids"), dim
@@ -256,8 +256,7 @@ class _Sorter:
         """Return what the user has told, and ids and pairs of ids by their names."""
         said = self.levels.get(full_name(self.stored, path[0]))
         level = said or what
-        if level == "pairs":  # whose nodes may belong to two workers
-            self.hint(path, f"{KEEPS}, as 'pyg_sar.shard_links' takes them", "graph")
+        if level == "pairs":  # whose nodes may belong to two workers, for `shard_links`; the watch refuses other uses
             return Attribute(value)
         if level.endswith("_ids"):
             rows = level.removesuffix("_ids")
@@ -305,7 +304,7 @@ class _Sorter:
         """Return what has a row for each node or edge, or neither."""
         if level == "graph":
             return self.rest(path, value)
-        if integers(value) and (_words(path) & INDEX or _is_pairs(path, value)):
+        if integers(value) and (_words(path) & INDEX or is_pairs(path, value)):
             self.hint(path, KEEPS, level)
         return Attribute(value, level, dim or 0)
 
@@ -359,7 +358,7 @@ def leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         yield path, plain(value)
 
 
-def _is_pairs(path: Path, value: Tensor) -> bool:
+def is_pairs(path: Path, value: Tensor) -> bool:
     """Tell whether integers are pairs of nodes, or faces of three, by name and shape."""
     words = _words(path)
     edges = bool(words & {"edges", "pairs", "links"}) or ("edge" in words and bool(words & (SPLITS | {"pos", "neg"})))

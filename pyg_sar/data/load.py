@@ -3,13 +3,16 @@ r"""Opens a partition: every worker reads its own part, all agree on what they h
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar import watch
 from pyg_sar.block import Block
+from pyg_sar.data.attributes import integers, is_pairs
 from pyg_sar.data.split import Topology
 from pyg_sar.data.store import EDGE, NODE, EdgeType, Shard, read_part
 from pyg_sar.distributed import guard
@@ -105,8 +108,25 @@ def load(
         graph = assemble(rows.topology, rank, group, remat, prefetch, seed, comm_dtype, log)
         edges[it] = ShardedEdgeIndex(graph).replace(one_shot=one_shot)
     data = _data(shard, edges).to(str(device))
-    # A single worker, such as that of a stage of a pipeline, has all rows.
-    return data if shard.num_parts == 1 else watch.loaded(data, () if shard.typed else shard.attrs)
+    if shard.num_parts > 1:  # a single worker, such as that of a stage of a pipeline, has all rows
+        _report(data, () if shard.typed else shard.attrs)
+    return data
+
+
+def _report(data: Any, whole: Iterable[str]) -> None:
+    """Tell the watch what the tensors of a part are, but for those that are named ``whole``."""
+    rows, ids = [], []
+    for store in (*data.node_stores, *data.edge_stores):
+        counts = [store[key].numel() for key in ("n_id", "e_id") if key in store]
+        for key, value in store.items():
+            if not isinstance(value, Tensor) or isinstance(value, ShardedEdgeIndex) or not value.dim():
+                continue
+            dim = data.__cat_dim__(key, value, store)
+            if integers(value) and is_pairs((key,), value):
+                ids.append(value)
+            elif key not in whole and isinstance(dim, int) and value.size(dim) in counts:
+                rows.append((value, dim % value.dim()))
+    watch.loaded(data, rows, ids)
 
 
 def _agree(said: list[dict[str, Any]], rank: int) -> None:

@@ -64,7 +64,7 @@ def partition(
     ``split_idx["train"]``), become lists of rows: those of a part's nodes, in the order of the original, so that
     ``out[data.train_idx]`` means on each worker what it meant before. So do lists of edges (``train_edge_idx``). What
     has as many entries and otherwise the same name is cut alike (``train_y``; ``y`` beside ``y_index``). Pairs of nodes
-    (``edge_label_index``) keep the ids of the whole graph, with a warning, for :func:`pyg_sar.shard_links`.
+    (``edge_label_index``) keep the ids of the whole graph, for :func:`pyg_sar.shard_links`.
 
     Tensors whose size denies what their name says, and integers that may be ids or not, are errors; ``levels`` is the
     way out.

@@ -17,6 +17,7 @@ from pyg_sar.distributed import notices
 from pyg_sar.distributed.agreement import agree, compare, describe, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
 from pyg_sar.watch import SAME, gives, stepped
+from pyg_sar.watch.counts import refuse_tables
 
 
 def grouped(group: Any = None) -> bool:
@@ -143,6 +144,7 @@ def sum_gradients(
         debugging.look(every, group)
     if not grouped(group):
         return
+    refuse_tables(*modules)
     if sparse := [name for name, p in named.items() if p.grad is not None and p.grad.layout != torch.strided]:
         raise NotImplementedError(
             f"[rank {workers.rank_of(group)}] The gradient of '{sparse[0]}' is sparse, which is not summed over "
@@ -206,10 +208,11 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
 
     Raises:
         RuntimeError: On every worker, if the names, shapes or types of parameters differ between workers.
-        ValueError: If parameters of lazy layers have no shape yet.
+        ValueError: If parameters of lazy layers have no shape yet, or a module was made for ``data.num_nodes`` nodes.
     """
     if not grouped(group):
         return
+    refuse_tables(module)
     if lazy := [name for name, t in [*module.named_parameters(), *module.named_buffers()] if is_lazy(t)]:
         raise ValueError(
             f"[rank {workers.rank_of(group)}] '{lazy[0]}' is a parameter of a lazy layer, which has no shape yet. Run "

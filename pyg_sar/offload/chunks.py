@@ -492,5 +492,5 @@ def run(place: Place, graph: ShardedGraph, program: Program, kinds: Sequence[str
     exist = [force(t) if isinstance(t, HostRows) else t for t in inputs]
     out: HostRows = ByChunks.apply(place, graph, program, kinds, *exist)
     if not graph.exchange.alone:
-        watch.rows(out)
+        watch.rows(out, of=graph.n_id)
     return out

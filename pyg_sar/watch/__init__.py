@@ -10,6 +10,8 @@ it costs nothing.
 
 * ``__init__``: functions of the package report by :func:`gives` and :func:`rows` what they return.
 * ``kinds``: what the numbers of a tensor stand for, and calls of functions of torch.
+* ``counts``: the number of this worker's nodes.
+* ``origins``: from which partition rows are.
 * ``rules``: what functions of torch make of these kinds, and which calls are wrong.
 * ``mode``: the mode itself, which raises.
 """
@@ -59,12 +61,20 @@ def gives(what: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def rows(tensor: Tensor, dim: int = 0) -> Tensor:
-    """Report that a dimension of a tensor counts nodes or edges of this worker, and return the tensor."""
+def rows(tensor: Tensor, dim: int = 0, of: Tensor | None = None) -> Tensor:
+    """Report that a dimension of a tensor counts nodes or edges of this worker, perhaps those of a graph whose nodes
+    have the ids ``of``, and return the tensor.
+    """
     watch = None if torch.compiler.is_compiling() else current()
     if watch is not None:
-        watch.mark_rows(tensor, dim)
+        watch.mark_rows(tensor, dim, of)
     return tensor
+
+
+def together(*values: Any) -> None:
+    """Report what a layer is given; rows and graphs of two partitions are refused."""
+    if (watch := current()) is not None:
+        watch.together(values)
 
 
 def ordered() -> None:
@@ -79,15 +89,12 @@ def same(tensor: Tensor) -> bool:
     return kind is not None and kind.what == SAME
 
 
-def loaded(data: Any, whole: Iterable[str]) -> Any:
-    """Report that the tensors of loaded data but those named ``whole`` have a row for each node or edge of this worker,
-    and return the data.
+def loaded(data: Any, rows: Iterable[tuple[Tensor, int]], ids: Iterable[Tensor]) -> None:
+    """Report what loaded data has: tensors with a row for each node or edge of this worker, with the dimension that
+    counts these, and numbers of nodes in the whole graph.
     """
-    for store in (*data.node_stores, *data.edge_stores):
-        for key, value in store.items():
-            if isinstance(value, Tensor) and key not in whole:
-                rows(value)
-    return data
+    if (watch := current()) is not None:
+        watch.load(data, rows, ids)
 
 
 def stepped(gradients: Iterable[Tensor]) -> tuple[int, float]:

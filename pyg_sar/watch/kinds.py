@@ -2,6 +2,8 @@ r"""What the numbers of a tensor stand for on one of several workers.
 
 * :data:`ROWS`: a row for each node or edge that this worker holds; :data:`ENDS`: the numbers of its own destinations,
   by which rows may be added up. Whatever keeps rows apart keeps them rows. What mixes them sees a share of the graph.
+* :data:`IDS`: numbers of nodes in the whole graph, such as pairs that shall be predicted. They are the same on every
+  worker, and choose no rows of one.
 * :data:`SHARE`: a sum over this worker's rows. It is additive: linear functions may go on with it until the sums of all
   workers are added up, and anything else would be another number than that of the whole graph.
 * :data:`SAME`: made of parameters, constants and sums of all workers, the same on every worker.
@@ -22,7 +24,7 @@ from pyg_sar.operations import OPERATORS
 from pyg_sar.structure import tensors
 from pyg_sar.watch import ROWS
 
-ENDS, SHARE = "destinations", "share"
+ENDS, IDS, SHARE = "destinations", "ids", "share"
 
 
 class Kind(NamedTuple):
@@ -81,3 +83,10 @@ class Call:
         """Return the argument of most dimensions that has rows."""
         found = [(t, k) for t, k in self.kinds if k is not None and k.what in (ROWS, ENDS)]
         return max(found, key=lambda pair: pair[0].dim())
+
+    def end_to_end(self) -> bool:
+        """Whether this puts rows one after the other, which may be those of different graphs."""
+        if self.name != "cat" or not self.whats & {ROWS, ENDS}:
+            return False
+        t, kind = self.first()
+        return bool(self.arg(1, "dim", 0) % t.dim() == kind.dim)

@@ -20,9 +20,11 @@ from pyg_sar.distributed.group import is_local, rank_of, size_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
-from pyg_sar.watch import LOSS, ROWS, SAME, current, install
-from pyg_sar.watch.kinds import SHARE, Call, Kind, Local
-from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH, assigned, by_position, kind_of
+from pyg_sar.watch import LOSS, ROWS, SAME, current, install, rules
+from pyg_sar.watch.counts import Count
+from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, Local
+from pyg_sar.watch.origins import Origin, Origins
+from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH
 
 STEPS = 2  # calls of `sum_gradients`: a training step, what follows it, and the beginning of the next one
 CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
@@ -39,6 +41,8 @@ POOL = "Take the pooling of this name in 'pyg_sar.nn', or convert the module tha
 GATHER = "Take the rows of all workers ('pyg_sar.gather(...)'), or a metric that does, such as 'pyg_sar.accuracy(...)'"
 MEANT = "Where this worker's rows are meant, say 'with pyg_sar.allow_local():'"
 NUMBER = f"of a sum over rows gives the number of this worker alone. {SUM_UP}, or 'pyg_sar.accuracy(...)'"
+ARRAY = f"gives the numbers of this worker's rows alone, and a metric of these is that of one worker. {GATHER}"
+DIVISOR = "divides by the number of this worker's nodes. That of all workers is 'data.total_nodes'"
 POSITION = (
     "chooses rows by where they stand among those of this worker, which are others than in the whole graph. Of a mask "
     "for all nodes 'mask[data.n_id]' are this worker's rows; 'torch.isin(data.n_id, ids)' is a mask of those of its "
@@ -59,6 +63,7 @@ class Watch(TorchFunctionMode):
         self.over = self.ordered = False
         self.warned: set[str] = set()
         self.sizes: set[int] = set()  # numbers of nodes and edges
+        self.origins = Origins()
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let a function run, and look at what it was given and what it returned."""
@@ -67,6 +72,10 @@ class Watch(TorchFunctionMode):
         self.calls += 1
         self.over = self.calls > CALLS
         call = Call(func, args, kwargs or {}, self.kind)
+        try:
+            rules.refuse_ids(call)
+        except Local as local:
+            self.refuse(local)
         out = func(*args, **(kwargs or {}))
         self.look(call, out)
         return out
@@ -82,8 +91,8 @@ class Watch(TorchFunctionMode):
             return None
         return known
 
-    def mark(self, tensor: Tensor, kind: Kind | None) -> None:
-        """Remember what a tensor is."""
+    def mark(self, tensor: Tensor, kind: Kind | None, origin: Origin | None = None) -> None:
+        """Remember what a tensor is, and from which partition, if it has rows."""
         if isinstance(tensor, ShardedEdgeIndex):
             return
         shared = kind is not None and kind.what == SHARE
@@ -93,21 +102,39 @@ class Watch(TorchFunctionMode):
         self.kinds[tensor] = kind
         if shared:
             self.values[tensor] = tensor.detach().clone()
+        elif origin is not None and kind.what in (ROWS, ENDS):
+            self.origins.known[tensor] = origin
 
-    def mark_rows(self, tensor: Tensor, dim: int) -> None:
+    def mark_rows(self, tensor: Tensor, dim: int, of: Tensor | None = None) -> None:
         """Remember that a dimension of a tensor counts rows, unless a function that will say so itself is running."""
         self.sizes.add(tensor.size(dim))
         if not self.aside:
-            self.mark(tensor, Kind(ROWS, dim))
+            self.mark(tensor, Kind(ROWS, dim), None if of is None else self.origins.known.get(of))
+
+    def load(self, data: Any, rows: Iterable[tuple[Tensor, int]], ids: Iterable[Tensor]) -> None:
+        """Remember what loaded data has."""
+        origin = self.origins.load(data)
+        for t, dim in rows:
+            self.sizes.add(t.size(dim))
+            self.mark(t, Kind(ROWS, dim), origin)
+        for t in ids:
+            self.mark(t, Kind(IDS))
+        for store in data.node_stores:
+            store.num_nodes = Count(store.num_nodes)
+
+    def divided(self) -> None:
+        """Hear that an integer was divided by such a number."""
+        self.warn("/", DIVISOR)
 
     def look(self, call: Call, out: Any) -> None:
         """Remember what the results of a call are, or refuse it."""
         results = call.args[:1] if call.name == "setitem" else tuple(tensors(out))
         found: list[Kind | None] = [None] * len(results)
         placed = False
+        origin = None if call.end_to_end() else self.together(call.args, call.kwargs)
         try:
-            found = [assigned(call) if call.name == "setitem" else kind_of(call, t) for t in results]
-            placed = not self.ordered and by_position(call, self.sizes)
+            found = [rules.assigned(call) if call.name == "setitem" else rules.kind_of(call, t) for t in results]
+            placed = not self.ordered and rules.by_position(call, self.sizes)
         except Local as local:
             self.refuse(local)
         except Exception:  # of a call that is put in another way than expected nothing is known
@@ -115,22 +142,26 @@ class Watch(TorchFunctionMode):
         self.check(call, found, placed)
         self.clip(call)
         for tensor, kind in zip(results, found, strict=True):
-            self.mark(tensor, kind)
+            self.mark(tensor, kind, origin)
 
     def check(self, call: Call, found: list[Kind | None], placed: bool) -> None:
         """Refuse, or warn of, what is local because of who does it, or where it ends."""
         name, rows, whole = call.name, ROWS in call.whats, call.kinds[:1] and call.kinds[0][1] == Kind(SAME)
         leaves = name in NUMBERS and (name not in TYPES or getattr(call.func, "__name__", "").startswith("__"))
         if leaves and SHARE in call.whats:
-            self.warn(call, NUMBER)
+            self.warn(name, NUMBER)
         elif placed:
-            self.warn(call, POSITION)
+            self.warn(name, POSITION)
+        elif isinstance(rules.divisor(call), Count):
+            self.warn(name, DIVISOR)
         elif name == "backward" and whole:
             self.refuse(Local(f"differentiates what {COUNTED}", REPLICATED))
         elif name == "backward" and LOSS in call.whats and not self.local:
             self.losses.append(call.kinds[0][0].detach().double().sum())
         elif rows and name in ARRAYS and Path().through(*METRICS):
             self.refuse(Local(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER))
+        elif rows and name in ARRAYS:
+            self.warn(name, ARRAY)
         elif rows and any(kind is not None and kind.what == SHARE for kind in found) and Path().through(*POOLS):
             self.refuse(Local("reads out nodes or edges of this worker alone", POOL))
         elif name == "randperm" and self.transforms():
@@ -164,22 +195,27 @@ class Watch(TorchFunctionMode):
             advice = POOL
         elif at.through("torch_geometric.nn.models") and advice != WIDTH:
             advice = CONVERT
-        text = f"[rank {rank_of()}] {at.file}, line {at.line}: {at.entry} {local.why}. {advice}. {MEANT}."
+        text = self.told(local, advice, at)
         if local.sure:
             raise NotImplementedError(text) from None
         warnings.warn_explicit(text, UserWarning, at.file, at.line)
 
-    def warn(self, call: Call, why: str) -> None:
+    def told(self, local: Local, advice: str, at: Path) -> str:
+        """Return the words for what is wrong."""
+        return f"[rank {rank_of()}] {at.file}, line {at.line}: {at.entry} {local.why}. {advice}. {MEANT}."
+
+    def warn(self, name: str, why: str) -> None:
         """Say once that what a script does itself is about this worker's rows."""
         at = Path()
         if why in self.warned or self.local or at.known or at.entry != "this" or at.through("torch.utils.data"):
             return
         self.warned.add(why)
-        text = f"[rank {rank_of()}] '{call.name}' {why}. {MEANT}. This is said once."
+        text = f"[rank {rank_of()}] '{name}' {why}. {MEANT}. This is said once."
         warnings.warn_explicit(text, UserWarning, at.file, at.line)
 
     def run(self, what: str, function: Callable, args: Any, kwargs: Any) -> Any:
         """Run a function that knows what it does, and remember what it returns."""
+        origin = self.together(args, kwargs)
         self.aside += 1
         try:
             out = function(*args, **kwargs)
@@ -187,10 +223,19 @@ class Watch(TorchFunctionMode):
             known = what != ROWS or ROWS in given or next(shares(args, kwargs), None) is not None
             dim = getattr(args[0], "node_dim", 0) if what == ROWS else 0
             for t in tensors(out):
-                self.mark(t, Kind(what, dim % max(t.dim(), 1)) if known else None)
+                self.mark(t, Kind(what, dim % max(t.dim(), 1)) if known else None, origin)
         finally:
             self.aside -= 1
         return out
+
+    def together(self, *values: Any) -> Origin | None:
+        """Return the origin of rows that a function of this package is given; refuse those of two partitions."""
+        if self.aside or self.local or self.over:
+            return None
+        try:
+            return self.origins.join(*values)
+        except Local as local:
+            raise NotImplementedError(self.told(local, local.advice, Path("pyg_sar"))) from None
 
     def stepped(self, gradients: Iterable[Tensor]) -> tuple[int, float]:
         """Count a training step, and refuse gradients that were clipped before they are summed; return how many losses
@@ -230,8 +275,8 @@ class Watch(TorchFunctionMode):
 class Path:
     """Who called: frames of libraries, and beyond these the one of a script, or of this package."""
 
-    def __init__(self) -> None:
-        inner, frame = beyond(*MODES, *LIBRARIES)
+    def __init__(self, *more: str) -> None:
+        inner, frame = beyond(*MODES, *LIBRARIES, *more)
         self.inner = [f for f in inner if not within(f, *MODES)]
         self.known = frame is None or within(frame, *KNOWING) or any(map(passes_messages, (*self.inner, frame)))
         self.file, self.line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.structure import tensors
 from pyg_sar.watch import LOSS, ROWS, SAME
-from pyg_sar.watch.kinds import ENDS, SHARE, Call, Kind, Local
+from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, Local
 
 BEFORE = "Do it before 'pyg_sar.partition', with the whole graph at hand"
 SUM_UP = "Take the sum of all workers first: 'pyg_sar.global_sum(...)', or 'pyg_sar.all_reduce(...)' without a gradient"
@@ -25,6 +25,10 @@ REDUCTION = "Pass reduction='none' and take 'pyg_sar.global_mean(...)' of the re
 ROW_SUMS = "Pass reduction='none' and take 'pyg_sar.global_mean(...)' of the sum of each row ('.flatten(1).sum(1)')"
 NORM = "Take the normalisation of this name in 'pyg_sar.nn', or 'pyg_sar.nn.convert(model)'"
 WIDTH = "A width must be one that all workers know: take 'data.num_classes', or write it down"
+LINKS = (
+    "'index, mine = pyg_sar.shard_links(edge_label_index, data.n_id)' gives this worker's pairs, by whose numbers rows "
+    "are read, 'z[index[0]]' those of all workers"
+)
 REPLICATED = "Wrap what does not depend on nodes in 'pyg_sar.replicated(...)'"
 
 OVER = "over nodes or edges, of which this worker holds a share: the others would get other results"
@@ -75,18 +79,28 @@ CUTS = names(
 )
 VIEWS = names("view reshape flatten unflatten view_as reshape_as ravel")
 COPIES = names("clone contiguous detach to long cpu cuda data deepcopy")
+READS = names("getitem index_select gather take_along_dim")
+SAME_IDS = {*COPIES, *CUTS, *VIEWS, *PERMUTES, *names("getitem index_select select unbind")}
 
 
 def kind_of(call: Call, out: Tensor) -> Kind | None:
     """Return what a result of a call is, if anything is known of it."""
     if any(isinstance(t, ShardedEdgeIndex) for t, _ in call.kinds):
         return of_edges(call, out)
+    if call.name in SAME_IDS and (call.kind(call.arg(0, "input")) == Kind(IDS) or call.whats == {IDS}):
+        return Kind(IDS)
     if call.whats & {ROWS, ENDS}:
         return of_rows(call, out)
     if call.whats & {SHARE, LOSS} and call.name not in LIKE:
         return of_share(call) if SHARE in call.whats else of_loss(call)
     known = all(k is not None for _, k in call.kinds)
     return Kind(SAME) if known and (call.kinds or call.name in CONSTANTS) and call.name != "grad" else None
+
+
+def refuse_ids(call: Call) -> None:
+    """Refuse to choose rows by ids: it would be rows of other nodes, or there are none of these numbers."""
+    if IDS in call.whats and call.name in READS and call.rows(call.arg(0, "input")) is not None:
+        raise Local("chooses rows of this worker by numbers of nodes in the whole graph", LINKS)
 
 
 def of_edges(call: Call, out: Tensor) -> Kind | None:
@@ -104,6 +118,7 @@ def of_rows(call: Call, out: Tensor) -> Kind | None:
     name = call.name
     if SHARE in call.whats and name in MIXES:
         raise Local(f"'{name}' makes use {SUMMED}", SUM_UP)
+    refuse_table(call)
     of_two = name in ("max", "min") and isinstance(call.arg(1, "other"), Tensor)
     if name in REDUCTIONS and call.rows(call.arg(0, "input")) is not None and not of_two:
         return reduced(call, out)
@@ -116,6 +131,21 @@ def of_rows(call: Call, out: Tensor) -> Kind | None:
     if name.startswith("new_"):
         return Kind(SAME)
     return aligned(call, out)
+
+
+def refuse_table(call: Call) -> None:
+    """Refuse a parameter of as many rows that is joined to rows: they would belong to others on another worker."""
+    if call.name not in ARITHMETIC or call.end_to_end():
+        return
+    t, kind = call.first()
+    behind = t.dim() - kind.dim  # counted from the right, as shapes are broadcast
+    for p in (p for p, k in call.kinds if isinstance(p, torch.nn.Parameter) and k == Kind(SAME)):
+        if p.dim() >= behind and p.size(-behind) == t.size(kind.dim) > 1:
+            why = (
+                f"joins ('{call.name}') a parameter of shape {list(p.shape)} to the rows of as many nodes or edges of "
+                f"this worker, which are others on each worker, while all have the same parameters"
+            )
+            raise Local(why, "Take 'pyg_sar.nn.NodeEmbedding(data, channels)' for a row for each node")
 
 
 def aligned(call: Call, out: Tensor) -> Kind | None:
@@ -318,7 +348,9 @@ def assigned(call: Call) -> Kind | None:
     if kind is not None and kind.what != SAME:
         return kind
     by_rows = index is not None and (index.what == ENDS or (index.what == ROWS and key.dtype == torch.bool))
-    return Kind(ROWS) if by_rows or call.rows(value) is not None else kind
+    if by_rows or call.rows(value) is not None:
+        return Kind(ROWS)
+    return kind if all(call.kind(it) == Kind(SAME) for it in tensors(key, value)) else None
 
 
 def scattered(call: Call, out: Tensor) -> Kind | None:
@@ -421,17 +453,22 @@ RULES: dict[Callable[[Call, Tensor], Kind | None], Iterable[str]] = {
 RULE = {name: rule for rule, found in RULES.items() for name in found}
 
 
+def divisor(call: Call) -> Any:
+    """Return by what a call divides, if it does."""
+    return call.arg(DIVIDES[call.name], "other") if call.name in DIVIDES else None
+
+
 def of_share(call: Call) -> Kind | None:
     """What comes of sums over this worker's rows."""
     name, shares = call.name, [k for _, k in call.kinds if k is not None and k.what == SHARE]
     if name in COMPARES:  # to ask whether there are any rows is no use of their number
         return None
-    divisor = call.arg(DIVIDES[name], "other") if name in DIVIDES else None
+    below = divisor(call)
     twice = name in {"mul", *PRODUCTS} and (len(shares) > 1 or LOSS in call.whats)
-    if name in CURVED or twice or call.kind(divisor) in shares:
+    if name in CURVED or twice or call.kind(below) in shares:
         raise Local(f"takes '{name}' {SUMMED}", SUM_UP)
     count = shares[0].size
-    if type(divisor) in (int, float) and divisor == count > 1:
+    if type(below) in (int, float) and below == count > 1:
         why = f"divides a sum over this worker's {count} rows by their number, which is a mean {OVER}"
         raise Local(why, MEAN, sure=False)  # it may be that of all workers, of whom only this one has some
     out = Kind(SHARE, size=count)

@@ -455,10 +455,3 @@ def test_prepare_split(hetero):
             prepare(data, split=split)
     with pytest.raises(ValueError, match="the graph has no mask of several splits"):
         prepare(kept, split=0)
-
-
-def test_node_ids_that_stay_global_are_named(tmp_path):
-    data = random_data()
-    data.edge_label_index = torch.zeros(2, 5, dtype=torch.long)
-    with pytest.warns(UserWarning, match="'edge_label_index' keeps the ids of the whole graph"):
-        partition(data, 2, tmp_path / "graph")

@@ -46,6 +46,7 @@ def graph() -> Data:
     data.y = torch.randint(C, (N,), generator=g)
     data.batch, data.train_mask = torch.arange(N) // 20, torch.rand(N, generator=g) < 0.5
     data.edge_attr, data.edge_type = torch.rand(200, 4, generator=g), torch.randint(2, (200,), generator=g)
+    data.edge_label_index = torch.randint(N, (2, 30), generator=g)
     return data
 
 
@@ -60,7 +61,9 @@ def two_types() -> HeteroData:
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("watch"))
-    pyg_sar.partition(graph(), 2, f"{path}/one")
+    pyg_sar.partition(graph(), 2, f"{path}/one", method=torch.arange(N) % 2)
+    pyg_sar.partition(graph(), 2, f"{path}/alike", method=torch.arange(N) % 2)
+    pyg_sar.partition(graph(), 2, f"{path}/other", method=torch.arange(N) // 20)
     pyg_sar.partition(two_types(), 2, f"{path}/two")
     return path
 
@@ -203,6 +206,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "SVD": (lambda d: T.SVDFeatureReduction(3)(d), r"'SVDFeatureReduction'.*before 'pyg_sar\.partition'"),
     "TargetIndegree": (lambda d: T.TargetIndegree()(d), "'TargetIndegree' takes 'max'.*before"),
     "RandomNodeSplit": (lambda d: T.RandomNodeSplit(num_val=3, num_test=3)(d), "'RandomNodeSplit' draws.*before"),
+    "a parameter for each node": (lambda d: d.x + torch.nn.Parameter(torch.ones(20, 8)), "NodeEmbedding"),
+    "beside a parameter": (lambda d: torch.cat([d.x, torch.nn.Parameter(torch.ones(20, 8))], 1), "NodeEmbedding"),
+    "pairs by ids": (lambda d: d.x[d.edge_label_index[0]], "numbers of nodes in the whole graph.*shard_links"),
+    "some pairs by ids": (lambda d: d.x[d.edge_label_index.t()[:5].flatten()], "numbers of nodes in the whole graph"),
     "NormalizeFeatures": (lambda d: T.NormalizeFeatures()(d), "'NormalizeFeatures' takes 'min'.*before"),
 }  # fmt: skip
 
@@ -210,6 +217,92 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_a_sum_by_the_number_of_rows_may_be_right(parts: str) -> None:
     for rank, text in enumerate(outcomes(f"{parts}/one", lambda data: warned(lambda: data.x.sum(0) / len(data.x)))):
         assert text.startswith(f"[rank {rank}] {__file__}, line ") and "by their number, which is a mean" in text
+
+
+def test_the_number_of_nodes_of_one_worker(parts: str) -> None:
+    def works(data: Any) -> None:
+        n = data.num_nodes
+        assert n == 20 and n / data.total_nodes == 0.5 and torch.zeros(n, 2).size(0) == n
+        assert type(copy.deepcopy(n)) is int and type(n * 2) is type(1 + n) is int
+        with pyg_sar.allow_local():
+            assert 1 / n == 0.05
+        for module in (pyg_sar.nn.NodeEmbedding(data, 4), torch.nn.Embedding(data.total_nodes, 4), Net()):
+            module.num_nodes = n
+            pyg_sar.broadcast_parameters(module)
+
+    passes(f"{parts}/one", works)
+    for work in (lambda d: 1 / d.num_nodes, lambda d: d.x.sum() / d.num_nodes, lambda d: torch.ones(2) / d.num_nodes):
+        for text in outcomes(f"{parts}/one", lambda data, work=work: warned(lambda: work(data))):
+            assert "divides by the number of this worker's nodes" in text and "data.total_nodes" in text
+    for call in (pyg_sar.broadcast_parameters, pyg_sar.sum_gradients):
+        for error in outcomes(f"{parts}/one", lambda d, call=call: call(per_node(d))):
+            assert re.search(r"'0' was made for the 20 nodes of this worker \('num_embeddings'\)", str(error)), error
+
+
+def per_node(data: Any) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Embedding(data.num_nodes, 4))
+
+
+@pytest.mark.parametrize("name", ["numpy", "tolist"])
+def test_rows_that_leave_torch(parts: str, name: str) -> None:
+    for text in outcomes(f"{parts}/one", lambda data: warned(getattr(net(data).argmax(-1), name))):
+        assert f"'{name}' gives the numbers of this worker's rows alone" in text and "pyg_sar.gather" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        passes(f"{parts}/one", lambda data: getattr(pyg_sar.gather(data.y, data.n_id, None), name)())
+
+
+# What is done with two loads of data, of which the second may be those of other nodes.
+JOINED: dict[str, Callable[[Any, Any], Any]] = {
+    "features": lambda a, b: net(Data(x=b.x, edge_index=a.edge_index)),
+    "features, as PyG has it": lambda a, b: gnn.SAGEConv(8, C)(b.x, a.edge_index),
+    "a mask": lambda a, b: net(a)[b.train_mask],
+    "labels": lambda a, b: F.cross_entropy(net(a), b.y, reduction="none"),
+    "accuracy": lambda a, b: pyg_sar.accuracy(net(a).argmax(-1), b.y),
+    "side by side": lambda a, b: torch.cat([a.x, b.x], 1),
+    "destinations": lambda a, b: a.x[b.edge_index[1]],
+    "pairs": lambda a, b: net(a)[pyg_sar.shard_links(b.edge_label_index, b.n_id)[0][0]],
+    "a readout": lambda a, b: pyg_sar.nn.global_add_pool(net(a), b.batch),
+    "a table": lambda a, b: a.x[:, :4] + pyg_sar.nn.NodeEmbedding(b, 4)(),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_rows_of_two_partitions(parts: str, name: str) -> None:
+    def work(other: str) -> Callable[[Any], Any]:
+        return lambda data: JOINED[name](data, pyg_sar.load(f"{parts}/{other}"))
+
+    passes(f"{parts}/one", work("one"))
+    passes(f"{parts}/one", work("alike"))
+    for error in outcomes(f"{parts}/one", work("other")):
+        assert isinstance(error, NotImplementedError), error
+        text = r"test_watch\.py, line \d+: .* joins rows of two partitions.*row \d+ is node \d+ in one and node \d+ in"
+        assert re.search(text, str(error)), error
+
+
+def test_rows_of_two_partitions_one_after_the_other(parts: str) -> None:
+    """As of several graphs in one loss."""
+
+    def work(data: Any) -> None:
+        other = pyg_sar.load(f"{parts}/other")
+        both = torch.cat([losses(data), losses(other)])
+        assert pyg_sar.global_mean(both).requires_grad
+        with pyg_sar.allow_local():
+            data.x + other.x
+
+    passes(f"{parts}/one", work)
+
+
+def test_a_mask_filled_by_a_list_of_rows(parts: str) -> None:
+    def work(data: Any) -> None:
+        mask, index = torch.zeros(data.num_nodes, dtype=torch.bool), data.train_mask.nonzero().view(-1)
+        mask[index] = True
+        data.x[mask]
+        seen = torch.zeros(C)
+        seen[data.y] = 1.0
+        assert current().kind(seen) is None and current().kind(mask) is None  # type: ignore[union-attr]
+
+    passes(f"{parts}/one", work)
 
 
 def warned(work: Callable[[], Any]) -> str:

@@ -20,7 +20,7 @@ from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_mes
 from pyg_sar.nn.replay.dispatch import replay
 from pyg_sar.operations import sharded
 from pyg_sar.refusals import fail, for_layer, refuse_table, wrong_rows
-from pyg_sar.watch import ROWS, gives
+from pyg_sar.watch import ROWS, gives, together
 from pyg_sar.whole_graph import reason
 
 OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -62,6 +62,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         if torch.compiler.is_compiling():
             run = super().__call__ if next(sharded(args, kwargs), None) is None else self.uncompiled
             return run(*args, **kwargs)
+        together(args, kwargs)
         check_edges(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 

@@ -109,7 +109,7 @@ class NodeEmbedding(torch.nn.Module):
     def forward(self, rows: Tensor | None = None) -> Tensor:
         """Return the rows of all local nodes, or of some."""
         if rows is None and not self.sparse:
-            return watch.rows(self.weight)
+            return watch.rows(self.weight, of=self.n_id)
         if isinstance(rows, ShardedEdgeIndex):
             if self.sparse:
                 raise NotImplementedError(
@@ -132,7 +132,7 @@ class NodeEmbedding(torch.nn.Module):
                 f"[rank {rank_of(self.group)}] Expected rows of this worker's nodes, 0 to {self.n_id.numel() - 1}, but "
                 f"got their global ids, 'n_id'. Call the embedding without them for the rows of all local nodes."
             )
-        return watch.rows(F.embedding(rows, self.weight, sparse=self.sparse))
+        return watch.rows(F.embedding(rows, self.weight, sparse=self.sparse), of=self.n_id)
 
     @torch.no_grad()
     def whole(self, rows: Tensor | None = None) -> Tensor:
