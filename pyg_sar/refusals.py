@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from pyg_sar.caller import callers, package_of, spoken
+from pyg_sar.caller import callers, package_of, running_modules, spoken
 from pyg_sar.distributed.group import is_local
 from pyg_sar.graph import ShardedGraph
 
@@ -40,6 +40,10 @@ NO_SUCH = (
 )
 ELSE = "Do this before 'partition', or use what 'pyg_sar.nn' has for it; global ids are in 'data.n_id' and 'data.e_id'"
 # Functions of PyG that need nothing but the number of nodes.
+LOOPS = (
+    "It adds self-loops up to the largest number of a node. Add them before 'partition' (T.AddRemainingSelfLoops), and "
+    "make the layer with 'add_self_loops=False'"
+)
 COUNTED = ("add_remaining_self_loops", "add_self_loops", "degree", "get_laplacian", "scatter", "softmax")
 SPOKEN = {"__eq__": "==", "__getitem__": "indexing", "__ne__": "!=", "__reduce_ex__": "copying or saving",
           "__setitem__": "writing"}  # fmt: skip
@@ -79,7 +83,7 @@ def wrong_rows(graph: ShardedGraph, found: str, rows: str, advice: str) -> Value
 
 def called(func: Callable) -> tuple[str, str]:
     """Return what the user called, PyG's function or the one of torch, and what to do instead."""
-    user, outer = find_user()
+    user, outer, names = find_user()
     name = str(getattr(func, "__name__", func)).partition(".")[0]
     if outer is None:
         if name.startswith("_") and not name.endswith("__"):  # unknown to people
@@ -88,21 +92,33 @@ def called(func: Callable) -> tuple[str, str]:
     what, method, package = spoken(outer), outer.f_code.co_name, outer.f_globals["__name__"].split(".")[1]
     if name in ("max", "min") and method in COUNTED:
         return f"'{what}'", INSTEAD[name]
+    if name in ("max", "min") and any(name in COUNTED[:2] for name in names):
+        return f"'{what}'", LOOPS
     name = what.partition(".")[0]
     found = next((word for word in (name, method, package) if word in INSTEAD), "")
+    if found == "nn" and any(map(is_converted, running_modules())):
+        return f"'{what}'", NO_SUCH
     # What is not a method of a class of PyG is called as a layer, of which any may be converted.
     return f"'{what}'", for_layer(name) if found == "nn" and what != name else INSTEAD.get(found, ELSE)
 
 
-def find_user() -> tuple[FrameType, FrameType | None]:
-    """Return the frame of the user's code, and that of the function of PyG that it called, if it called one."""
-    outer = None
+def is_converted(running: tuple[torch.nn.Module, object]) -> bool:
+    """Return whether a module that is running is one of this package."""
+    return any(base.__module__.startswith("pyg_sar.") for base in type(running[0]).__mro__)
+
+
+def find_user() -> tuple[FrameType, FrameType | None, list[str]]:
+    """Return the frame of the user's code, and that of the function of PyG that it called, if it called one, and the
+    names of all functions that are running within.
+    """
+    outer, names = None, []
     for user in callers():
         package = library(user)
         if not package:
             break
+        names.append(user.f_code.co_name)
         outer = user if package == "torch_geometric" else outer
-    return user, outer
+    return user, outer, names
 
 
 def library(frame: FrameType) -> str:

@@ -17,6 +17,7 @@ import torch
 import torch_geometric.backend
 import torch_geometric.typing
 from torch.utils.weak import WeakIdKeyDictionary
+from torch_geometric.nn import conv
 
 from pyg_sar.distributed.group import size_of
 from pyg_sar.graph import ShardedGraph
@@ -41,6 +42,7 @@ REASONS = {
     "compares all nodes": "torch_geometric.nn.pool",
     "has a model of the whole graph": "MetaLayer",
     "has weights for each node of the whole graph": "LightGCN LINKX",
+    "is compiled by TorchScript, whose code takes ordinary tensors ('torch.compile' works)": "ScriptModule",
     "learns from random walks over the whole graph": "MetaPath2Vec Node2Vec",
     "looks for neighbours among all nodes": "DimeNet DynamicEdgeConv GNNFF GravNetConv RadiusInteractionGraph ViSNet "
     "XConv",
@@ -62,6 +64,11 @@ def multiplies_alike(*_: Any) -> bool:
     return not torch_geometric.typing.WITH_SEGMM or torch_geometric.backend.use_segment_matmul is not None
 
 
+def name_of(module: torch.nn.Module) -> str:
+    """Return the name of the class that a module was before it was compiled."""
+    return getattr(module, "original_name", type(module).__name__)
+
+
 # When they do not, of a module, the local variables of its method (none if it is not running) and perhaps the graph.
 UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph | None], bool]] = {
     "_BatchNorm": lambda layer, *_: not layer.training and layer.running_mean is not None,
@@ -71,6 +78,7 @@ UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph | None], bool]] = 
     "ChebConv": lambda _, call, __: "lambda_max" not in call or call["lambda_max"] is not None,
     "FeaStConv": lambda layer, _, g: g is None or g.num_edges > 0 or (layer.add_self_loops and g.num_dst > 0),
     "RGCNConv": multiplies_alike,
+    "ScriptModule": lambda layer, *_: not any(hasattr(conv, name_of(module)) for module in layer.modules()),
     "SuperGATConv": lambda layer, *_: not layer.training,
     "CorrectAndSmooth": lambda layer, *_: not layer.autoscale,
     "MetaLayer": lambda layer, *_: layer.global_model is None,

@@ -234,7 +234,9 @@ def _read_pt(path: Path) -> Any:
         with plain_graphs():
             data = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError("it holds other objects.") from error
+        raise ValueError(
+            "it holds other objects. Of a torch_geometric.data.Batch, save 'Data.from_dict(batch.to_dict())'."
+        ) from error
     if not isinstance(data, (Data, HeteroData, dict)):
         raise ValueError(f"it holds a {type(data).__name__}.")
     if isinstance(data, dict):

@@ -28,8 +28,13 @@ TROUBLES = {
 ROUNDING = 1e-5  # by how much losses may differ: what is made of parameters alone, on another processor
 LOSSES = (
     "A mean by 'pyg_sar.global_mean' is the same on all of them, but not what stands beside it if it counts nodes or "
-    "labels of one worker: 'data.total_nodes' are those of all, and 'pyg_sar.global_sum(...)' adds up what each has. "
-    "Where losses are meant to differ, call 'backward' within 'with pyg_sar.allow_local():'."
+    "labels of one worker ('data.total_nodes' are those of all, and 'pyg_sar.global_sum(...)' adds up what each has), "
+    "or what is drawn behind a readout, as by dropout (seed torch alike on all of them right before). Where losses are "
+    "meant to differ, call 'backward' within 'with pyg_sar.allow_local():'."
+)
+SHAPES = (
+    "Make them all alike: widths are not those of a worker's own labels ('data.num_classes' is the same on all), nor "
+    "are there rows for a worker's nodes alone, which a 'pyg_sar.nn.NodeEmbedding(data, channels)' has."
 )
 CALLS = count()  # of `sum_gradients`
 
@@ -57,7 +62,7 @@ def on_all(work: Callable[[], Any], doing: str, group: Group, mine: bool = False
     return found if mine else [value for value, _ in said]
 
 
-def agree(what: str, mine: Sequence[Any], group: Group = None) -> None:
+def agree(what: str, mine: Sequence[Any], group: Group = None, advice: str = "Make them all alike.") -> None:
     """Raise on every worker unless ``mine`` is the same on all: gloo would abort, or add up what does not belong."""
     said = gathered(checksum(mine), group)
     if not differs(said):
@@ -65,7 +70,7 @@ def agree(what: str, mine: Sequence[Any], group: Group = None) -> None:
     everything = [set(map(str, one)) for one in gathered(mine, group)]
     odd = sorted({m for one in everything for m in one if any(m not in other for other in everything)})
     some = f"({', '.join(odd[:3]) or 'in another order'}{', ...' if len(odd) > 3 else ''})"
-    fail(f"The workers differ in {what}: {apart(said)} {some}. Make them all alike.", group)
+    fail(f"The workers differ in {what}: {apart(said)} {some}. {advice}", group)
 
 
 def compare(
@@ -87,7 +92,7 @@ def compare(
     if differs(guards):
         fail(f"The workers differ in PYG_SAR_GUARDS: {apart(guards)}. Set it to 0 on all of them, or on none.", group)
     if differs(parameters):
-        agree("the parameters that require a gradient", described, group)
+        agree("the parameters that require a gradient", described, group, SHAPES)
     if differs(steps):
         fail(f"The workers' optimizers differ: {listed(gathered(numbers, group))}. Give all the same numbers.", group)
     if worst := max(troubles):

@@ -14,7 +14,7 @@ from pyg_sar import debugging
 from pyg_sar.affine import merge_moments
 from pyg_sar.distributed import group as workers
 from pyg_sar.distributed import notices
-from pyg_sar.distributed.agreement import agree, compare, describe, remember
+from pyg_sar.distributed.agreement import SHAPES, agree, compare, describe, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
 from pyg_sar.watch import SAME, gives, stepped
 from pyg_sar.watch.counts import refuse_tables
@@ -139,7 +139,7 @@ def sum_gradients(
         *modules, group = modules  # type: ignore[assignment]
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
     named = {name: p for name, p in every.items() if not is_local(p)}
-    losses = stepped(p.grad for p in named.values() if p.grad is not None)
+    losses = stepped(*([p.grad for p in every.values() if is_local(p) == own] for own in (False, True)))
     if notices.LOOKS:
         debugging.look(every, group)
     if not grouped(group):
@@ -216,10 +216,10 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
     if lazy := [name for name, t in [*module.named_parameters(), *module.named_buffers()] if is_lazy(t)]:
         raise ValueError(
             f"[rank {workers.rank_of(group)}] '{lazy[0]}' is a parameter of a lazy layer, which has no shape yet. Run "
-            f"the model once before: 'with torch.no_grad(): model(data.x, data.edge_index)'."
+            f"the model once before, behind 'convert': 'with torch.no_grad(): model(data.x, data.edge_index)'."
         )
     named = {name: t for name, t in [*module.named_parameters(), *module.named_buffers()] if not is_local(t)}
-    agree("their parameters and buffers", describe(named), group)
+    agree("their parameters and buffers", describe(named), group, SHAPES)
     for tensor in named.values():
         flat = tensor.detach().contiguous()  # workers may have it in another order of memory
         with talking("waiting for the parameters of rank 0", group):

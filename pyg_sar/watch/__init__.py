@@ -97,12 +97,12 @@ def loaded(data: Any, rows: Iterable[tuple[Tensor, int]], ids: Iterable[Tensor])
         watch.load(data, rows, ids)
 
 
-def stepped(gradients: Iterable[Tensor]) -> tuple[int, float]:
-    """Report a training step, whose gradients are about to be summed; return how many of its losses are known, and
-    their sum.
+def stepped(gradients: Iterable[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:
+    """Report a training step, whose gradients are about to be summed, but for those of a worker's ``own`` parameters;
+    return how many of its losses are known, and their sum.
     """
     watch = current()
-    return (0, 0.0) if watch is None else watch.stepped(gradients)
+    return (0, 0.0) if watch is None else watch.stepped(gradients, own)
 
 
 @contextmanager

@@ -41,6 +41,11 @@ POOL = "Take the pooling of this name in 'pyg_sar.nn', or convert the module tha
 GATHER = "Take the rows of all workers ('pyg_sar.gather(...)'), or a metric that does, such as 'pyg_sar.accuracy(...)'"
 MEANT = "Where this worker's rows are meant, say 'with pyg_sar.allow_local():'"
 NUMBER = f"of a sum over rows gives the number of this worker alone. {SUM_UP}, or 'pyg_sar.accuracy(...)'"
+TABLES = "takes a norm of the gradient of a table of nodes, of which each worker has its own: others get another norm"
+TOGETHER = (
+    "Clip the other parameters alone, or by a norm of all: to the squares of theirs add those of the tables, "
+    "'pyg_sar.all_reduce(table.weight.grad.pow(2).sum())'"
+)
 ARRAY = f"gives the numbers of this worker's rows alone, and a metric of these is that of one worker. {GATHER}"
 DIVISOR = "divides by the number of this worker's nodes. That of all workers is 'data.total_nodes'"
 POSITION = (
@@ -58,6 +63,7 @@ class Watch(TorchFunctionMode):
         self.kinds = WeakIdKeyDictionary()
         self.values = WeakIdKeyDictionary()  # of shares: those that others add to in place are shares no more
         self.clipped: WeakIdKeyDictionary | None = None  # what was clipped since a backward pass, and where
+        self.own: WeakIdKeyDictionary = WeakIdKeyDictionary()  # gradients that were not summed
         self.losses: list[Tensor] = []  # those that were differentiated since the last step
         self.steps = self.calls = self.local = self.aside = 0
         self.over = self.ordered = False
@@ -131,6 +137,8 @@ class Watch(TorchFunctionMode):
         results = call.args[:1] if call.name == "setitem" else tuple(tensors(out))
         found: list[Kind | None] = [None] * len(results)
         placed = False
+        if "norm" in call.name and any(t in self.own for t, _ in call.kinds):
+            self.refuse(Local(TABLES, TOGETHER))
         origin = None if call.end_to_end() else self.together(call.args, call.kwargs)
         try:
             found = [rules.assigned(call) if call.name == "setitem" else rules.kind_of(call, t) for t in results]
@@ -237,12 +245,13 @@ class Watch(TorchFunctionMode):
         except Local as local:
             raise NotImplementedError(self.told(local, local.advice, Path("pyg_sar"))) from None
 
-    def stepped(self, gradients: Iterable[Tensor]) -> tuple[int, float]:
+    def stepped(self, gradients: Iterable[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:
         """Count a training step, and refuse gradients that were clipped before they are summed; return how many losses
         were differentiated, and their sum.
         """
+        self.own = WeakIdKeyDictionary({g: True for g in own if g is not None})
         (clipped, losses), self.clipped, self.losses = (self.clipped, self.losses), None, []
-        if clipped and (place := next((clipped[g] for g in gradients if g in clipped), "")):
+        if clipped and (place := next((clipped[g] for g in gradients if g is not None and g in clipped), "")):
             raise RuntimeError(
                 f"[rank {rank_of()}] {place}: gradients are clipped, or their norm is taken, before they are summed: "
                 f"they are this worker's share. Call 'pyg_sar.sum_gradients' right after 'backward', and clip "

@@ -20,16 +20,23 @@ from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, Local
 
 BEFORE = "Do it before 'pyg_sar.partition', with the whole graph at hand"
 SUM_UP = "Take the sum of all workers first: 'pyg_sar.global_sum(...)', or 'pyg_sar.all_reduce(...)' without a gradient"
-MEAN = "Take 'pyg_sar.global_mean(...)' of the rows, or 'pyg_sar.global_sum(x.sum(0)) / data.total_nodes'"
+MEAN = (
+    "Take 'pyg_sar.global_mean(...)' of the rows, or 'pyg_sar.global_sum(x.sum(0)) / data.total_nodes'; of hits, "
+    "'pyg_sar.accuracy(...)'"
+)
 REDUCTION = "Pass reduction='none' and take 'pyg_sar.global_mean(...)' of the result"
 ROW_SUMS = "Pass reduction='none' and take 'pyg_sar.global_mean(...)' of the sum of each row ('.flatten(1).sum(1)')"
 NORM = "Take the normalisation of this name in 'pyg_sar.nn', or 'pyg_sar.nn.convert(model)'"
 WIDTH = "A width must be one that all workers know: take 'data.num_classes', or write it down"
+DEGREES = f"{WIDTH}; how many nodes have each degree tells 'pyg_sar.degree_histogram(data.edge_index)'"
 LINKS = (
     "'index, mine = pyg_sar.shard_links(edge_label_index, data.n_id)' gives this worker's pairs, by whose numbers rows "
     "are read, 'z[index[0]]' those of all workers"
 )
-REPLICATED = "Wrap what does not depend on nodes in 'pyg_sar.replicated(...)'"
+REPLICATED = (
+    "Wrap it in 'pyg_sar.replicated(...)': what does not depend on nodes, or does so through a sum of all alone, as "
+    "'pyg_sar.replicated(pyg_sar.global_sum(losses.sum()))'"
+)
 
 OVER = "over nodes or edges, of which this worker holds a share: the others would get other results"
 COUNTED = "is the same on all workers (of parameters alone, or a sum of all): its gradient would count for each"
@@ -376,7 +383,8 @@ def counted(call: Call, out: Tensor) -> Kind | None:
     """How many rows have each number, and rows that tell which one."""
     t, width = call.arg(0, "input"), (1, "num_classes") if call.name == "one_hot" else (2, "minlength")
     if call.arg(*width, -1) in (-1, 0):
-        raise Local(f"takes the width of '{call.name}' from the largest number {OVER}", WIDTH)
+        advice = WIDTH if call.name == "one_hot" else DEGREES
+        raise Local(f"takes the width of '{call.name}' from the largest number {OVER}", advice)
     if call.name == "one_hot":
         return call.kind(t)
     return Kind(ROWS) if call.kind(t) == Kind(ENDS) else Kind(SHARE)

@@ -10,7 +10,7 @@ import torch
 import torch_geometric.datasets
 from support import graphs
 from support.sample_graphs import REAL, random_edges, real
-from torch_geometric.data import Data, HeteroData, InMemoryDataset
+from torch_geometric.data import Batch, Data, HeteroData, InMemoryDataset
 from torch_geometric.utils import degree, is_undirected, to_torch_csr_tensor
 
 import pyg_sar
@@ -147,6 +147,15 @@ def test_pt_runs_no_code(tmp_path):
     torch.save({"x": Bomb()}, tmp_path / "data.pt")
     with pytest.raises(ValueError, match=r"could not be read as a Data .*nothing that runs code is loaded"):
         dataset(str(tmp_path / "data.pt"))
+
+
+def test_a_batch_in_a_file_is_told_how_to_be_saved(tmp_path):
+    batch = Batch.from_data_list([Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0], [1]]))] * 2)
+    torch.save(batch, tmp_path / "batch.pt")
+    with pytest.raises(ValueError, match=r"holds other objects.*save 'Data\.from_dict\(batch\.to_dict\(\)\)'"):
+        dataset(str(tmp_path / "batch.pt"))
+    torch.save(Data.from_dict(batch.to_dict()), tmp_path / "batch.pt")
+    assert dataset(str(tmp_path / "batch.pt")).batch.tolist() == [0, 0, 1, 1]
 
 
 def test_bad_pt(tmp_path):

@@ -101,6 +101,7 @@ def test_models_that_differ_are_refused_everywhere(pool, what):
         assert f"[rank {rank}] The workers differ in" in outcome[2]
         assert "ranks [0, 2]" in outcome[2]
         assert "weight" in outcome[2]
+        assert "data.num_classes" in outcome[2] and "pyg_sar.nn.NodeEmbedding(data, channels)" in outcome[2]
 
 
 def broadcast(group):

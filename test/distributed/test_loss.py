@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.nasty_graph import NUM_NODES, assignment, close
 from support.simulate import raised, simulate
 
-from pyg_sar import accuracy, global_mean, replicated, sum_gradients
+from pyg_sar import accuracy, global_mean, global_sum, replicated, sum_gradients
 
 
 def mean_of(group, held, dtype):
@@ -258,6 +258,32 @@ def test_ignored_values_of_one_worker_are_an_error_on_all():
 
     errors = raised(3, work)
     assert all(f"[rank {r}] 1 of 'values' are those of 'ignore_index'" in error for r, error in enumerate(errors))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sum_over_nodes_counts_once(size):
+    x = torch.arange(4.0, dtype=torch.float64).view(-1, 1)
+    weight = torch.full((3, 1), 2.0, dtype=torch.float64)
+
+    def losses(weight, x):
+        out = torch.nn.functional.linear(x, weight)
+        return out.square().mean(1), torch.nn.functional.l1_loss(out, x.expand(-1, 3), reduction="sum")
+
+    def work(rank):
+        mine = torch.nn.Parameter(weight.clone())
+        each, total = losses(mine, x[rank::size])
+        loss = global_mean(each) + replicated(0.1 * global_sum(total))
+        loss.backward()
+        sum_gradients(mine)
+        return loss.detach(), mine.grad
+
+    whole = torch.nn.Parameter(weight)
+    each, total = losses(whole, x)
+    loss = each.mean() + 0.1 * total
+    loss.backward()
+    for value, grad in simulate(size, work):
+        close(value, loss.detach(), "replicated")
+        close(grad, whole.grad, "replicated")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -129,6 +129,14 @@ def test_what_needs_all_rows_is_refused_and_nothing_changed(layer, says):
     assert type(model[0]) is gnn.GCNConv
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_layers_in_torchscript_are_refused_and_other_modules_are_not():
+    rowwise = torch.jit.script(torch.nn.Linear(8, 8))
+    assert convert(torch.nn.Sequential(gnn.GCNConv(8, 8), rowwise))[1] is rowwise
+    with pytest.raises(NotImplementedError, match=r"compiled by TorchScript.*torch\.compile"):
+        convert(torch.nn.Sequential(rowwise, torch.jit.script(gnn.GCNConv(8, 8))))
+
+
 def test_what_is_refused_in_training_alone():
     layer, x = gnn.SuperGATConv(8, 4).eval(), torch.randn(NUM_NODES, 8)
     sharded = pyg_sar.shard(edges(), NUM_NODES, 2)

@@ -206,6 +206,16 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "SVD": (lambda d: T.SVDFeatureReduction(3)(d), r"'SVDFeatureReduction'.*before 'pyg_sar\.partition'"),
     "TargetIndegree": (lambda d: T.TargetIndegree()(d), "'TargetIndegree' takes 'max'.*before"),
     "RandomNodeSplit": (lambda d: T.RandomNodeSplit(num_val=3, num_test=3)(d), "'RandomNodeSplit' draws.*before"),
+    "accuracy": (lambda d: (net(d).argmax(-1) == d.y).float().mean(), r"takes 'mean'.*pyg_sar\.accuracy"),
+    "degrees": (lambda d: torch.bincount(degree(d.edge_index[1], 20).long()), r"'bincount'.*pyg_sar\.degree_histogram"),
+    "a sum of losses": (
+        lambda d: pyg_sar.global_sum(losses(d).sum()).backward(),
+        r"differentiates what.*pyg_sar\.replicated\(pyg_sar\.global_sum",
+    ),
+    "a sum beside a mean": (
+        lambda d: pyg_sar.global_mean(losses(d)) + pyg_sar.global_sum(losses(d).sum()),
+        r"joins \('add'\).*pyg_sar\.replicated\(pyg_sar\.global_sum",
+    ),
     "a parameter for each node": (lambda d: d.x + torch.nn.Parameter(torch.ones(20, 8)), "NodeEmbedding"),
     "beside a parameter": (lambda d: torch.cat([d.x, torch.nn.Parameter(torch.ones(20, 8))], 1), "NodeEmbedding"),
     "pairs by ids": (lambda d: d.x[d.edge_label_index[0]], "numbers of nodes in the whole graph.*shard_links"),
@@ -799,6 +809,30 @@ def test_gradients_that_are_clipped_before_their_sum(parts: str, name: str) -> N
             assert re.search(r"test_watch.py, line \d+: gradients are clipped.*sum_gradients' right after", str(error))
         passes(f"{parts}/one", lambda data, keeps=keeps: clipping(data, CLIPS[name], False, keeps))
     passes(f"{parts}/one", allowed)
+
+
+class Embedded(torch.nn.Module):
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.table, self.linear = pyg_sar.nn.NodeEmbedding(data, 4), torch.nn.Linear(4, C)
+
+
+@pytest.mark.parametrize("name", ["norm", "norm, one by one", "in one", "value", "method"])
+def test_norms_of_tables_of_nodes(parts: str, name: str) -> None:
+    def work(data: Any, of: Callable[[Embedded], Any] = lambda model: model.parameters()) -> None:
+        model = Embedded(data)
+        pyg_sar.broadcast_parameters(model)
+        pyg_sar.global_mean(F.cross_entropy(model.linear(model.table()), data.y, reduction="none")).backward()
+        pyg_sar.sum_gradients(model)
+        CLIPS[name](list(of(model)))
+
+    if "norm" in name or name == "in one":
+        for error in outcomes(f"{parts}/one", work):
+            assert isinstance(error, NotImplementedError)
+            assert re.search(r"test_watch.py, line \d+: .*norm of the gradient of a table of nodes", str(error))
+        passes(f"{parts}/one", lambda data: work(data, lambda model: model.linear.parameters()))
+    else:
+        passes(f"{parts}/one", work)
 
 
 def test_compiled_code_is_left_alone(parts: str) -> None:
