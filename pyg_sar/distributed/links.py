@@ -34,6 +34,8 @@ def shard_links(edge_label_index: Tensor, n_id: Ids, group: Any = None) -> tuple
         score = (z[index[0]] * z[index[1]]).sum(-1)
         loss = pyg_sar.global_mean(F.binary_cross_entropy_with_logits(score, edge_label[mine], reduction="none"))
 
+    Layers take it as they take ``edge_index``: pairs may as well be edges that the graph has not, as in a test.
+
     All workers call it together. Communicated are the ids of all sources that are not a worker's own, to all workers,
     and later the rows of each of them once.
 

@@ -1,5 +1,7 @@
 """Link prediction: pairs of nodes on several workers against one process."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,6 +36,37 @@ class Net(torch.nn.Module):
         if self.decoder == "DistMult":
             return (source * self.relation * target).sum(-1)
         return self.net(torch.cat([source, target], -1)).view(-1)
+
+
+def check_layers(group, make):
+    """Edges that the graph has not are those of layers, too."""
+    torch.manual_seed(0)
+    reference = make().double()
+    model = convert(make().double(), group)
+    model.load_state_dict(reference.state_dict())
+    x = torch.randn(NUM_NODES, 8, dtype=torch.float64)
+    mine = share(group, edges(), assignment("random", group.size()))
+    index, _ = pyg_sar.shard_links(pairs(), mine.src, group)
+    out, expected = model(x[mine.src], index), reference(x, pairs())
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    close(out, expected[mine.src], "output")
+    pyg_sar.sum_gradients(model, group)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        close(p.grad, q.grad, "gradient")
+
+
+MODELS = {
+    "GCN": partial(gnn.GCN, 8, 6, 2, 5),
+    "GAT": partial(gnn.GAT, 8, 6, 2, 5),
+    "GraphSAGE": partial(gnn.GraphSAGE, 8, 6, 2, 5),
+    "EdgeCNN": partial(gnn.EdgeCNN, 8, 6, 2, 5),  # by replay
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_take_pairs_for_edges(pool, name):
+    pool.run(3, check_layers, MODELS[name])
 
 
 def check(group, decoder, method):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
+import torch_geometric.transforms as T
 from support import graphs
 from torch_geometric.data import Data
 
@@ -60,7 +61,7 @@ def names(folder: Path) -> dict[str, Any]:
         "torch": torch, "F": F, "Data": Data, "pyg_sar": pyg_sar, "data": data, "model": model, "out": out, "z": out,
         "convs": model.convs, "edge_label_index": torch.tensor([[0, 1, 2], [3, 4, 5]]),
         "edge_label": torch.tensor([0.0, 1.0, 1.0]), "roc_auc_score": lambda y, score: (y.shape, score.shape),
-        "Evaluator": Evaluator,
+        "Evaluator": Evaluator, "T": T, "graph": graphs.citations()[0],
     }  # fmt: skip
 
 
