@@ -2,13 +2,14 @@ r"""Edges in *runs*: those of a row that have the same type, which can be added 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyg_sar.block import compress, rows_at
+from pyg_sar.block import Block, compress, rows_at
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import empty, spmm_, zeros
 from pyg_sar.ops.reference import accumulator
@@ -33,6 +34,7 @@ class Range(NamedTuple):
     Args:
         rows: Which rows.
         edges: Which edges.
+        runs: Which runs.
         types: Where the runs of each type begin, and where the last ones end.
         row: The row of each run.
         of_runs: The other ends of the edges of each run, which are numbers of the whole.
@@ -42,6 +44,7 @@ class Range(NamedTuple):
 
     rows: slice
     edges: slice
+    runs: slice
     types: list[int]
     row: Tensor
     of_runs: Csr
@@ -52,11 +55,6 @@ class Range(NamedTuple):
     def filled(self) -> list[int]:
         """The types that have runs."""
         return [r for r, (begin, end) in enumerate(pairwise(self.types)) if begin < end]
-
-    @property
-    def sizes(self) -> Tensor:
-        """Number of edges of each run, as a column."""
-        return self.of_runs.ptr.diff().unsqueeze(1)
 
     def each(self, values: Tensor) -> Tensor:
         """Return for each run the row of ``values`` of its type."""
@@ -79,32 +77,69 @@ class Range(NamedTuple):
         return out
 
 
-def runs_of_destinations(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> list[Range]:
-    """Return the destinations of a graph's only block, in ranges; they are kept as long as ``edge_type`` lives."""
+class Runs(NamedTuple):
+    """The runs of a block's destinations, or sources.
 
-    def make() -> list[Range]:
+    Args:
+        ranges: The rows, in ranges.
+        sizes: How many edges of its type the destination has, on the worker: for each run if its row is one, else for
+            each edge, as a column.
+    """
+
+    ranges: list[Range]
+    sizes: Tensor
+
+
+def runs_of_destinations(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> dict[Block, Runs]:
+    """Return those of the destinations that have edges in a block, for each block that has some; they are kept as long
+    as ``edge_type`` lives.
+    """
+
+    def make() -> dict[Block, Runs]:
         check_types(graph, edge_type, num_types)
-        (block,) = graph.blocks
-        return sort(block.row, block.col, rows_at(edge_type, block.edges), graph.num_dst, num_types)[0]
+        found = {}
+        for block, types, sizes in typed(graph, edge_type, num_types):
+            place = torch.arange(block.rowptr.numel() - 1, device=block.col.device)
+            row = place.repeat_interleave(block.rowptr.diff(), output_size=block.num_edges)
+            ranges, order, first = sort(row, block.col, types, len(place), num_types)
+            found[block] = Runs(ranges, sizes[order[first]].unsqueeze(1))
+        return found
 
     return graph.derived(("runs", num_types), make, of=edge_type)
 
 
-def runs_of_sources(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> tuple[list[Range], Tensor]:
-    """Return the sources, in ranges, and for each of their edges how many edges of its type its destination has."""
+def runs_of_sources(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> dict[Block, Runs]:
+    """Return those of the source rows of each block that has edges."""
 
-    def make() -> tuple[list[Range], Tensor]:
-        (block,) = graph.blocks
-        types = rows_at(edge_type, block.edges)
-        ranges, order = sort(block.col, block.row, types, block.num_src, num_types)
-        _, run, size = (block.row * num_types + types).unique(return_inverse=True, return_counts=True)
-        return ranges, size.int()[run][order].unsqueeze(1)
+    def make() -> dict[Block, Runs]:
+        found = {}
+        for block, types, sizes in typed(graph, edge_type, num_types):
+            ranges, order, _ = sort(block.col, block.row, types, block.num_src, num_types)
+            found[block] = Runs(ranges, sizes[order].unsqueeze(1))
+        return found
 
     return graph.derived(("runs of sources", num_types), make, of=edge_type)
 
 
-def sort(row: Tensor, col: Tensor, edge_type: Tensor, num_rows: int, num_types: int) -> tuple[list[Range], Tensor]:
-    """Cut rows into ranges, and sort edges by range, type and row, else as they are given; return their order, too."""
+def typed(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Yield each block that has edges with the type of each edge, and how many edges of its type its destination has in
+    all blocks.
+    """
+    blocks = [block for block in graph.blocks if block.num_edges > 0]
+    types = [rows_at(edge_type, block.edges) for block in blocks]
+    keys = [block.row * num_types + its for block, its in zip(blocks, types, strict=True)]
+    if keys:
+        _, pair, count = torch.cat(keys).unique(return_inverse=True, return_counts=True)
+        sizes = count.int()[pair].split([len(its) for its in types])
+        yield from zip(blocks, types, sizes, strict=True)
+
+
+def sort(
+    row: Tensor, col: Tensor, edge_type: Tensor, num_rows: int, num_types: int
+) -> tuple[list[Range], Tensor, Tensor]:
+    """Cut rows into ranges, and sort edges by range, type and row, else as they are given; return their order, too, and
+    where the first edge of each run is.
+    """
     row, dtype = row.long(), col.dtype
     most = row.bincount(minlength=num_rows).clamp_(max=num_types)  # runs of a row, at most
     size = SCALE * max(SIZE if row.device.type == "cpu" else SIZE_ON_GPU, OF_TYPE * num_types)
@@ -121,9 +156,9 @@ def sort(row: Tensor, col: Tensor, edge_type: Tensor, num_rows: int, num_types: 
         where, types = run_row[runs] - rows.start, compress(run_type[runs], num_types)
         by_row = where.argsort(stable=True)
         ranges.append(Range(
-            rows, edges, types.tolist(), where.int(),
+            rows, edges, runs, types.tolist(), where.int(),
             Csr(torch.cat([length.new_zeros(1), length[runs].cumsum(0)]).to(dtype), col[order[edges]]),
             Csr(compress(where, counts[0]), by_row.int()),
             Csr(types, by_row.argsort().int()),
         ))  # fmt: skip
-    return ranges, order
+    return ranges, order, length.cumsum(0) - length

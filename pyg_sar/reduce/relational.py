@@ -1,16 +1,14 @@
-r"""Sums of rows by types of edges, multiplied by the matrices of these (R-GCN), where all edges are in one block."""
+r"""Sums of rows by types of edges, multiplied by the matrices of these (R-GCN)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_sar.block import Block
+from pyg_sar.block import Block, add_rows
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear_grad, product
-from pyg_sar.ops import empty, sddmm_, spmm_
+from pyg_sar.ops import empty, sddmm_, spmm_, zeros
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows
 from pyg_sar.runs import Range, runs_of_destinations, runs_of_sources
@@ -24,39 +22,52 @@ class RelationSum(Reduce):
         \mathbf{o}_i = \sum_r \mathbf{W}_r^{\top} \frac{1}{n_{ri}} \sum_{j \in \mathcal{N}_r(i)} \mathbf{x}_j
 
     with :math:`n_{ri} = |\mathcal{N}_r(i)|` for means and 1 for sums. ``rows.const`` holds :math:`\mathbf{W}`, as the
-    diagonal blocks of each matrix, ``[R, blocks, F / blocks, O / blocks]``. Forward goes through the destinations, and
-    backward through the sources, some of them at a time: sums by relation live for these alone, and nothing is saved
-    but the source rows. Where several blocks, or workers, share the edges, all sums are kept instead, so that no row is
-    fetched twice, or multiplied for each block (``RGCNConv``).
+    diagonal blocks of each matrix, ``[R, blocks, F / blocks, O / blocks]``. Forward goes through the destinations of a
+    block, and backward through its sources, some of them at a time: sums by relation live for these alone, and nothing
+    is saved but the source rows.
 
     Args:
-        graph: The graph, of a single block with edges.
+        graph: The graph.
         edge_type: The type of each edge.
         num_types: Number of types.
-        mean: Whether the rows of a type are averaged.
+        mean: Whether the rows of a type are averaged, over the edges of all blocks.
+        channels: Columns of the output.
     """
 
-    def __init__(self, graph: ShardedGraph, edge_type: Tensor, num_types: int, mean: bool) -> None:
+    def __init__(self, graph: ShardedGraph, edge_type: Tensor, num_types: int, mean: bool, channels: int) -> None:
         self.graph, self.edge_type, self.num_types, self.mean = graph, edge_type, num_types, mean
-        self.ranges = runs_of_destinations(graph, edge_type, num_types)
+        self.channels = channels
+        self.runs = runs_of_destinations(graph, edge_type, num_types)
+        # Then a step writes each row once, and there is nothing to add to.
+        self.writes = len(graph.blocks) == 1 and graph.num_edges > 0 and graph.blocks[0].dst is None
 
-    def init(self, x: Tensor, num_dst: int) -> None:
-        """Begin with nothing: the only block has all edges."""
+    def init(self, x: Tensor, num_dst: int) -> Tensor:
+        """Begin with zeros, in the type of sums, or with what is written over."""
+        if self.writes:
+            return empty(x, num_dst, self.channels)
+        return zeros(x, num_dst, self.channels, dtype=accumulator(x.dtype))
 
-    def step(self, state: Any, block: Block, x: Tensor, rows: Rows) -> Tensor:
+    def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
         """Add up the runs of some destinations at a time, multiply them by the matrices of their types, and add up."""
+        ranges, sizes = self.runs[block]
+        for span in ranges:
+            into = state[span.rows] if self.writes else None
+            found = self.sums(span, sizes[span.runs] if self.mean else None, x, rows, into)
+            if not self.writes:
+                add_rows(state, span.rows if block.dst is None else block.dst[span.rows], found)
+        return state
+
+    def sums(self, span: Range, sizes: Tensor | None, x: Tensor, rows: Rows, out: Tensor | None) -> Tensor:
+        """Return the sums of some destinations, or write them over ``out``."""
         (weights,) = rows.const
-        out = empty(x, block.num_dst, weights.size(1) * weights.size(3))
-        for span in self.ranges:
-            sums = span.gather(x)
-            if self.mean:
-                sums /= span.sizes
-            span.combine(multiplied(span, sums.to(x.dtype), weights), out=out[span.rows])
-        return out
+        sums = span.gather(x)
+        if sizes is not None:
+            sums /= sizes
+        return span.combine(multiplied(span, sums.to(x.dtype), weights), out=out)
 
     def finish(self, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the output."""
-        return state, ()
+        return state.to(dtype), ()
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
@@ -64,7 +75,7 @@ class RelationSum(Reduce):
         """Add up the gradients by the runs of some sources at a time."""
         assert x is not None
         (weights,), kind = rows.const, accumulator(x.dtype)
-        ranges, sizes = runs_of_sources(self.graph, self.edge_type, self.num_types)
+        ranges, sizes = runs_of_sources(self.graph, self.edge_type, self.num_types)[block]
         source = empty(x, *x.shape) if needs.source else None
         d_weights = torch.zeros_like(weights, dtype=kind)
         for span in ranges:
@@ -72,10 +83,10 @@ class RelationSum(Reduce):
             sums = span.gather(out, share).to(x.dtype)
             if source is not None:
                 span.combine(multiplied(span, sums, weights.mT), out=source[span.rows])
-            ends, h = span.types, x[span.rows].index_select(0, span.row)
             for r in span.filled:
-                run = slice(ends[r], ends[r + 1])
-                d_weights[r] += torch.bmm(by_block(h[run], weights[r]).mT, by_block(sums[run], weights[r]))
+                run = slice(span.types[r], span.types[r + 1])
+                h = x[span.rows].index_select(0, span.row[run])
+                d_weights[r] += torch.bmm(by_block(h, weights[r]).mT, by_block(sums[run], weights[r]))
         return source, Rows(const=[d_weights.to(weights.dtype)])
 
 
@@ -102,17 +113,14 @@ class BasisSum(RelationSum):
     so that nothing is made for each edge.
     """
 
-    def step(self, state: Any, block: Block, x: Tensor, rows: Rows) -> Tensor:
-        """Add up the runs of some destinations at a time, combine them, and multiply by the bases."""
+    def sums(self, span: Range, sizes: Tensor | None, x: Tensor, rows: Rows, out: Tensor | None) -> Tensor:
+        """Add up the runs of some destinations, combine them, and multiply by the bases."""
         (coefficient, bases), kind = rows.const, accumulator(x.dtype)  # [R, B], [B, F, O]
-        out, weight = empty(x, block.num_dst, bases.size(2)), bases.flatten(0, 1).t()  # [M, O], [O, B * F]
-        for span in self.ranges:
-            share = span.each(coefficient.to(kind))  # [runs, B]
-            if self.mean:
-                share /= span.sizes
-            sums = span.combine(span.gather(x), share)  # [rows, B * F]
-            product(sums.to(x.dtype), weight, out=out[span.rows])
-        return out
+        share = span.each(coefficient.to(kind))  # [runs, B]
+        if sizes is not None:
+            share /= sizes
+        sums = span.combine(span.gather(x), share)  # [rows, B * F]
+        return product(sums.to(x.dtype), bases.flatten(0, 1).t(), out=out)
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
@@ -120,7 +128,7 @@ class BasisSum(RelationSum):
         """Add up the gradients by the runs of some sources at a time."""
         assert x is not None
         (coefficient, bases), kind = rows.const, accumulator(x.dtype)
-        ranges, sizes = runs_of_sources(self.graph, self.edge_type, self.num_types)
+        ranges, sizes = runs_of_sources(self.graph, self.edge_type, self.num_types)[block]
         weight = bases.transpose(1, 2).flatten(0, 1)  # [B * O, F]
         source = empty(x, *x.shape) if needs.source else None
         d_coefficient = torch.zeros_like(coefficient, dtype=torch.double)

@@ -1,4 +1,4 @@
-"""Sums by types of edges in one block: against sums of every relation and basis, range by range."""
+"""Sums by types of edges: against sums of every relation and basis, range by range, in one block and in several."""
 
 import pytest
 import torch
@@ -55,17 +55,19 @@ def size(request, monkeypatch):
 
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("kind", ["bases", "matrices", "blocks"])
-def test_equals_every_relation_alone(kind, mean, size, device, kernels, monkeypatch):
+@pytest.mark.parametrize("parts", [1, 3, 20])
+def test_equals_every_relation_alone(parts, kind, mean, size, device, kernels, monkeypatch):
     for module, names in ((runs, ["spmm_"]), (relational, ["spmm_", "sddmm_"])):
         for name in names:
             monkeypatch.setattr(module, name, getattr(kernels, name))
     edge_index, types = edges()
-    graph = shard(edge_index, NUM_NODES)._graph.to(device)
+    graph = shard(edge_index, NUM_NODES, parts)._graph.to(device)
+    assert parts < 20 or any(block.dst is not None for block in graph.blocks)
     x, consts = inputs(kind == "bases", blocks=2 if kind == "blocks" else 1)
     expected = oracle(edge_index, types, x, matrices(consts), mean)
     weight = torch.randn_like(expected)
     wanted = torch.autograd.grad((expected * weight).sum(), [x, *consts])
-    reduce = (BasisSum if kind == "bases" else RelationSum)(graph, types.to(device), TYPES, mean)
+    reduce = (BasisSum if kind == "bases" else RelationSum)(graph, types.to(device), TYPES, mean, OUT)
     there = [t.detach().to(device).requires_grad_() for t in (x, *consts)]
     out = aggregate(graph, reduce, there[0], const=there[1:])
     found = torch.autograd.grad((out * weight.to(device)).sum(), there)
@@ -76,7 +78,8 @@ def test_equals_every_relation_alone(kind, mean, size, device, kernels, monkeypa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bases", [True, False])
-def test_rounds_to_at_most_twice_the_error_of_every_relation_alone(dtype, bases, size):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rounds_to_at_most_twice_the_error_of_every_relation_alone(dtype, bases, parts, size):
     """The root of the mean square, of five graphs."""
     square = torch.zeros(2, 4 if bases else 3)
     for seed in range(5):
@@ -86,10 +89,10 @@ def test_rounds_to_at_most_twice_the_error_of_every_relation_alone(dtype, bases,
             inputs(bases, dtype),
             torch.randn(NUM_NODES, OUT).to(dtype),
         )
-        graph = shard(edge_index, NUM_NODES)._graph
+        graph = shard(edge_index, NUM_NODES, parts)._graph
 
         def ours(x, *consts, graph=graph, types=types):
-            reduce = (BasisSum if bases else RelationSum)(graph, types, TYPES, True)
+            reduce = (BasisSum if bases else RelationSum)(graph, types, TYPES, True, OUT)
             return aggregate(graph, reduce, x, const=consts)
 
         def theirs(x, *consts, edge_index=edge_index, types=types):
@@ -118,7 +121,7 @@ def test_what_is_frozen_has_no_gradient(frozen):
     leaves = [x, *consts]
     wanted = torch.autograd.grad(oracle(edge_index, types, x, matrices(consts), True).sum(), leaves)
     leaves[frozen].requires_grad_(False)
-    aggregate(graph, BasisSum(graph, types, TYPES, True), x, const=consts).sum().backward()
+    aggregate(graph, BasisSum(graph, types, TYPES, True, OUT), x, const=consts).sum().backward()
     for k, leaf in enumerate(leaves):
         assert (leaf.grad is None) == (k == frozen)
         if k != frozen:
@@ -132,7 +135,7 @@ def test_sums_of_runs_live_for_one_range(bases, monkeypatch):
     nodes, types = 4000, torch.randint(TYPES, (40_000,))
     graph = shard(torch.randint(nodes, (2, 40_000)), nodes)._graph
     x, (_, consts) = torch.randn(nodes, IN, requires_grad=True), inputs(bases, torch.float)
-    reduce = (BasisSum if bases else RelationSum)(graph, types, TYPES, False)
+    reduce = (BasisSum if bases else RelationSum)(graph, types, TYPES, False, OUT)
     aggregate(graph, reduce, x, const=consts).sum().backward()
     with Live() as live:
         aggregate(graph, reduce, x, const=consts).sum().backward()
@@ -144,11 +147,11 @@ def test_edge_types_are_checked_and_runs_live_as_long_as_they_do():
     edge_index, types = edges()
     graph = shard(edge_index, NUM_NODES)._graph
     with pytest.raises(ValueError, match="Expected edge types from 0 to 2"):
-        BasisSum(graph, types, 3, True)
+        BasisSum(graph, types, 3, True, OUT)
     with pytest.raises(ValueError, match="integer for each of this worker's 300 edges"):
-        RelationSum(graph, types[1:], TYPES, True)
-    first = BasisSum(graph, types, TYPES, True)
-    assert BasisSum(graph, types, TYPES, True).ranges is first.ranges
-    assert RelationSum(graph, types.clone(), TYPES, True).ranges is not first.ranges
+        RelationSum(graph, types[1:], TYPES, True, OUT)
+    first = BasisSum(graph, types, TYPES, True, OUT)
+    assert BasisSum(graph, types, TYPES, True, OUT).runs is first.runs
+    assert RelationSum(graph, types.clone(), TYPES, True, OUT).runs is not first.runs
     types[0] = (types[0] + 1) % TYPES
-    assert BasisSum(graph, types, TYPES, True).ranges is not first.ranges
+    assert BasisSum(graph, types, TYPES, True, OUT).runs is not first.runs

@@ -32,11 +32,12 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
 
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.RGCNConv`. On a sharded graph all relations
-    stream at once: rows are aggregated for every pair :math:`(r, i)` that has an edge, where PyG runs over the graph
-    once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows; sums and means fetch no row twice
-    (case 1 of the SAR paper). With fewer bases than relations they are aggregated for every basis instead, with
-    coefficients that are learnt (case 2, as in the paper). Where one worker has all edges in one block, these sums
-    live for some nodes at a time, and nothing is kept for backward but the features. Without input features
+    stream at once: rows are added up for every pair :math:`(r, i)` that has an edge, for some nodes at a time, where
+    PyG runs over the graph once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows; nothing is
+    kept for backward but the features (case 2 of the SAR paper). In modes 2 and 3, and where input features are cached,
+    sums and means without fewer bases than relations are kept instead, and fetch no row twice (case 1), in two to three
+    times the memory. In a message-flow graph or between two sets of nodes, fewer bases than relations have a sum each,
+    with coefficients that are learnt. Without input features
     (``x=None``, or node ids in place of ``x``) each node selects a row of the weights: ``in_channels`` is then the
     number of nodes of the whole graph. There, without fewer bases or with ``aggr="max"``, relations stream one by one,
     as each has rows of its own.
@@ -74,7 +75,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
                 f"{x_dst.dtype})"
             )
         few_bases = self.num_bases is not None and self.num_bases < self.num_relations and self.aggr in SUMS
-        if self.aggr in SUMS and is_one_block(graph, x_src) and (few_bases or not graph.is_constant(x_src)):
+        if self.aggr in SUMS and sums_by_runs(graph, x_src, few_bases):
             return self.finish(self.by_runs(graph, edge_type, x_src, few_bases), x_dst)
         typed = by_type(graph, edge_type, self.num_relations)
         if few_bases:
@@ -95,11 +96,11 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         return out if self.bias is None else add(out, self.bias)
 
     def by_runs(self, graph: ShardedGraph, edge_type: Tensor, x: Tensor, few_bases: bool) -> Tensor:
-        """Aggregate where one worker has all edges in one block: by bases if that multiplies less, which are a row for
-        each basis and node four times, forward and backward, against a row for each run three times.
+        """Aggregate by bases if that multiplies less, which are a row for each basis and node four times, forward and
+        backward, against a row for each run three times.
         """
-        args = graph, edge_type, self.num_relations, self.aggr == "mean"
-        num_runs = sum(span.row.numel() for span in runs_of_destinations(*args[:3]))
+        args = graph, edge_type, self.num_relations, self.aggr == "mean", self.out_channels
+        num_runs = sum(len(its.sizes) for its in runs_of_destinations(*args[:3]).values())
         if few_bases and 4 * len(self.weight) * graph.num_dst < 3 * num_runs:
             return aggregate(graph, BasisSum(*args), x, const=[self.comp, self.weight])
         return aggregate(graph, RelationSum(*args), x, const=[self.blocks()])
@@ -143,12 +144,17 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         return (self.comp @ self.weight.flatten(1)).view(self.num_relations, *self.weight.shape[1:])
 
 
-def is_one_block(graph: ShardedGraph, x: Tensor) -> bool:
-    """Whether one worker has features of all sources, and all edges in one block that does not read many more rows than
-    it makes; autocast, which would multiply in another type, goes the other way.
+def sums_by_runs(graph: ShardedGraph, x: Tensor, few_bases: bool) -> bool:
+    """Whether sums of types live for some nodes at a time: where nodes have features, of all nodes or not many more
+    than there are destinations, unless they are fetched once more for it and nobody asked for that (mode 1).
+
+    Autocast, which would multiply in another type, goes the other way. All workers decide alike.
     """
-    alone = graph.exchange.alone and len(graph.blocks) == 1 and graph.num_edges > 0 and x.is_floating_point()
-    return alone and graph.num_src <= 2 * graph.num_dst and not torch.is_autocast_enabled(graph.device.type)
+    if not x.is_floating_point() or torch.is_autocast_enabled(graph.device.type):
+        return False
+    if graph.exchange.alone and len(graph.blocks) == 1:
+        return graph.num_src <= 2 * graph.num_dst and (few_bases or not graph.is_constant(x))
+    return graph.origin is None and not graph.bipartite and (few_bases or (graph.remat and not graph.is_constant(x)))
 
 
 class Pick(torch.autograd.Function):
