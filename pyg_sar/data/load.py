@@ -117,6 +117,7 @@ def _report(data: Any, whole: Iterable[str]) -> None:
     """Tell the watch what the tensors of a part are, but for those that are named ``whole``."""
     rows, ids = [], []
     for store in (*data.node_stores, *data.edge_stores):
+        ends = store._key[::2] if isinstance(store._key, tuple) else (store._key,)
         counts = [store[key].numel() for key in ("n_id", "e_id") if key in store]
         for key, value in store.items():
             if not isinstance(value, Tensor) or isinstance(value, ShardedEdgeIndex) or not value.dim():
@@ -125,7 +126,7 @@ def _report(data: Any, whole: Iterable[str]) -> None:
             if integers(value) and is_pairs((key,), value):
                 ids.append(value)
             elif key not in whole and isinstance(dim, int) and value.size(dim) in counts:
-                rows.append((value, dim % value.dim()))
+                rows.append((value, dim % value.dim(), ends))
     watch.loaded(data, rows, ids)
 
 

@@ -12,7 +12,7 @@ from pyg_sar.block import ordinary_mode
 from pyg_sar.distributed.group import gather_objects
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Origin, ShardedGraph
-from pyg_sar.watch import ordered
+from pyg_sar.watch import ordered, together
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +78,7 @@ def message_flow_graphs(edge_index: ShardedEdgeIndex, mask: Tensor, num_layers: 
             f"'pyg_sar.shard(edge_index, num_nodes)'."
         )
     graph = edge_index.graph
+    together(edge_index, mask)
     agree(graph, mask, num_layers)
     rows = mask.nonzero().view(-1)
     layers, edges = [], []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, OrderedDict
+from enum import Enum
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Return what JSON can hold, and put tensors aside."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, int) and not isinstance(value, Enum):  # such as the number of nodes of loaded data
+        return int(value)
     if isinstance(value, Tensor):
         whole = value.detach().cpu().contiguous()
         same = (name for name, t in tensors.items() if t.data_ptr() == whole.data_ptr() and _alike(t, whole))

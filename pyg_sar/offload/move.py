@@ -62,9 +62,9 @@ def move(data: Any, place: Place) -> Any:
             continue
         if not (value.is_floating_point() and value.dim() > 1):
             moved = value.to(place.device)
-            out[key] = moved if place.exchange.alone or moved is value else watch.rows(moved)
+            out[key] = moved if place.exchange.alone or moved is value else watch.rows(moved, of=place.n_id)
         else:
             host = place.home.empty(value.shape, value.dtype).copy_(value.detach()) if place.home.pinned else value
             rows = HostRows(place, host.detach()).requires_grad_(value.requires_grad)
-            out[key] = rows if place.exchange.alone else watch.rows(rows)
+            out[key] = rows if place.exchange.alone else watch.rows(rows, of=place.n_id)
     return out

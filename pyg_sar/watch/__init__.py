@@ -72,7 +72,7 @@ def rows(tensor: Tensor, dim: int = 0, of: Tensor | None = None) -> Tensor:
 
 
 def together(*values: Any) -> None:
-    """Report what a layer is given; rows and graphs of two partitions are refused."""
+    """Report what a layer or function is given; rows and graphs of two partitions are refused."""
     if (watch := current()) is not None:
         watch.together(values)
 
@@ -89,9 +89,9 @@ def same(tensor: Tensor) -> bool:
     return kind is not None and kind.what == SAME
 
 
-def loaded(data: Any, rows: Iterable[tuple[Tensor, int]], ids: Iterable[Tensor]) -> None:
+def loaded(data: Any, rows: Iterable[tuple[Tensor, int, Any]], ids: Iterable[Tensor]) -> None:
     """Report what loaded data has: tensors with a row for each node or edge of this worker, with the dimension that
-    counts these, and numbers of nodes in the whole graph.
+    counts these, and the types of these nodes, or of the edges' ends; and numbers of nodes in the whole graph.
     """
     if (watch := current()) is not None:
         watch.load(data, rows, ids)

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from pyg_sar.distributed.group import is_local, rank_of
 from pyg_sar.watch import current
+
+# Copies and pickles are ordinary integers; of what torch.load reads with 'weights_only', it must call this.
+torch.serialization.add_safe_globals([int])
 
 
 class Count(int):
@@ -35,15 +39,17 @@ def refuse_tables(*modules: Any) -> None:
     """Raise if one of the modules was made for as many nodes as this worker has: it would have a row for each of them,
     which are other nodes on other workers, while all workers have the same parameters.
     """
-    found = [it for it in modules if isinstance(it, torch.nn.Module)] if current() is not None else []
+    watch = current()
+    found = [it for it in modules if isinstance(it, torch.nn.Module)] if watch is not None and not watch.local else []
     for name, inner in (pair for module in found for pair in module.named_modules()):
-        shapes = [p.shape for p in inner.parameters(recurse=False) if not is_local(p)]
         for key, count in counts_of(inner):
-            if any(count in shape for shape in shapes):
+            parameters = (p for p in inner.parameters(recurse=False) if not (is_local(p) or is_lazy(p)))
+            if any(count in p.shape for p in parameters):
                 raise ValueError(
                     f"[rank {rank_of()}] '{name or type(inner).__name__}' was made for the {count} nodes of this "
                     f"worker ('{key}'), which are others on each, but all workers have the same parameters. Take "
-                    f"'pyg_sar.nn.NodeEmbedding(data, channels)' for a row for each node, or 'data.total_nodes'."
+                    f"'pyg_sar.nn.NodeEmbedding(data, channels)' for a row for each node, or 'data.total_nodes'; if it "
+                    f"only keeps this number, 'int(data.num_nodes)'."
                 )
 
 

@@ -85,8 +85,13 @@ class Call:
         return max(found, key=lambda pair: pair[0].dim())
 
     def end_to_end(self) -> bool:
-        """Whether this puts rows one after the other, which may be those of different graphs."""
-        if self.name != "cat" or not self.whats & {ROWS, ENDS}:
+        """Whether this puts rows one after the other, or looks at each tensor by itself: they may be those of different
+        graphs.
+        """
+        if self.name in ("grad", "pad_sequence") or self.name.startswith("foreach"):
+            return True
+        if self.name not in ("cat", "vstack", "row_stack", "hstack") or not self.whats & {ROWS, ENDS}:
             return False
         t, kind = self.first()
-        return bool(self.arg(1, "dim", 0) % t.dim() == kind.dim)
+        across = 1 if self.name == "hstack" and t.dim() > 1 else 0
+        return bool((self.arg(1, "dim", 0) if self.name == "cat" else across) % t.dim() == kind.dim)

@@ -23,7 +23,7 @@ from pyg_sar.structure import tensors
 from pyg_sar.watch import LOSS, ROWS, SAME, current, install, rules
 from pyg_sar.watch.counts import Count
 from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, Local
-from pyg_sar.watch.origins import Origin, Origins
+from pyg_sar.watch.origins import Known, Origins
 from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH
 
 STEPS = 2  # calls of `sum_gradients`: a training step, what follows it, and the beginning of the next one
@@ -46,7 +46,7 @@ TOGETHER = (
     "Clip the other parameters alone, or by a norm of all: to the squares of theirs add those of the tables, "
     "'pyg_sar.all_reduce(table.weight.grad.pow(2).sum())'"
 )
-ARRAY = f"gives the numbers of this worker's rows alone, and a metric of these is that of one worker. {GATHER}"
+ARRAY = f"gives the numbers of this worker's rows alone; a metric of these is that of one worker. {GATHER}"
 DIVISOR = "divides by the number of this worker's nodes. That of all workers is 'data.total_nodes'"
 POSITION = (
     "chooses rows by where they stand among those of this worker, which are others than in the whole graph. Of a mask "
@@ -79,7 +79,7 @@ class Watch(TorchFunctionMode):
         self.over = self.calls > CALLS
         call = Call(func, args, kwargs or {}, self.kind)
         try:
-            rules.refuse_ids(call)
+            rules.refuse_ids(call, self.origins.ids)
         except Local as local:
             self.refuse(local)
         out = func(*args, **(kwargs or {}))
@@ -97,7 +97,7 @@ class Watch(TorchFunctionMode):
             return None
         return known
 
-    def mark(self, tensor: Tensor, kind: Kind | None, origin: Origin | None = None) -> None:
+    def mark(self, tensor: Tensor, kind: Kind | None, origin: Known = ()) -> None:
         """Remember what a tensor is, and from which partition, if it has rows."""
         if isinstance(tensor, ShardedEdgeIndex):
             return
@@ -108,21 +108,21 @@ class Watch(TorchFunctionMode):
         self.kinds[tensor] = kind
         if shared:
             self.values[tensor] = tensor.detach().clone()
-        elif origin is not None and kind.what in (ROWS, ENDS):
+        elif origin and kind.what in (ROWS, ENDS):
             self.origins.known[tensor] = origin
 
     def mark_rows(self, tensor: Tensor, dim: int, of: Tensor | None = None) -> None:
         """Remember that a dimension of a tensor counts rows, unless a function that will say so itself is running."""
         self.sizes.add(tensor.size(dim))
         if not self.aside:
-            self.mark(tensor, Kind(ROWS, dim), None if of is None else self.origins.known.get(of))
+            self.mark(tensor, Kind(ROWS, dim), () if of is None else self.origins.known.get(of, ()))
 
-    def load(self, data: Any, rows: Iterable[tuple[Tensor, int]], ids: Iterable[Tensor]) -> None:
+    def load(self, data: Any, rows: Iterable[tuple[Tensor, int, Any]], ids: Iterable[Tensor]) -> None:
         """Remember what loaded data has."""
-        origin = self.origins.load(data)
-        for t, dim in rows:
+        origins = self.origins.load(data)
+        for t, dim, kinds in rows:
             self.sizes.add(t.size(dim))
-            self.mark(t, Kind(ROWS, dim), origin)
+            self.mark(t, Kind(ROWS, dim), tuple(origins[kind] for kind in dict.fromkeys(kinds)))
         for t in ids:
             self.mark(t, Kind(IDS))
         for store in data.node_stores:
@@ -137,20 +137,25 @@ class Watch(TorchFunctionMode):
         results = call.args[:1] if call.name == "setitem" else tuple(tensors(out))
         found: list[Kind | None] = [None] * len(results)
         placed = False
-        if "norm" in call.name and any(t in self.own for t, _ in call.kinds):
-            self.refuse(Local(TABLES, TOGETHER))
-        origin = None if call.end_to_end() else self.together(call.args, call.kwargs)
+        origin = () if call.end_to_end() else self.together(read_by(call), call.kwargs, compares=True)
+        tables = "norm" in call.name and any(t in self.own for t, _ in call.kinds)
         try:
-            found = [rules.assigned(call) if call.name == "setitem" else rules.kind_of(call, t) for t in results]
+            if tables and call.name.startswith("foreach"):
+                raise Local(TABLES, TOGETHER)
+            found = [
+                rules.assigned(call, self.sizes) if call.name == "setitem" else rules.kind_of(call, t) for t in results
+            ]
             placed = not self.ordered and rules.by_position(call, self.sizes)
         except Local as local:
-            self.refuse(local)
+            self.refuse(Local(TABLES, TOGETHER) if tables else local)
         except Exception:  # of a call that is put in another way than expected nothing is known
             pass
         self.check(call, found, placed)
         self.clip(call)
         for tensor, kind in zip(results, found, strict=True):
             self.mark(tensor, kind, origin)
+            if call.name in rules.SAME_IDS and call.args and call.args[0] in self.origins.ids:
+                self.origins.ids[tensor] = True
 
     def check(self, call: Call, found: list[Kind | None], placed: bool) -> None:
         """Refuse, or warn of, what is local because of who does it, or where it ends."""
@@ -168,7 +173,7 @@ class Watch(TorchFunctionMode):
             self.losses.append(call.kinds[0][0].detach().double().sum())
         elif rows and name in ARRAYS and Path().through(*METRICS):
             self.refuse(Local(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER))
-        elif rows and name in ARRAYS:
+        elif rows and name in ARRAYS and call.args[0] not in self.origins.ids:
             self.warn(name, ARRAY)
         elif rows and any(kind is not None and kind.what == SHARE for kind in found) and Path().through(*POOLS):
             self.refuse(Local("reads out nodes or edges of this worker alone", POOL))
@@ -236,12 +241,12 @@ class Watch(TorchFunctionMode):
             self.aside -= 1
         return out
 
-    def together(self, *values: Any) -> Origin | None:
-        """Return the origin of rows that a function of this package is given; refuse those of two partitions."""
+    def together(self, *values: Any, compares: bool = False) -> Known:
+        """Return the origins of the rows that a function is given; refuse those of two partitions."""
         if self.aside or self.local or self.over:
-            return None
+            return ()
         try:
-            return self.origins.join(*values)
+            return self.origins.join(*values, compares=compares)
         except Local as local:
             raise NotImplementedError(self.told(local, local.advice, Path("pyg_sar"))) from None
 
@@ -279,6 +284,13 @@ class Watch(TorchFunctionMode):
         for mode in reversed(above):
             _push_mode(mode)
         install(None)
+
+
+def read_by(call: Call) -> Any:
+    """Return the arguments that a call reads: not what it writes over as a whole."""
+    key = call.args[1] if call.name == "setitem" else None
+    whole = call.name == "copy" or key is Ellipsis or (isinstance(key, slice) and key == slice(None))
+    return call.args[1:] if whole else call.args
 
 
 class Path:

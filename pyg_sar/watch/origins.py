@@ -21,57 +21,70 @@ ADVICE = (
 
 
 class Origin:
-    """Loaded data, by the ids of the rows of each type of nodes."""
+    """The nodes of a type in loaded data, by their ids."""
 
-    def __init__(self, data: Any) -> None:
-        self.ids: dict[Any, Tensor] = {store._key: store["n_id"] for store in data.node_stores}
+    def __init__(self, kind: Any, ids: Tensor) -> None:
+        self.kind, self.ids = kind, ids
 
     def apart(self, other: Origin) -> str:
-        """Return for which nodes rows are others than those of other data, if there are any."""
-        for key, mine in self.ids.items():
-            theirs = other.ids.get(key, mine)
-            if theirs.shape != mine.shape:
-                return f"{mine.numel()} nodes and {theirs.numel()} nodes"
-            if not torch.equal(mine, theirs):
-                row = int((mine != theirs).nonzero()[0])
-                return f"row {row} is node {int(mine[row])} in one and node {int(theirs[row])} in the other"
-        return ""
+        """Return how rows differ from those of the same type in other data, if they do."""
+        if self.kind != other.kind:
+            return ""
+        if self.ids.shape != other.ids.shape:
+            return f"{self.ids.numel()} nodes and {other.ids.numel()} nodes"
+        if torch.equal(self.ids, other.ids):
+            return ""
+        row = int((self.ids != other.ids).nonzero()[0])
+        return f"row {row} is node {int(self.ids[row])} in one and node {int(other.ids[row])} in the other"
+
+
+Known = tuple[Origin, ...]  # of the rows of a tensor, which may be made of several types of nodes
 
 
 class Origins:
-    """Knows the origin of rows, and of graphs by the ids of their local nodes."""
+    """Knows the origins of rows, and of graphs by the ids of their sources and of their edges."""
 
     def __init__(self) -> None:
         self.known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.ids: WeakIdKeyDictionary = WeakIdKeyDictionary()  # `n_id` and `e_id` of loaded data, and parts
         self.compared: dict[tuple[Origin, Origin], str] = {}
 
-    def load(self, data: Any) -> Origin:
-        """Remember loaded data, by its graphs, and return what its rows come from."""
-        origin = Origin(data)
+    def load(self, data: Any) -> dict[Any, Origin]:
+        """Remember loaded data, by its graphs, and return the origins of its types of nodes."""
+        found = {store._key: Origin(store._key, store["n_id"]) for store in data.node_stores}
+        for store in (*data.node_stores, *data.edge_stores):
+            self.ids.update({store[key]: True for key in ("n_id", "e_id") if key in store})
         for store in data.edge_stores:
-            self.known[store.edge_index.graph.n_id] = origin
-        return origin
+            ends = (None,) if store._key is None else (store._key[0], store._key[2])
+            graph = store.edge_index.graph
+            self.known[graph.n_id] = (found[ends[0]],)
+            self.known[graph.e_id] = tuple(found[end] for end in dict.fromkeys(ends))
+        return found
 
-    def of(self, *values: Any) -> list[Origin]:
-        """Return the origins of rows and graphs among some values, each of them once."""
-        return list(dict.fromkeys(origin for t in keys(*values) if (origin := self.known.get(t)) is not None))
-
-    def join(self, *values: Any) -> Origin | None:
-        """Return the origin of what a function makes of some values; refuse those whose rows are of other nodes."""
-        found = self.of(*values)
-        for pair in combinations(found, 2):
-            if pair not in self.compared:
-                self.compared[pair] = pair[0].apart(pair[1])
-            if told := self.compared[pair]:
+    def join(self, *values: Any, compares: bool = False) -> Known:
+        """Return the origins of what a function makes of some values; refuse rows of other nodes. Functions that may
+        compare numbers of nodes (``compares``) take those of any data.
+        """
+        found: dict[Origin, bool] = {}
+        for t, of_graph in keys(*values):
+            rows = of_graph or not (compares and t in self.ids)
+            found |= {origin: rows or found.get(origin, False) for origin in self.known.get(t, ())}
+        mixed = False
+        for one, other in combinations(found, 2):
+            if (one, other) not in self.compared:
+                self.compared[one, other] = one.apart(other)
+            told = self.compared[one, other]
+            if told and found[one] and found[other]:
                 raise Local(f"joins rows of two partitions, which are of other nodes: {told}", ADVICE)
-        return found[0] if found else None
+            mixed = mixed or bool(told)
+        return () if mixed else tuple(found)
 
 
-def keys(*values: Any) -> Iterator[Tensor]:
-    """Yield the tensors by which origins are known."""
+def keys(*values: Any) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the tensors by which origins are known, and whether that is a graph's."""
     for t in tensors(*values):
         graph = next((it._graph for it in sharded(t)), None)
         if graph is None:
-            yield t
-        elif graph.n_id is not None:
-            yield graph.n_id
+            yield t, False
+        else:
+            yield from ((ids, True) for ids in (graph.n_id, graph.e_id) if ids is not None)

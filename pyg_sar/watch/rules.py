@@ -24,6 +24,7 @@ MEAN = (
     "Take 'pyg_sar.global_mean(...)' of the rows, or 'pyg_sar.global_sum(x.sum(0)) / data.total_nodes'; of hits, "
     "'pyg_sar.accuracy(...)'"
 )
+TABLE = "Take 'pyg_sar.nn.NodeEmbedding(data, channels)' for a row for each node"
 REDUCTION = "Pass reduction='none' and take 'pyg_sar.global_mean(...)' of the result"
 ROW_SUMS = "Pass reduction='none' and take 'pyg_sar.global_mean(...)' of the sum of each row ('.flatten(1).sum(1)')"
 NORM = "Take the normalisation of this name in 'pyg_sar.nn', or 'pyg_sar.nn.convert(model)'"
@@ -85,8 +86,8 @@ CUTS = names(
     "tile cat"
 )
 VIEWS = names("view reshape flatten unflatten view_as reshape_as ravel")
-COPIES = names("clone contiguous detach to long cpu cuda data deepcopy")
-READS = names("getitem index_select gather take_along_dim")
+COPIES = names("clone contiguous detach to long int cpu cuda data deepcopy")
+STACKS = names("cat stack hstack vstack")
 SAME_IDS = {*COPIES, *CUTS, *VIEWS, *PERMUTES, *names("getitem index_select select unbind")}
 
 
@@ -94,7 +95,8 @@ def kind_of(call: Call, out: Tensor) -> Kind | None:
     """Return what a result of a call is, if anything is known of it."""
     if any(isinstance(t, ShardedEdgeIndex) for t, _ in call.kinds):
         return of_edges(call, out)
-    if call.name in SAME_IDS and (call.kind(call.arg(0, "input")) == Kind(IDS) or call.whats == {IDS}):
+    joined = call.name in STACKS and call.whats == {IDS}
+    if joined or (call.name in SAME_IDS and call.kind(call.arg(0, "input")) == Kind(IDS)):
         return Kind(IDS)
     if call.whats & {ROWS, ENDS}:
         return of_rows(call, out)
@@ -104,10 +106,31 @@ def kind_of(call: Call, out: Tensor) -> Kind | None:
     return Kind(SAME) if known and (call.kinds or call.name in CONSTANTS) and call.name != "grad" else None
 
 
-def refuse_ids(call: Call) -> None:
-    """Refuse to choose rows by ids: it would be rows of other nodes, or there are none of these numbers."""
-    if IDS in call.whats and call.name in READS and call.rows(call.arg(0, "input")) is not None:
+def refuse_ids(call: Call, known: Container[Tensor]) -> None:
+    """Refuse to choose rows by ids, which may be ``known`` ones: it would be rows of other nodes, or there are none of
+    these numbers.
+    """
+    key = key_of_rows(call)
+    if isinstance(key, Tensor) and (key in known or call.kind(key) == Kind(IDS)):
         raise Local("chooses rows of this worker by numbers of nodes in the whole graph", LINKS)
+
+
+def key_of_rows(call: Call) -> Any:
+    """Return by what a call chooses rows, if it does."""
+    if call.name == "embedding":
+        return call.arg(0, "input") if call.rows(call.arg(1, "weight")) == 0 else None
+    t = call.arg(0, "input")
+    row = call.rows(t)
+    if row is None or call.name not in ("getitem", "setitem", "index_select", "gather"):
+        return None
+    if call.name in ("index_select", "gather"):
+        return call.arg(2, "index") if call.arg(1, "dim") % t.dim() == row else None
+    begin = 0
+    for key in spelt_out(call.args[1], t.dim()):
+        if begin <= row < begin + uses(key):
+            return key
+        begin += uses(key)
+    return None
 
 
 def of_edges(call: Call, out: Tensor) -> Kind | None:
@@ -142,6 +165,10 @@ def of_rows(call: Call, out: Tensor) -> Kind | None:
 
 def refuse_table(call: Call) -> None:
     """Refuse a parameter of as many rows that is joined to rows: they would belong to others on another worker."""
+    if call.name == "getitem" and isinstance(call.args[0], torch.nn.Parameter) and call.rows(call.args[0]) is None:
+        key = call.args[1]
+        if isinstance(key, Tensor) and key.dtype == torch.bool and call.rows(key) is not None:
+            raise Local("chooses rows of a parameter by a mask of this worker's nodes or edges", TABLE)
     if call.name not in ARITHMETIC or call.end_to_end():
         return
     t, kind = call.first()
@@ -152,7 +179,7 @@ def refuse_table(call: Call) -> None:
                 f"joins ('{call.name}') a parameter of shape {list(p.shape)} to the rows of as many nodes or edges of "
                 f"this worker, which are others on each worker, while all have the same parameters"
             )
-            raise Local(why, "Take 'pyg_sar.nn.NodeEmbedding(data, channels)' for a row for each node")
+            raise Local(why, TABLE)
 
 
 def aligned(call: Call, out: Tensor) -> Kind | None:
@@ -321,16 +348,12 @@ def by_position(call: Call, sizes: Container[int]) -> bool:
     if call.name == "index_select":
         index = call.arg(2, "index")
         return row == call.arg(1, "dim") % t.dim() and call.kind(index) == Kind(SAME) and index.numel() != n
-    begin = 0
-    for key in spelt_out(call.args[1], t.dim()):
-        if begin <= row < begin + uses(key):
-            if isinstance(key, Tensor):
-                return call.kind(key) == Kind(SAME) and (key.dtype == torch.bool or key.numel() != n)
-            if isinstance(key, slice):
-                return key.indices(n) != (0, n, 1)
-            return not hasattr(key, "__len__") or len(key) != n
-        begin += uses(key)
-    return False
+    key = key_of_rows(call)
+    if isinstance(key, Tensor):
+        return call.kind(key) == Kind(SAME) and (key.dtype == torch.bool or key.numel() != n)
+    if isinstance(key, slice):
+        return key.indices(n) != (0, n, 1)
+    return not hasattr(key, "__len__") or len(key) != n
 
 
 def spelt_out(keys: Any, dims: int) -> list[Any]:
@@ -348,15 +371,17 @@ def uses(key: Any) -> int:
     return key.dim() if isinstance(key, Tensor) and key.dtype == torch.bool else 1
 
 
-def assigned(call: Call) -> Kind | None:
-    """``t[key] = value`` of a tensor of which nothing was known: rows that are chosen by rows, or filled with them."""
+def assigned(call: Call, sizes: Container[int]) -> Kind | None:
+    """``t[key] = value`` of a tensor of which nothing was known: rows that are chosen by rows, or filled with them, if
+    there are as many as this worker has nodes or edges; a tensor for all nodes holds a share of them.
+    """
     t, key, value = call.args
     kind, index = call.kind(t), call.kind(key)
     if kind is not None and kind.what != SAME:
         return kind
     by_rows = index is not None and (index.what == ENDS or (index.what == ROWS and key.dtype == torch.bool))
     if by_rows or call.rows(value) is not None:
-        return Kind(ROWS)
+        return Kind(ROWS) if t.size(0) in sizes else None
     return kind if all(call.kind(it) == Kind(SAME) for it in tensors(key, value)) else None
 
 

@@ -30,6 +30,7 @@ from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
 from pyg_sar.distributed.group import Workers
 from pyg_sar.distributed.stages import mesh_of
+from pyg_sar.distributed.values import from_bytes, to_bytes
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.structure import tensors
 from pyg_sar.watch import LOSS, ROWS, SAME, current, rows
@@ -301,6 +302,109 @@ def test_rows_of_two_partitions_one_after_the_other(parts: str) -> None:
             data.x + other.x
 
     passes(f"{parts}/one", work)
+
+
+def relabelled(a: Any, b: Any) -> Tensor:
+    """Rows of pairs by a table of one's own, which tells the row of each id."""
+    row = torch.full((N,), -1)
+    row[a.n_id] = torch.arange(a.num_nodes)
+    own = row[a.edge_label_index]
+    return a.x[own[:, (own >= 0).all(0)][0]]
+
+
+def summed_in_place(a: Any, b: Any) -> Tensor:
+    """A table for all nodes, of which a worker fills its own rows."""
+    table = torch.zeros(N, 8)
+    table[a.n_id] = a.x
+    return table[b.n_id] + table[a.edge_label_index[0]].sum(0)
+
+
+def buffered(a: Any, b: Any) -> Tensor:
+    buffer = torch.empty(a.x.shape)
+    for data in (a, b):
+        buffer.copy_(data.x)
+        buffer[:] = data.x
+    return buffer + b.x
+
+
+# What is right with data of other nodes.
+APART: dict[str, Callable[[Any, Any], Any]] = {
+    "ids are compared": lambda a, b: (torch.equal(a.n_id, b.n_id), torch.isin(a.n_id, b.n_id), a.n_id == b.n_id),
+    "ids are looked up": lambda a, b: (a.n_id[:, None] == b.n_id[None], torch.searchsorted(b.n_id.sort()[0], a.n_id)),
+    "ids leave torch": lambda a, b: (a.n_id.numpy(), a.n_id[a.train_mask].tolist()),
+    "one below the other": lambda a, b: (torch.vstack([a.x, b.x]), torch.hstack([a.y, b.y])),
+    "padded": lambda a, b: torch.nn.utils.rnn.pad_sequence([a.x, b.x]),
+    "side by side for torch": lambda a, b: torch._foreach_mul([a.x, b.x], 2.0),
+    "rows by a table": relabelled,
+    "a table of all": summed_in_place,
+    "classes of all by ids": lambda a, b: a.x[:, torch.arange(N)[a.edge_label_index[1]][:3] % 4],
+    "a buffer": buffered,
+    "a module with the number": lambda a, b: pyg_sar.broadcast_parameters(keeps(int(a.num_nodes))),
+}
+
+
+def keeps(number: int) -> torch.nn.Module:
+    module = torch.nn.Linear(8, 20)
+    module.number = number
+    return module
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_is_right_with_two_partitions(parts: str, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        passes(f"{parts}/one", lambda data: APART[name](data, pyg_sar.load(f"{parts}/other")))
+
+
+def test_types_of_nodes_that_two_partitions_share(parts: str, tmp_path: Any) -> None:
+    halves = {"u": torch.arange(20) % 2, "v": torch.arange(30) % 2}
+    pyg_sar.partition(two_types(), 2, tmp_path / "one", method=halves, order="id")
+    pyg_sar.partition(two_types(), 2, tmp_path / "other", method=halves | {"v": torch.arange(30) // 15}, order="id")
+
+    def work(data: Any) -> None:
+        other = pyg_sar.load(tmp_path / "other")
+        assert (data["u"].x + other["u"].x).shape == (10, 8)
+        conv = pyg_sar.nn.SAGEConv((8, 8), 4)
+        conv((other["u"].x, data["v"].x), data[RELATION].edge_index)
+        with pytest.raises(NotImplementedError, match="rows of two partitions"):
+            conv((data["u"].x, other["v"].x), data[RELATION].edge_index)
+
+    passes(str(tmp_path / "one"), work)
+
+
+def test_more_rows_of_two_partitions(parts: str) -> None:
+    def work(data: Any) -> None:
+        other = pyg_sar.load(f"{parts}/other")
+        with pytest.raises(NotImplementedError, match="rows of two partitions"):
+            pyg_sar.message_flow_graphs(data.edge_index, other.train_mask, 1)
+        with pytest.raises(NotImplementedError, match="rows of two partitions"):
+            pyg_sar.gather(data.x, other.n_id)
+        for ids in (data.n_id, data.n_id[data.train_mask], data.edge_label_index[0].int()):
+            with pytest.raises(NotImplementedError, match="numbers of nodes in the whole graph"):
+                data.x[ids]
+            with pytest.raises(NotImplementedError, match="numbers of nodes in the whole graph"):
+                F.embedding(ids, data.x)
+        with pytest.raises(NotImplementedError, match="NodeEmbedding"):
+            torch.nn.Parameter(torch.ones(20, 4))[data.train_mask]
+
+    passes(f"{parts}/one", work)
+
+
+def test_lazy_parameters_are_told_of_all_the_same(parts: str) -> None:
+    for error in outcomes(f"{parts}/one", lambda data: pyg_sar.broadcast_parameters(gnn.GraphSAGE(-1, 8, 2, 4))):
+        assert "parameter of a lazy layer" in str(error)
+
+
+def test_the_number_of_nodes_can_be_saved(parts: str, tmp_path: Any) -> None:
+    def work(data: Any) -> None:
+        file = tmp_path / f"{data.n_id[0].item()}.pt"
+        torch.save({"n": data.num_nodes}, file)
+        assert torch.load(file, weights_only=True) == {"n": 20}
+        assert type(from_bytes(to_bytes({"n": data.num_nodes}))["n"]) is int
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of rows by position
+        passes(f"{parts}/one", work)
 
 
 def test_a_mask_filled_by_a_list_of_rows(parts: str) -> None:

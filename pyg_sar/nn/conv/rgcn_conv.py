@@ -22,6 +22,9 @@ from pyg_sar.reduce.relational import by_block, times
 from pyg_sar.rewire import TypedGraph, by_type
 from pyg_sar.runs import runs_of_destinations
 
+# Up to so many blocks runs take no longer than sums of all, in parts that read nearly all rows; with few bases or not.
+MOST_BLOCKS = {True: 8, False: 16}
+
 
 class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     r"""The relational graph convolutional operator from the `"Modeling Relational Data with Graph Convolutional
@@ -34,10 +37,10 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.RGCNConv`. On a sharded graph all relations
     stream at once: rows are added up for every pair :math:`(r, i)` that has an edge, for some nodes at a time, where
     PyG runs over the graph once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows; nothing is
-    kept for backward but the features (case 2 of the SAR paper). In modes 2 and 3, and where input features are cached,
-    sums and means without fewer bases than relations are kept instead, and fetch no row twice (case 1), in two to three
-    times the memory. In a message-flow graph or between two sets of nodes, fewer bases than relations have a sum each,
-    with coefficients that are learnt. Without input features
+    kept for backward but the features (case 2 of the SAR paper). In modes 2 and 3, on more than 16 workers, and where
+    input features are cached, sums and means without fewer bases than relations are kept instead, and fetch no row
+    twice (case 1), in two to three times the memory. On more than 8 workers, in a message-flow graph or between two
+    sets of nodes, fewer bases than relations have a sum each, with coefficients that are learnt. Without input features
     (``x=None``, or node ids in place of ``x``) each node selects a row of the weights: ``in_channels`` is then the
     number of nodes of the whole graph. There, without fewer bases or with ``aggr="max"``, relations stream one by one,
     as each has rows of its own.
@@ -96,12 +99,13 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         return out if self.bias is None else add(out, self.bias)
 
     def by_runs(self, graph: ShardedGraph, edge_type: Tensor, x: Tensor, few_bases: bool) -> Tensor:
-        """Aggregate by bases if that multiplies less, which are a row for each basis and node four times, forward and
-        backward, against a row for each run three times.
+        """Aggregate by bases if that multiplies less, which are a row for each basis and destination of a block, and
+        for each source, twice, against a row for each run three times.
         """
         args = graph, edge_type, self.num_relations, self.aggr == "mean", self.out_channels
         num_runs = sum(len(its.sizes) for its in runs_of_destinations(*args[:3]).values())
-        if few_bases and 4 * len(self.weight) * graph.num_dst < 3 * num_runs:
+        num_rows = sum(block.rowptr.numel() - 1 + block.num_src for block in graph.blocks)
+        if few_bases and 2 * len(self.weight) * num_rows < 3 * num_runs:
             return aggregate(graph, BasisSum(*args), x, const=[self.comp, self.weight])
         return aggregate(graph, RelationSum(*args), x, const=[self.blocks()])
 
@@ -146,7 +150,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
 
 def sums_by_runs(graph: ShardedGraph, x: Tensor, few_bases: bool) -> bool:
     """Whether sums of types live for some nodes at a time: where nodes have features, of all nodes or not many more
-    than there are destinations, unless they are fetched once more for it and nobody asked for that (mode 1).
+    than there are destinations, unless they are fetched once more for it and nobody asked for that (mode 1), or cut
+    into so many blocks that to multiply the runs of each takes longer than to keep the sums of all.
 
     Autocast, which would multiply in another type, goes the other way. All workers decide alike.
     """
@@ -154,7 +159,9 @@ def sums_by_runs(graph: ShardedGraph, x: Tensor, few_bases: bool) -> bool:
         return False
     if graph.exchange.alone and len(graph.blocks) == 1:
         return graph.num_src <= 2 * graph.num_dst and (few_bases or not graph.is_constant(x))
-    return graph.origin is None and not graph.bipartite and (few_bases or (graph.remat and not graph.is_constant(x)))
+    if graph.origin is not None or graph.bipartite or len(graph.blocks) > MOST_BLOCKS[few_bases]:
+        return False
+    return few_bases or (graph.remat and not graph.is_constant(x))
 
 
 class Pick(torch.autograd.Function):

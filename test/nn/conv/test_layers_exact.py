@@ -136,6 +136,23 @@ def test_rgcn_multiplies_the_fewest_rows(monkeypatch, fast, count, kind, used, a
         close(found[0][key], expected, key)
 
 
+@pytest.mark.parametrize(("parts", "kind", "used"), [
+    (8, {"num_bases": 2}, True), (9, {"num_bases": 2}, False), (16, {}, True), (17, {}, False),
+])  # fmt: skip
+def test_rgcn_keeps_sums_where_runs_of_many_blocks_would_be_multiplied(monkeypatch, parts, kind, used):
+    torch.manual_seed(0)
+    ours, theirs, called = (*(lib.RGCNConv(8, 4, 9, **kind).double() for lib in (pyg_sar.nn, torch_geometric.nn)), [])
+    theirs.load_state_dict(ours.state_dict())
+    for cls in (pyg_sar.reduce.RelationSum, pyg_sar.reduce.BasisSum):
+        monkeypatch.setattr(cls, "sums", counted(cls.sums, called))
+    edge_index, types, x = torch.randint(40, (2, 900)), torch.randint(9, (900,)), torch.randn(40, 8).double()
+    for remat in (True, False):
+        called.clear()
+        graph = pyg_sar.shard(edge_index, 40, parts).replace(remat=remat)
+        close(ours(x, graph, types), theirs(x, edge_index, types), "output")
+        assert bool(called) == (used and (remat or "num_bases" in kind))
+
+
 def counted(sums, called):
     """Note whose sums are made."""
 
