@@ -82,6 +82,8 @@ class Watch(TorchFunctionMode):
             rules.refuse_ids(call, self.origins.ids)
         except Local as local:
             self.refuse(local)
+        except Exception:  # of a call that is put in another way than expected nothing is known
+            pass
         out = func(*args, **(kwargs or {}))
         self.look(call, out)
         return out
@@ -148,7 +150,7 @@ class Watch(TorchFunctionMode):
             placed = not self.ordered and rules.by_position(call, self.sizes)
         except Local as local:
             self.refuse(Local(TABLES, TOGETHER) if tables else local)
-        except Exception:  # of a call that is put in another way than expected nothing is known
+        except Exception:  # as above
             pass
         self.check(call, found, placed)
         self.clip(call)

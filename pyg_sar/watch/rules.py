@@ -353,7 +353,7 @@ def by_position(call: Call, sizes: Container[int]) -> bool:
         return call.kind(key) == Kind(SAME) and (key.dtype == torch.bool or key.numel() != n)
     if isinstance(key, slice):
         return key.indices(n) != (0, n, 1)
-    return not hasattr(key, "__len__") or len(key) != n
+    return key is not None and (not hasattr(key, "__len__") or len(key) != n)
 
 
 def spelt_out(keys: Any, dims: int) -> list[Any]:

@@ -561,6 +561,24 @@ def test_rows_chosen_by_rows_do_not_warn(parts: str) -> None:
     passes(f"{parts}/one", work)
 
 
+def test_calls_in_other_forms_are_left_alone(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise TypeError("a call that the rules do not expect")
+
+    def work(data: Any) -> None:
+        assert data.x.index_select(index=torch.arange(20), dim=0).shape == data.x.shape
+        with pytest.raises(TypeError):
+            data.x.index_select("nodes")  # torch's own error
+        with pytest.raises(IndexError):
+            data.x[0, 0, 0]
+        monkeypatch.setattr("pyg_sar.watch.rules.key_of_rows", fails)
+        assert data.x[data.train_mask].size(1) == 8
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        passes(f"{parts}/one", work)
+
+
 def test_rows_of_message_flow_graphs_stand_in_an_order(parts: str) -> None:
     def work(data: Any) -> None:
         flow = pyg_sar.message_flow_graphs(data.edge_index, data.train_mask, 1)
