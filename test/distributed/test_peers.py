@@ -49,9 +49,9 @@ def measure(group, mode, method):
         with record_traffic(it.share.edge_index) as records:
             it.loss().backward()
         (found,) = records
-        row, again = case.width * 8, case.case == 2 and mode == 1
+        row, again = case.width * 8, case.case_in(mode) == 2 and mode == 1
         expected = {
-            "case": case.case,
+            "case": case.case_in(mode),
             "forward_received": reads * row,
             "forward_sent": serves * row,
             "backward_received": (serves + again * reads) * row,

@@ -43,6 +43,10 @@ class Case:
         inner = {"nn": torch.nn.Linear(*self.kwargs["nn"])} if "nn" in self.kwargs else {}
         return getattr(library, self.layer)(*self.args, **{**self.kwargs, **inner}).to(dtype)
 
+    def case_in(self, mode: int) -> int:
+        """Return the case in a mode: in mode 1 sums of R-GCN fetch rows again, in others they are kept."""
+        return 2 if self.layer == "RGCNConv" and mode == 1 else self.case
+
     def shape(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the numbers of sources and destinations, and the widths of their rows."""
         width = self.args[0] if self.args else self.kwargs["nn"][0]
