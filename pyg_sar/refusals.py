@@ -39,11 +39,11 @@ NO_SUCH = (
     "Nothing in 'pyg_sar.nn' takes its place: do what it does before 'partition', leave it out, or use one process"
 )
 ELSE = "Do this before 'partition', or use what 'pyg_sar.nn' has for it; global ids are in 'data.n_id' and 'data.e_id'"
-# Functions of PyG that need nothing but the number of nodes.
 LOOPS = (
     "It adds self-loops up to the largest number of a node. Add them before 'partition' (T.AddRemainingSelfLoops), and "
     "make the layer with 'add_self_loops=False'"
 )
+# Functions of PyG that need nothing but the number of nodes.
 COUNTED = ("add_remaining_self_loops", "add_self_loops", "degree", "get_laplacian", "scatter", "softmax")
 SPOKEN = {"__eq__": "==", "__getitem__": "indexing", "__ne__": "!=", "__reduce_ex__": "copying or saving",
           "__setitem__": "writing"}  # fmt: skip

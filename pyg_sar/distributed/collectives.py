@@ -139,7 +139,8 @@ def sum_gradients(
         *modules, group = modules  # type: ignore[assignment]
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
     named = {name: p for name, p in every.items() if not is_local(p)}
-    losses = stepped(*([p.grad for p in every.values() if is_local(p) == own] for own in (False, True)))
+    own = [p.grad for p in every.values() if is_local(p)]
+    losses = stepped([p.grad for p in named.values()], own)
     if notices.LOOKS:
         debugging.look(every, group)
     if not grouped(group):

@@ -345,9 +345,6 @@ def by_position(call: Call, sizes: Container[int]) -> bool:
         dims = call.arg(2, "dims") if call.name == "roll" else call.kwargs.get("dims", call.args[1:])
         dims = [dims] if isinstance(dims, int) else dims or range(t.dim())
         return row in {d % t.dim() for it in dims for d in (it if isinstance(it, (tuple, list)) else [it])}
-    if call.name == "index_select":
-        index = call.arg(2, "index")
-        return row == call.arg(1, "dim") % t.dim() and call.kind(index) == Kind(SAME) and index.numel() != n
     key = key_of_rows(call)
     if isinstance(key, Tensor):
         return call.kind(key) == Kind(SAME) and (key.dtype == torch.bool or key.numel() != n)

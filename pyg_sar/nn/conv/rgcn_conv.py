@@ -39,7 +39,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     PyG runs over the graph once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows; nothing is
     kept for backward but the features (case 2 of the SAR paper). In modes 2 and 3, on more than 16 workers, and where
     input features are cached, sums and means without fewer bases than relations are kept instead, and fetch no row
-    twice (case 1), in two to three times the memory. On more than 8 workers, in a message-flow graph or between two
+    twice (case 1), in more memory. On more than 8 workers, in a message-flow graph or between two
     sets of nodes, fewer bases than relations have a sum each, with coefficients that are learnt. Without input features
     (``x=None``, or node ids in place of ``x``) each node selects a row of the weights: ``in_channels`` is then the
     number of nodes of the whole graph. There, without fewer bases or with ``aggr="max"``, relations stream one by one,
