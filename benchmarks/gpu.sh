@@ -22,7 +22,7 @@ tests)
     # Plugins of benchmarks warn, and warnings are errors here. Should time be up, what failed is told.
     timeout --signal=INT 560 "$python" -m pytest -p no:benchmark -v --tb=short -n 8 --dist worksteal \
         -k "gpu or cuda or triton" \
-        test/ops test/nn/conv test/nn/replay test/integration/test_cuda.py test/integration/test_devices.py \
+        test/ops test/reduce test/nn/conv test/nn/replay test/integration/test_cuda.py test/integration/test_devices.py \
         test/distributed/test_staging.py test/offload test/data/test_hetero.py test/integration/test_faults.py 2>&1 | tee "$out/tests.log"
     ;;
 sanitize)
