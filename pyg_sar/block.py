@@ -78,7 +78,15 @@ class Block:
     @property
     def row(self) -> Tensor:
         """Destination of each edge; derived anew at every use because it is as long as the edges."""
-        rows = torch.arange(self.num_dst, device=self.col.device) if self.dst is None else self.dst.long()
+        return self.place if self.dst is None else self.spread(self.dst.long())
+
+    @property
+    def place(self) -> Tensor:
+        """Where ``rowptr`` has the destination of each edge."""
+        return self.spread(torch.arange(self.rowptr.numel() - 1, device=self.col.device))
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Return for each edge the row of its destination, given those that ``rowptr`` leads over."""
         return rows.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
 
     @property
@@ -200,11 +208,11 @@ def put_rows(t: Tensor, index: Index, rows: Tensor) -> None:
 
 
 def add_rows(t: Tensor, index: Index, rows: Tensor) -> None:
-    """Add to rows, each of another place."""
+    """Add to rows, each of another place, what may be of a narrower type."""
     if isinstance(index, slice):
         t[index] += rows
     else:
-        t.index_add_(0, index, rows)
+        t.index_add_(0, index, rows.to(t.dtype))
 
 
 def length(ids: Index) -> int:

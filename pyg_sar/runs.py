@@ -2,14 +2,15 @@ r"""Edges in *runs*: those of a row that have the same type, which can be added 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyg_sar.block import Block, compress, rows_at
+from pyg_sar.block import Block, compress, ordinary_mode, rows_at
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import empty, spmm_, zeros
 from pyg_sar.ops.reference import accumulator
@@ -77,61 +78,61 @@ class Range(NamedTuple):
         return out
 
 
-class Runs(NamedTuple):
-    """The runs of a block's destinations, or sources.
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The runs of a block's destinations.
 
     Args:
-        ranges: The rows, in ranges.
-        sizes: How many edges of its type the destination has, on the worker: for each run if its row is one, else for
-            each edge, as a column.
+        block: The block.
+        num_types: How many types there are.
+        ranges: Its destinations that have edges, in ranges.
+        sizes: How many edges of its type the destination of each run has, on the worker, ``[num_runs, 1]``.
     """
 
+    block: Block
+    num_types: int
     ranges: list[Range]
     sizes: Tensor
 
+    @cached_property
+    @ordinary_mode
+    def transpose(self) -> tuple[list[Range], Tensor]:
+        """The runs of the block's sources, in ranges of these, and the size above for each edge, in their order.
 
-def runs_of_destinations(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> dict[Block, Runs]:
-    """Return those of the destinations that have edges in a block, for each block that has some; they are kept as long
-    as ``edge_type`` lives.
-    """
+        It asks forward's runs for the types of edges: who changes these meanwhile changes what comes, as in PyG.
+        """
+        block, length = self.block, torch.cat([span.of_runs.ptr.diff() for span in self.ranges])
+        place = torch.cat([span.row + span.rows.start for span in self.ranges])
+        types = torch.arange(self.num_types, device=place.device).unsqueeze(1)
+        types = torch.cat([span.each(types) for span in self.ranges]).squeeze(1)
+        row = place if block.dst is None else rows_at(block.dst, place)
+        row, types, sizes = (
+            t.repeat_interleave(length, 0, output_size=block.num_edges) for t in (row, types, self.sizes)
+        )
+        col = torch.cat([span.of_runs.col for span in self.ranges])
+        ranges, order, _ = sort(col, row.to(col.dtype), types, block.num_src, self.num_types)
+        return ranges, sizes[order]
+
+
+def runs_of(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> dict[Block, Runs]:
+    """Return the runs of each block that has edges; they are kept as long as ``edge_type`` lives unchanged."""
 
     def make() -> dict[Block, Runs]:
         check_types(graph, edge_type, num_types)
+        blocks = [block for block in graph.blocks if block.num_edges > 0]
+        if not blocks:
+            return {}
+        types = [rows_at(edge_type, block.edges) for block in blocks]
+        keys = [block.row * num_types + its for block, its in zip(blocks, types, strict=True)]
+        _, pair, count = torch.cat(keys).unique(return_inverse=True, return_counts=True)
+        sizes = count.int()[pair].split([block.num_edges for block in blocks])
         found = {}
-        for block, types, sizes in typed(graph, edge_type, num_types):
-            place = torch.arange(block.rowptr.numel() - 1, device=block.col.device)
-            row = place.repeat_interleave(block.rowptr.diff(), output_size=block.num_edges)
-            ranges, order, first = sort(row, block.col, types, len(place), num_types)
-            found[block] = Runs(ranges, sizes[order[first]].unsqueeze(1))
+        for block, its, size in zip(blocks, types, sizes, strict=True):
+            ranges, order, first = sort(block.place, block.col, its, block.rowptr.numel() - 1, num_types)
+            found[block] = Runs(block, num_types, ranges, size[order[first]].unsqueeze(1))
         return found
 
     return graph.derived(("runs", num_types), make, of=edge_type)
-
-
-def runs_of_sources(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> dict[Block, Runs]:
-    """Return those of the source rows of each block that has edges."""
-
-    def make() -> dict[Block, Runs]:
-        found = {}
-        for block, types, sizes in typed(graph, edge_type, num_types):
-            ranges, order, _ = sort(block.col, block.row, types, block.num_src, num_types)
-            found[block] = Runs(ranges, sizes[order].unsqueeze(1))
-        return found
-
-    return graph.derived(("runs of sources", num_types), make, of=edge_type)
-
-
-def typed(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Yield each block that has edges with the type of each edge, and how many edges of its type its destination has in
-    all blocks.
-    """
-    blocks = [block for block in graph.blocks if block.num_edges > 0]
-    types = [rows_at(edge_type, block.edges) for block in blocks]
-    keys = [block.row * num_types + its for block, its in zip(blocks, types, strict=True)]
-    if keys:
-        _, pair, count = torch.cat(keys).unique(return_inverse=True, return_counts=True)
-        sizes = count.int()[pair].split([len(its) for its in types])
-        yield from zip(blocks, types, sizes, strict=True)
 
 
 def sort(

@@ -11,7 +11,7 @@ from pyg_sar.linear import linear_grad, product
 from pyg_sar.ops import empty, sddmm_, spmm_, zeros
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows
-from pyg_sar.runs import Range, runs_of_destinations, runs_of_sources
+from pyg_sar.runs import Range, runs_of
 
 
 class RelationSum(Reduce):
@@ -35,9 +35,7 @@ class RelationSum(Reduce):
     """
 
     def __init__(self, graph: ShardedGraph, edge_type: Tensor, num_types: int, mean: bool, channels: int) -> None:
-        self.graph, self.edge_type, self.num_types, self.mean = graph, edge_type, num_types, mean
-        self.channels = channels
-        self.runs = runs_of_destinations(graph, edge_type, num_types)
+        self.runs, self.mean, self.channels = runs_of(graph, edge_type, num_types), mean, channels
         # Then a step writes each row once, and there is nothing to add to.
         self.writes = len(graph.blocks) == 1 and graph.num_edges > 0 and graph.blocks[0].dst is None
 
@@ -49,10 +47,10 @@ class RelationSum(Reduce):
 
     def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
         """Add up the runs of some destinations at a time, multiply them by the matrices of their types, and add up."""
-        ranges, sizes = self.runs[block]
-        for span in ranges:
+        runs = self.runs[block]
+        for span in runs.ranges:
             into = state[span.rows] if self.writes else None
-            found = self.sums(span, sizes[span.runs] if self.mean else None, x, rows, into)
+            found = self.sums(span, runs.sizes[span.runs] if self.mean else None, x, rows, into)
             if not self.writes:
                 add_rows(state, span.rows if block.dst is None else block.dst[span.rows], found)
         return state
@@ -75,7 +73,7 @@ class RelationSum(Reduce):
         """Add up the gradients by the runs of some sources at a time."""
         assert x is not None
         (weights,), kind = rows.const, accumulator(x.dtype)
-        ranges, sizes = runs_of_sources(self.graph, self.edge_type, self.num_types)[block]
+        ranges, sizes = self.runs[block].transpose
         source = empty(x, *x.shape) if needs.source else None
         d_weights = torch.zeros_like(weights, dtype=kind)
         for span in ranges:
@@ -128,7 +126,7 @@ class BasisSum(RelationSum):
         """Add up the gradients by the runs of some sources at a time."""
         assert x is not None
         (coefficient, bases), kind = rows.const, accumulator(x.dtype)
-        ranges, sizes = runs_of_sources(self.graph, self.edge_type, self.num_types)[block]
+        ranges, sizes = self.runs[block].transpose
         weight = bases.transpose(1, 2).flatten(0, 1)  # [B * O, F]
         source = empty(x, *x.shape) if needs.source else None
         d_coefficient = torch.zeros_like(coefficient, dtype=torch.double)

@@ -47,6 +47,14 @@ def test_norm(tmp_path):
 
 
 @pytest.mark.grid
+def test_rgcn(tmp_path):
+    sizes = ["--nodes", 300, "--edges", 2000, "--blocks", 2, "--sizes", 64, "--repetitions", 1, "--threads", 1]
+    run("rgcn", *sizes, "--out", tmp_path)
+    table = (tmp_path / "rgcn-cpu.md").read_text()
+    assert "| none | 2 | 0." in table and "| 4 | 1 | 64 |" in table
+
+
+@pytest.mark.grid
 @pytest.mark.skipif(not HAS_ONEDNN, reason="oneDNN is not faster on processors like this one")
 def test_dense(tmp_path):
     run("dense", "--shapes", "300/8/5", "--threads", 1, "--repetitions", 1, "--out", tmp_path)

@@ -78,7 +78,7 @@ def test_equals_every_relation_alone(parts, kind, mean, size, device, kernels, m
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bases", [True, False])
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, 3, 20])
 def test_rounds_to_at_most_twice_the_error_of_every_relation_alone(dtype, bases, parts, size):
     """The root of the mean square, of five graphs."""
     square = torch.zeros(2, 4 if bases else 3)

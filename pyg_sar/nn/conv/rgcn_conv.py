@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyg_sar.aggregate import SIMPLE, SUMS, aggregate, reduce_rows
 from pyg_sar.autograd import once_differentiable
+from pyg_sar.block import add_rows
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear, linear_grad
@@ -17,10 +18,11 @@ from pyg_sar.nn.conv.message_passing import MessagePassing, add
 from pyg_sar.nn.replay.by_chunks import layer_by_chunks
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.ops import empty, spmm_, zeros
+from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce import BasisSum, RelationSum, Sum
 from pyg_sar.reduce.relational import by_block, times
 from pyg_sar.rewire import TypedGraph, by_type
-from pyg_sar.runs import runs_of_destinations
+from pyg_sar.runs import runs_of
 
 # Up to so many blocks runs take no longer than sums of all, in parts that read nearly all rows; with few bases or not.
 MOST_BLOCKS = {True: 8, False: 16}
@@ -103,7 +105,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         for each source, twice, against a row for each run three times.
         """
         args = graph, edge_type, self.num_relations, self.aggr == "mean", self.out_channels
-        num_runs = sum(len(its.sizes) for its in runs_of_destinations(*args[:3]).values())
+        num_runs = sum(len(its.sizes) for its in runs_of(*args[:3]).values())
         num_rows = sum(graph.num_dst + block.num_src for block in graph.blocks)
         if few_bases and 2 * len(self.weight) * num_rows < 3 * num_runs:
             return aggregate(graph, BasisSum(*args), x, const=[self.comp, self.weight])
@@ -121,7 +123,8 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     def coefficients(self, typed: TypedGraph, edge_type: Tensor) -> Tensor:
         """Return the coefficients of each edge: those of its relation, for each basis."""
         # The gradient of a coefficient is a sum over all edges of its relation: in double precision, basis by basis.
-        columns = [Pick.apply(column, edge_type, typed).to(self.comp.dtype) for column in self.comp.double().unbind(1)]
+        of_edges = edge_type.int()  # bytes would be a mask
+        columns = [Pick.apply(column, of_edges, typed).to(self.comp.dtype) for column in self.comp.double().unbind(1)]
         weight = torch.stack(columns, 1)
         if self.aggr == "mean":
             weight = weight * typed.norm.unsqueeze(-1).to(weight.dtype)
@@ -131,10 +134,10 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         """Aggregate the rows of each relation's weights that nodes select."""
         if self.num_blocks is not None:
             raise ValueError("Block-diagonal decomposition not supported for non-continuous input features.")
-        out = weights.new_zeros(graph.num_dst, self.out_channels)
+        out = weights.new_zeros(graph.num_dst, self.out_channels, dtype=accumulator(weights.dtype))
         for relation, dst, weight in zip(typed.relations, typed.dst.split(typed.counts), weights, strict=True):
-            out = out.index_add_(0, dst, reduce_rows(relation, weight[ids], self.aggr))
-        return out
+            out = out.index_add_(0, dst, reduce_rows(relation, weight[ids], self.aggr).to(out.dtype))
+        return out.to(weights.dtype)
 
     def blocks(self) -> Tensor:
         """Return the diagonal blocks of every relation's weights, of which dense ones have one."""
@@ -197,11 +200,11 @@ class Multiply(torch.autograd.Function):
         """Multiply and add up; ``weights`` are those of the diagonal blocks of every relation."""
         ctx.typed = typed
         ctx.save_for_backward(rows, weights)
-        out = zeros(rows, num_dst, weights.size(1) * weights.size(3))
+        out = zeros(rows, num_dst, weights.size(1) * weights.size(3), dtype=accumulator(rows.dtype))
         pieces = zip(typed.dst.split(typed.counts), rows.split(typed.counts), weights, strict=True)
         for dst, h, weight in pieces:
-            out.index_add_(0, dst, times(h, weight))
-        return out
+            add_rows(out, dst, times(h, weight))
+        return out.to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -108,6 +108,62 @@ def test_rgcn_has_the_type_that_pyg_gives_it(dtype):
     assert layer(x, pyg_sar.shard(edge_index, 3, 2), types).dtype == layer(x, edge_index, types).dtype
 
 
+RGCN = [{}, {"num_bases": 2}, {"num_blocks": 2}, {"aggr": "sum"}]
+
+
+@pytest.mark.parametrize("kind", RGCN, ids=str)
+@pytest.mark.parametrize("parts", [1, 3, 20])
+@pytest.mark.parametrize("remat", [True, False])
+def test_rgcn_differentiates_by_the_types_that_forward_saw(parts, remat, kind):
+    """Whoever changes them in between, as PyG allows, gets the gradients of what was computed."""
+    edge_index, types = torch.randint(40, (2, 300)), torch.randint(3, (300,))
+    ours, theirs = (library.RGCNConv(8, 4, 3, **kind).double() for library in (pyg_sar.nn, torch_geometric.nn))
+    theirs.load_state_dict(ours.state_dict())
+    found = []
+    for layer, graph in ((ours, pyg_sar.shard(edge_index, 40, parts).replace(remat=remat)), (theirs, edge_index)):
+        x, its = torch.linspace(-1, 1, 320, dtype=torch.double).view(40, 8).requires_grad_(), types.clone()
+        out = layer(x, graph, its)
+        its.zero_()
+        out.square().sum().backward()
+        found.append({"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
+    for key, expected in found[1].items():
+        close(found[0][key], expected, key)
+
+
+@pytest.mark.parametrize("kind", RGCN, ids=str)
+@pytest.mark.parametrize("parts", [1, 3, 20])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.bool])
+def test_rgcn_takes_integers_of_any_size_for_types(parts, kind, dtype):
+    """As many edges as relations: bytes could be a mask of these."""
+    edge_index, types = torch.randint(40, (2, 9)), torch.randint(2, (9,))
+    layer, x = pyg_sar.nn.RGCNConv(8, 4, 9, **kind).double(), torch.randn(40, 8).double()
+    graph = pyg_sar.shard(edge_index, 40, parts)
+    close(layer(x, graph, types.to(dtype)), layer(x, graph, types), "output")
+
+
+@pytest.mark.parametrize("kind", [*RGCN, {"ids": True}], ids=str)
+@pytest.mark.parametrize("parts", [1, 3, 20])
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rgcn_adds_many_relations_in_single_precision(parts, remat, dtype, kind):
+    """PyG's error does not grow with the number of relations, either."""
+    kind, relations = dict(kind), 100
+    ids, square = kind.pop("ids", False), torch.zeros(2)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        edge_index, types = torch.randint(40, (2, 4000)), torch.randint(relations, (4000,))
+        ours, theirs = (lib.RGCNConv(40, 4, relations, **kind) for lib in (pyg_sar.nn, torch_geometric.nn))
+        for layer in (ours, theirs):
+            layer.load_state_dict({name: p.to(dtype) for name, p in ours.state_dict().items()})
+        x = None if ids else torch.randn(40, 40).to(dtype)
+        exact = theirs.double()(x if ids else x.double(), edge_index, types)
+        graph = pyg_sar.shard(edge_index, 40, parts).replace(remat=remat)
+        found = ours.to(dtype)(x, graph, types), theirs.to(dtype)(x, edge_index, types)
+        square += torch.stack([(out.double() - exact).square().mean() for out in found])
+    one, other = square.sqrt().tolist()
+    assert one <= 2 * other
+
+
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(("count", "kind", "used"), [
     (30, {"num_bases": 2}, "RelationSum"), (3000, {"num_bases": 2}, "BasisSum"), (3000, {}, "RelationSum"),
