@@ -29,6 +29,7 @@ from pyg_sar.cached import pull_cached
 from pyg_sar.exchange import Meter, Schedule, Sink
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import empty
+from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce.base import Needs, Reduce, Rows, Tile, columns
 from pyg_sar.running import About
 from pyg_sar.sources import LocalGrads, LocalRows, ProjectedGrads, ProjectedRows
@@ -207,11 +208,16 @@ class Backward(Walk):
         self.sink: Sink | None = None
         if self.needs.source:
             self.sink = context.exchange.sink(context.traffic.backward, self.receiver)
-        self.total = Rows(*([torch.zeros_like(t) if n else None for t, n in zip(ts, ns, strict=True)]
-                            for ts, ns in zip(self.saved.rows, others, strict=True)))  # fmt: skip
+        self.total = Rows(*([self.zeros(t, name) if n else None for t, n in zip(ts, ns, strict=True)]
+                            for name, ts, ns in zip(Rows._fields, self.saved.rows, others, strict=True)))  # fmt: skip
         const: Any = self.total.const
         for c in context.reduce.optional:
             const[c] = None  # until a block has a gradient of it
+
+    def zeros(self, t: Tensor, name: str) -> Tensor:
+        """Return zeros to add the gradients of all blocks to; each edge is in one block alone."""
+        dtype = t.dtype if name == "edge" or len(self.context.blocks) == 1 else accumulator(t.dtype)
+        return torch.zeros_like(t, dtype=dtype)
 
     def condense(self, saved: Saved, grad_out: Tensor) -> Saved:
         """Replace what forward found by what backward reads of it, without the output where the loop reads none."""
@@ -248,7 +254,7 @@ class Backward(Walk):
         const: Any = self.total.const
         for c in self.context.reduce.optional:
             if grads.const and grads.const[c] is not None and const[c] is None:
-                const[c] = torch.zeros_like(self.saved.rows.const[c])
+                const[c] = self.zeros(self.saved.rows.const[c], "const")
         total = tile.reduce.narrow(self.total)  # views of the totals
         for name in Rows._fields:
             for t, grad in zip(getattr(total, name), getattr(grads, name), strict=False):
@@ -274,4 +280,6 @@ class Backward(Walk):
                 grads = context.arrive()
             else:  # where nobody asks for them, autograd does not come to `WaitForGrads`
                 Variable._execution_engine.queue_callback(context.arrive)  # type: ignore[arg-type]
-        return [*grads, *self.total.dst, *self.total.edge, *self.total.const]
+        for totals, given in zip(self.total, self.saved.rows, strict=True):
+            grads += [None if t is None else t.to(its.dtype) for t, its in zip(totals, given, strict=True)]
+        return grads

@@ -137,7 +137,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         out = weights.new_zeros(graph.num_dst, self.out_channels, dtype=accumulator(weights.dtype))
         for relation, dst, weight in zip(typed.relations, typed.dst.split(typed.counts), weights, strict=True):
             out = out.index_add_(0, dst, reduce_rows(relation, weight[ids], self.aggr).to(out.dtype))
-        return out.to(weights.dtype)
+        return out if self.adds_to_zeros else out.to(weights.dtype)
 
     def blocks(self) -> Tensor:
         """Return the diagonal blocks of every relation's weights, of which dense ones have one."""
