@@ -16,6 +16,7 @@ from pyg_sar.distributed import group as workers
 from pyg_sar.distributed import notices
 from pyg_sar.distributed.agreement import SHAPES, agree, compare, describe, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
+from pyg_sar.ops.reference import accumulator
 from pyg_sar.watch import SAME, gives, stepped
 from pyg_sar.watch.counts import refuse_tables
 
@@ -113,7 +114,8 @@ def sum_gradients(
     group: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    r"""Sum the gradients of all parameters over the workers, in one all-reduce for each type of parameter.
+    r"""Sum the gradients of all parameters over the workers, in one all-reduce for single precision, in which those of
+    half precision are added, too, and one for double.
 
     Call it once after ``loss.backward()``, or after the last backward pass of several that accumulate. A parameter
     without a gradient here counts as zero; one that has a gradient on no worker keeps none. Those of
@@ -155,7 +157,7 @@ def sum_gradients(
     totals = compare(named, optimizer, losses, group)
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in named.values():
-        kinds[parameter.dtype, parameter.device].append(parameter)
+        kinds[accumulator(parameter.dtype), parameter.device].append(parameter)
     for alike in kinds.values():
         sum_flat(alike, group)
     remember([*named.values()], totals, [p for p in every.values() if is_local(p)])
@@ -181,10 +183,10 @@ def parameters_of(*modules: Any) -> dict[str, Tensor]:
 
 
 def sum_flat(parameters: list[Tensor], group: Any) -> None:
-    """Sum the gradients of parameters of one type; how many workers have a gradient travels along."""
-    some = parameters[0].new_tensor([p.grad is not None for p in parameters])
+    """Sum the gradients of parameters that are added up in one type; how many workers have a gradient travels along."""
+    some = parameters[0].new_tensor([p.grad is not None for p in parameters], dtype=accumulator(parameters[0].dtype))
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([some, *(g.reshape(-1) for g in grads)])
+    flat = torch.cat([some, *(g.reshape(-1) for g in grads)])  # in the type of 'some'
     with talking("summing gradients", group):
         workers.all_reduce_(flat, group)
     counts, *sums = flat.split([len(parameters), *(p.numel() for p in parameters)])
@@ -192,7 +194,7 @@ def sum_flat(parameters: list[Tensor], group: Any) -> None:
         if count == 0:
             continue
         if parameter.grad is None:
-            parameter.grad = total.view_as(parameter).clone()
+            parameter.grad = total.view_as(parameter).to(parameter.dtype, copy=True)
         else:
             parameter.grad.copy_(total.view_as(parameter))
 
