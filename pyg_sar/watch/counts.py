@@ -2,7 +2,6 @@ r"""The number of this worker's nodes, as scripts know it (``data.num_nodes``): 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from pyg_sar.watch import current
 # Copies and pickles are ordinary integers; of what torch.load reads with 'weights_only', it must call this.
 torch.serialization.add_safe_globals([int])
 
+DIVISOR = "divides by the number of this worker's nodes. That of all workers is 'data.total_nodes'"
+
 
 class Count(int):
     """A number of nodes of this worker. The watch hears of what an integer is divided by, and sees it in calls of
@@ -23,7 +24,7 @@ class Count(int):
     def __rtruediv__(self, other: Any) -> Any:
         """Divide as an integer does."""
         if (watch := current()) is not None:
-            watch.divided()
+            watch.warn("/", DIVISOR)
         return other / int(self)
 
     def __radd__(self, other: Any) -> Any:
@@ -42,17 +43,12 @@ def refuse_tables(*modules: Any) -> None:
     watch = current()
     found = [it for it in modules if isinstance(it, torch.nn.Module)] if watch is not None and not watch.local else []
     for name, inner in (pair for module in found for pair in module.named_modules()):
-        for key, count in counts_of(inner):
-            parameters = (p for p in inner.parameters(recurse=False) if not (is_local(p) or is_lazy(p)))
-            if any(count in p.shape for p in parameters):
+        parameters = [p for p in inner.parameters(recurse=False) if not (is_local(p) or is_lazy(p))]
+        for key, count in vars(inner).items():
+            if isinstance(count, Count) and any(count in p.shape for p in parameters):
                 raise ValueError(
                     f"[rank {rank_of()}] '{name or type(inner).__name__}' was made for the {count} nodes of this "
                     f"worker ('{key}'), which are others on each, but all workers have the same parameters. Take "
                     f"'pyg_sar.nn.NodeEmbedding(data, channels)' for a row for each node, or 'data.total_nodes'; if it "
                     f"only keeps this number, 'int(data.num_nodes)'."
                 )
-
-
-def counts_of(module: torch.nn.Module) -> Iterator[tuple[str, Count]]:
-    """Yield the numbers of nodes that a module was made for, by the name it knows them by."""
-    return ((key, value) for key, value in vars(module).items() if isinstance(value, Count))

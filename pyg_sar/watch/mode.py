@@ -21,7 +21,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
 from pyg_sar.watch import LOSS, ROWS, SAME, current, install, rules
-from pyg_sar.watch.counts import Count
+from pyg_sar.watch.counts import DIVISOR, Count
 from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, Local
 from pyg_sar.watch.origins import Known, Origins
 from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH
@@ -47,7 +47,6 @@ TOGETHER = (
     "'pyg_sar.all_reduce(table.weight.grad.pow(2).sum())'"
 )
 ARRAY = f"gives the numbers of this worker's rows alone; a metric of these is that of one worker. {GATHER}"
-DIVISOR = "divides by the number of this worker's nodes. That of all workers is 'data.total_nodes'"
 POSITION = (
     "chooses rows by where they stand among those of this worker, which are others than in the whole graph. Of a mask "
     "for all nodes 'mask[data.n_id]' are this worker's rows; 'torch.isin(data.n_id, ids)' is a mask of those of its "
@@ -129,10 +128,6 @@ class Watch(TorchFunctionMode):
             self.mark(t, Kind(IDS))
         for store in data.node_stores:
             store.num_nodes = Count(store.num_nodes)
-
-    def divided(self) -> None:
-        """Hear that an integer was divided by such a number."""
-        self.warn("/", DIVISOR)
 
     def look(self, call: Call, out: Any) -> None:
         """Remember what the results of a call are, or refuse it."""
