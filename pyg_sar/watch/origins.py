@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.operations import sharded
+from pyg_sar.operations import EdgeNumbers
 from pyg_sar.structure import tensors
 from pyg_sar.watch.kinds import Local
 
@@ -83,8 +83,7 @@ class Origins:
 def keys(*values: Any) -> Iterator[tuple[Tensor, bool]]:
     """Yield the tensors by which origins are known, and whether that is a graph's."""
     for t in tensors(*values):
-        graph = next((it._graph for it in sharded(t)), None)
-        if graph is None:
-            yield t, False
+        if isinstance(t, EdgeNumbers):
+            yield from ((ids, True) for ids in (t._graph.n_id, t._graph.e_id) if ids is not None)
         else:
-            yield from ((ids, True) for ids in (graph.n_id, graph.e_id) if ids is not None)
+            yield t, False
