@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Container, Iterable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -125,12 +126,7 @@ def key_of_rows(call: Call) -> Any:
         return None
     if call.name in ("index_select", "gather"):
         return call.arg(2, "index") if call.arg(1, "dim") % t.dim() == row else None
-    begin = 0
-    for key in spelt_out(call.args[1], t.dim()):
-        if begin <= row < begin + uses(key):
-            return key
-        begin += uses(key)
-    return None
+    return next((key for key, dims in spelt_out(call.args[1], t.dim()) if row in dims), None)
 
 
 def of_edges(call: Call, out: Tensor) -> Kind | None:
@@ -311,23 +307,21 @@ def read(call: Call, out: Tensor) -> Kind | None:
 
 def chosen(call: Call, out: Tensor) -> Kind | None:
     """``t[keys]``: follow each key from the left."""
-    t, begin, end, first = call.args[0], 0, 0, None
+    t, end, first = call.args[0], 0, None
     kind, row = call.kind(t), call.rows(t)
     what = ROWS if row is None or kind is None else kind.what
-    for key in spelt_out(call.args[1], t.dim()):  # at dimension `begin` of the tensor and `end` of the result
-        hit = row is not None and begin <= row < begin + uses(key)
+    for key, dims in spelt_out(call.args[1], t.dim()):  # at dimension `end` of the result
         if isinstance(key, (Tensor, list)):  # all of these put their dimensions where the first one stands
             numbers = isinstance(key, Tensor) and key.dtype != torch.bool
-            dims, found = key.dim() if isinstance(key, Tensor) and numbers else 1, call.rows(key)
+            count, found = key.dim() if isinstance(key, Tensor) and numbers else 1, call.rows(key)
             first = end if first is None else first
-            if hit or found is not None:
-                return Kind(what, first + (found or 0) * numbers) if dims else None
-            end = max(end, first + dims)
-        elif hit:
+            if row in dims or found is not None:
+                return Kind(what, first + (found or 0) * numbers) if count else None
+            end = max(end, first + count)
+        elif row in dims:
             return None if isinstance(key, int) else Kind(what, end)
         else:
             end += isinstance(key, bool) or not isinstance(key, int)
-        begin += uses(key)
     return None
 
 
@@ -353,12 +347,14 @@ def by_position(call: Call, sizes: Container[int]) -> bool:
     return key is not None and (not hasattr(key, "__len__") or len(key) != n)
 
 
-def spelt_out(keys: Any, dims: int) -> list[Any]:
-    """Return one key for each dimension of a tensor, or for several."""
+def spelt_out(keys: Any, dims: int) -> Iterable[tuple[Any, range]]:
+    """Return keys for all dimensions of a tensor, and the dimensions that each stands for."""
     keys = list(keys) if isinstance(keys, tuple) else [keys]
     rest = [slice(None)] * (dims - sum(map(uses, keys)))
-    places = [k for k, key in enumerate(keys) if key is Ellipsis] or [len(keys)]
-    return [*keys[: places[0]], *rest, *keys[places[0] + 1 :]]
+    place = next((k for k, key in enumerate(keys) if key is Ellipsis), len(keys))
+    keys[place : place + 1] = rest
+    spans = pairwise(accumulate(map(uses, keys), initial=0))
+    return zip(keys, (range(*span) for span in spans), strict=True)
 
 
 def uses(key: Any) -> int:
