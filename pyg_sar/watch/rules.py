@@ -181,8 +181,8 @@ def refuse_table(call: Call) -> None:
 def aligned(call: Call, out: Tensor) -> Kind | None:
     """Rows are counted by the same dimension, from the left or, where shapes are broadcast, from the right."""
     t, kind = call.first()
-    what = ENDS if kind.what == ENDS and call.name in COPIES | CUTS | VIEWS | PERMUTES else ROWS
-    if call.name in ("where", "masked_fill") and any(k is not None and k.what == ENDS for _, k in call.kinds):
+    what = ENDS if kind.what == ENDS and call.name in COPIES else ROWS
+    if call.name in ("where", "masked_fill") and ENDS in call.whats:
         what = ENDS  # of which some are sent elsewhere
     for dim in (kind.dim, out.dim() - t.dim() + kind.dim):
         if 0 <= dim < out.dim() and out.size(dim) == t.size(kind.dim):
@@ -413,8 +413,8 @@ def multiplied(call: Call, out: Tensor) -> Kind | None:
     a, b = (call.args[k] for k in PRODUCTS[call.name])
     i, j = call.rows(a), call.rows(b)
     if call.name != "outer":
-        last = call.name in ("linear", "inner")
-        if i == a.dim() - 1 or (j is not None and j == (b.dim() - 1 if last else max(b.dim() - 2, 0))):
+        contracted = b.dim() - 1 if call.name in ("linear", "inner") else max(b.dim() - 2, 0)
+        if i == a.dim() - 1 or j == contracted:
             share = Kind(SHARE, size=a.size(-1))
             return added(call, share) if call.name in PRODUCTS_PLUS else share
     if SHARE in call.whats:
