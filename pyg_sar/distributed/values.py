@@ -83,7 +83,8 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
         return int(value)
     if isinstance(value, Tensor):
         whole = value.detach().cpu().contiguous()
-        same = (name for name, t in tensors.items() if t.data_ptr() == whole.data_ptr() and _alike(t, whole))
+        key = whole.data_ptr(), whole.dtype, whole.shape
+        same = (name for name, t in tensors.items() if (t.data_ptr(), t.dtype, t.shape) == key)
         if whole.numel() == 0 or (name := next(same, None)) is None:
             name = str(len(tensors))
             shared = any(t.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for t in tensors.values())
@@ -102,10 +103,6 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
         f"Expected numbers, strings, tensors, and lists, tuples and dictionaries of these (got "
         f"{type(value).__name__}): others could only be pickled, and a pickle can run code where it is read."
     )
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 def _value(described: Any, tensors: dict[str, Tensor]) -> Any:
