@@ -102,8 +102,7 @@ def arrivals(rows: Tensor, counts: list[int], dst: int | None, group: Any) -> It
         out = rows if target in takers else rows[:0]
         both = ((into, source, False), (out.contiguous(), target, True))
         # As bytes: not every backend sends every type.
-        octets = [(t.view(-1).view(torch.uint8), peer, sends) for t, peer, sends in both if t.numel() > 0]
-        messages = [Message(t, peer, step, sends) for t, peer, sends in octets]
+        messages = [Message(t.view(-1).view(torch.uint8), p, step, sends) for t, p, sends in both if t.numel() > 0]
         with talking("gathering rows", group):
             for work in start(messages, group) if messages else []:
                 work.wait()

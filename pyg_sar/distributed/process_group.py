@@ -151,9 +151,7 @@ def present() -> int | None:
 
 def join(backend: str | None, timeout: float) -> bool:
     """Join the workers, if there are others, and this one has not joined them."""
-    if present() is not None:  # a group of the user's own, who leaves it
-        return False
-    if "WORLD_SIZE" not in os.environ:
+    if present() is not None or "WORLD_SIZE" not in os.environ:  # a group of the user's own, or no launcher
         return False
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
