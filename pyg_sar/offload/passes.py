@@ -20,17 +20,7 @@ from pyg_sar.autograd import once_differentiable
 from pyg_sar.distributed.collectives import all_reduce, global_merge
 from pyg_sar.linear import linear
 from pyg_sar.offload.dropout import dropout_rows
-from pyg_sar.offload.rows import (
-    HostRows,
-    Op,
-    Place,
-    answers,
-    has_rows,
-    name_of,
-    pending,
-    record,
-    refuse,
-)  # fmt: skip
+from pyg_sar.offload.rows import HostRows, Op, Place, answers, has_rows, name_of, pending, record, refuse
 from pyg_sar.ops import moments_
 from pyg_sar.ops.reference import accumulator
 
