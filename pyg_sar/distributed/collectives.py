@@ -141,8 +141,8 @@ def sum_gradients(
         *modules, group = modules  # type: ignore[assignment]
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
     named = {name: p for name, p in every.items() if not is_local(p)}
-    own = [p.grad for p in every.values() if is_local(p)]
-    losses = stepped([p.grad for p in named.values()], own)
+    tables = [p for p in every.values() if is_local(p)]
+    losses = stepped([p.grad for p in named.values()], [p.grad for p in tables])
     if notices.LOOKS:
         debugging.look(every, group)
     if not grouped(group):
@@ -160,7 +160,7 @@ def sum_gradients(
         kinds[accumulator(parameter.dtype), parameter.device].append(parameter)
     for alike in kinds.values():
         sum_flat(alike, group)
-    remember([*named.values()], totals, [p for p in every.values() if is_local(p)])
+    remember([*named.values()], totals, tables)
     notices.stepped()
 
 
@@ -216,12 +216,13 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
     if not grouped(group):
         return
     refuse_tables(module)
-    if lazy := [name for name, t in [*module.named_parameters(), *module.named_buffers()] if is_lazy(t)]:
+    every = dict([*module.named_parameters(), *module.named_buffers()])
+    if lazy := [name for name, t in every.items() if is_lazy(t)]:
         raise ValueError(
             f"[rank {workers.rank_of(group)}] '{lazy[0]}' is a parameter of a lazy layer, which has no shape yet. Run "
             f"the model once before, behind 'convert': 'with torch.no_grad(): model(data.x, data.edge_index)'."
         )
-    named = {name: t for name, t in [*module.named_parameters(), *module.named_buffers()] if not is_local(t)}
+    named = {name: t for name, t in every.items() if not is_local(t)}
     agree("their parameters and buffers", describe(named), group, SHAPES)
     for tensor in named.values():
         flat = tensor.detach().contiguous()  # workers may have it in another order of memory
