@@ -133,8 +133,8 @@ class History:
 
     def of_chunk(self, ids: slice, number: int) -> slice:
         """Return which halo rows of one worker are in its chunk of a number: a range, since chunks are."""
-        start, end = torch.searchsorted(self.chunk_of[ids], torch.tensor([number, number + 1])).tolist()
-        return slice(ids.start + start, ids.start + end)
+        found = spanned(self.chunk_of[ids], number, number + 1)
+        return slice(ids.start + found.start, ids.start + found.stop)
 
     def begin(self, order: Sequence[int] | None) -> None:
         """Begin an epoch, with chunks in this order; None for one in which all is fresh."""
@@ -247,9 +247,9 @@ class History:
         return self.stale[it.number]
 
 
-def spanned(rows: Tensor, start: int, end: int) -> slice:
-    """Return which of ascending rows are in a range."""
-    first, last = torch.searchsorted(rows.long(), torch.tensor([start, end])).tolist()
+def spanned(numbers: Tensor, start: int, end: int) -> slice:
+    """Return which of ascending numbers are in a range."""
+    first, last = torch.searchsorted(numbers.long(), torch.tensor([start, end])).tolist()
     return slice(first, last)
 
 

@@ -232,9 +232,9 @@ class HomeSink(Sink):
 
     def push(self, q: int, grad: Tensor) -> None:
         """Add the gradient of a piece; all pieces of a tile come before those of the next one."""
-        it = self.exchange
-        which = self.tiles[self.count // len(it.it.pieces)] if len(self.tiles) > 1 else slice(None)
-        it.slots.add(*it.piece(q), which, grad)
+        exchange = self.exchange
+        which = self.tiles[self.count // len(exchange.it.pieces)] if len(self.tiles) > 1 else slice(None)
+        exchange.slots.add(*exchange.piece(q), which, grad)
         self.count += 1
 
 
