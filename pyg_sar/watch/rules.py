@@ -62,7 +62,7 @@ DIMENSIONS: dict[tuple[int, int | None], str] = {
 }
 REDUCTIONS = {name: place for place, text in DIMENSIONS.items() for name in text.split()}
 SUMS, ASKS, ORDERS = names("sum nansum count_nonzero"), names("any all"), names("sort argsort")
-WIDTHS = names("max amax unique one_hot bincount")
+WIDTHS = names("max amax unique")
 NORMS = {"batch_norm": (1,), "instance_norm": (0, 1), "group_norm": (0,)}  # dimensions that are kept apart
 LAYER_NORMS = names("layer_norm rms_norm")
 ADDS = names("add sub cat stack hstack vstack where lerp addcmul addcdiv")
