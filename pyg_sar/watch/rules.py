@@ -247,9 +247,7 @@ def normalised(call: Call, out: Tensor) -> Kind | None:
 def matrix(call: Call, out: Tensor) -> Kind | None:
     """Matrices with rows in them are those of a share; batches of matrices are not."""
     t, kind = call.first()
-    if kind.dim >= t.dim() - 2:
-        raise Local(f"takes '{call.name}' {OVER}", BEFORE)
-    return aligned(call, out)
+    return whole(call, out) if kind.dim >= t.dim() - 2 else aligned(call, out)
 
 
 def permuted(call: Call, out: Tensor) -> Kind | None:
@@ -448,9 +446,8 @@ def recurrent(call: Call, out: Tensor) -> Kind | None:
     """Networks over sequences: rows may be a batch of these, but no sequence."""
     t, kind = call.first()
     packed = isinstance(call.args[1], Tensor) and not call.args[1].is_floating_point()
-    if not packed and t is call.args[0] and kind.dim == int(bool(call.args[-1])):  # "batch_first"
-        raise Local(f"takes '{call.name}' {OVER}", BEFORE)
-    return aligned(call, out)
+    among = not packed and t is call.args[0] and kind.dim == int(bool(call.args[-1]))  # "batch_first"
+    return whole(call, out) if among else aligned(call, out)
 
 
 def whole(call: Call, out: Tensor) -> Kind | None:
@@ -462,9 +459,9 @@ def attended(call: Call, out: Tensor) -> Kind | None:
     """Attention among rows, or distances between them."""
     t, kind = call.first()
     among = kind.dim == 0 if call.name == "multi_head_attention_forward" else kind.dim == t.dim() - 2
-    if among and (call.name != "cdist" or None not in (call.rows(call.args[0]), call.rows(call.args[1]))):
-        raise Local(f"takes '{call.name}' {OVER}", BEFORE)
-    return aligned(call, out)
+    if call.name == "cdist":
+        among = among and None not in (call.rows(call.args[0]), call.rows(call.args[1]))
+    return whole(call, out) if among else aligned(call, out)
 
 
 RULES: dict[Callable[[Call, Tensor], Kind | None], Iterable[str]] = {
