@@ -7,8 +7,10 @@ The destination loop of `"HongTu: Scalable Full-Graph GNN Training on Multiple G
 * ``rows``: a tensor that stands for rows at home, or for what functions make of them.
 * ``passes``: functions on one range of rows after the other.
 * ``chunks``: aggregations on one chunk of destinations after the other.
+* ``dropout``: dropout of rows, which backward draws again.
 * ``slots``: source rows that stay on an accelerator, as ``schedule`` decides.
 * ``halo``: rows of other workers.
 * ``plan``: how many chunks fit a budget.
-* ``data``: what moves loaded data there.
+* ``move``: what moves loaded data there.
+* ``data``: the call that users make.
 """
