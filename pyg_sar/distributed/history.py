@@ -254,12 +254,7 @@ def spanned(numbers: Tensor, start: int, end: int) -> slice:
 
 
 class ChunkExchange(Local):
-    """The exchange of a chunk: shard 0 are its rows, shard 1 those that it reads of others.
-
-    Args:
-        history: What is known of others.
-        routes: Counts its rows.
-    """
+    """The exchange of a chunk: shard 0 are its rows, shard 1 those that it reads of others."""
 
     remembers = True
     chunk: Chunk
@@ -330,14 +325,7 @@ class ChunkExchange(Local):
 
 
 class ChunkSink(Sink):
-    """Keeps the gradients of rows of other chunks, and completes those of the chunk's rows.
-
-    Args:
-        exchange: Of the chunk.
-        site: The site.
-        meter: Counts.
-        receiver: Takes the gradients of the chunk's rows.
-    """
+    """Keeps the gradients of rows of other chunks, and completes those of the chunk's rows."""
 
     def __init__(self, exchange: ChunkExchange, site: Site, meter: Meter, receiver: Receiver) -> None:
         self.it, self.site, self.meter, self.receiver, self.tile = exchange, site, meter, receiver, 0

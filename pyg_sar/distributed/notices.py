@@ -64,13 +64,7 @@ class Sign(NamedTuple):
 
 
 class Notices:
-    """The signs and last words of all workers.
-
-    Args:
-        store: Where they are written.
-        rank: This worker.
-        size: The number of workers.
-    """
+    """The signs and last words of all workers."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.others = store, rank, [r for r in range(size) if r != rank]

@@ -29,14 +29,7 @@ from pyg_sar.running import About
 
 
 class Remote(Exchange):
-    """What exchanges between workers share.
-
-    Args:
-        routes: Who reads which rows.
-        channel: Sends and receives.
-        prefetch: How many fetches are under way while a block is consumed.
-        log: Collects what every aggregation does.
-    """
+    """What exchanges between workers share; ``prefetch`` fetches are under way while a block is consumed."""
 
     def __init__(self, routes: Routes, channel: Channel, prefetch: int = 1, log: Log | None = None) -> None:
         self.routes, self.channel, self.prefetch, self.log = routes, channel, prefetch, log or Log()

@@ -187,10 +187,6 @@ def at_home(home: Home, it: Chunk) -> Chunk:
 class AtHome(Local):
     """The exchange of a chunk whose source rows are at home: a piece is loaded when its turn comes, and its gradient
     is added up.
-
-    Args:
-        it: The chunk.
-        slots: What all chunks of a pass share.
     """
 
     def __init__(self, it: Chunk, slots: Slots) -> None:
@@ -220,12 +216,7 @@ class AtHome(Local):
 
 
 class HomeSink(Sink):
-    """Adds up the gradients of pieces; the receiver gets none.
-
-    Args:
-        exchange: Of the chunk.
-        tiles: The columns of each tile.
-    """
+    """Adds up the gradients of pieces; the receiver gets none."""
 
     def __init__(self, exchange: AtHome, tiles: Sequence[slice]) -> None:
         self.exchange, self.tiles, self.count = exchange, tiles, 0
@@ -239,12 +230,7 @@ class HomeSink(Sink):
 
 
 class RowsElsewhere(LocalRows):
-    """All local rows, which are at home, of an aggregation on a device.
-
-    Args:
-        x: The rows.
-        device: Where they are fetched to.
-    """
+    """All local rows, which are at home, of an aggregation on a device."""
 
     def __init__(self, x: Tensor, device: torch.device) -> None:
         super().__init__(x)

@@ -163,16 +163,8 @@ def swap(
     exchange: Exchange, like: Tensor, what: str, send: Callable[[Part], Any], take: Callable[[Part, Tensor], None],
     meter: Meter, about: About | None,
 ) -> None:  # fmt: skip
-    """Send and receive message by message, the next ones while one is taken.
-
-    Args:
-        exchange: Of the workers.
-        like: Rows of their type and width.
-        what: They are.
-        send: Returns what to send, whom to, whom to receive from, and how many rows.
-        take: Takes what was received.
-        meter: Counts.
-        about: What this worker is about.
+    """Send and receive rows like ``like``, message by message, the next ones while one is taken: ``send`` returns what
+    to send, whom to, whom to receive from, and how many rows; ``take`` takes these.
     """
     assert isinstance(exchange, Remote)
     channel = exchange.channel

@@ -38,15 +38,7 @@ def graph_of(data: Any) -> ShardedGraph:
 def place_of(
     graph: ShardedGraph, home: Home, chunks: int, slots: int | None = None, device: torch.device | None = None
 ) -> Place:  # fmt: skip
-    """Return the place of a graph's rows.
-
-    Args:
-        graph: The graph, on the CPU.
-        home: Makes memory for rows.
-        chunks: The number of ranges of nodes.
-        slots: The most source rows that are fetched at one time; None for no limit.
-        device: Where rows are computed on; by default the CPU.
-    """
+    """Return the place of a graph's rows, which are computed on where the graph is unless there is a ``device``."""
     n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
     return Place(home, device or graph.device, spans(graph, chunks), chunks, n_id, graph.seeds, graph.exchange, slots)
 

@@ -53,15 +53,10 @@ class Leaf(int):
 
 
 class Step(NamedTuple):
-    """A function of a program, whose arguments are leaves, steps and values.
-
-    Args:
-        op: The function and its arguments.
-        learns: Whether it was recorded with gradients.
-    """
+    """A function of a program, whose arguments are leaves, steps and values."""
 
     op: Op
-    learns: bool
+    learns: bool  # whether it was recorded with gradients
 
 
 class Reads:
@@ -94,14 +89,7 @@ class Reads:
 
 
 class Range:
-    """A program on a range of rows.
-
-    Args:
-        place: Where rows are kept and computed on.
-        num_rows: How many rows there are.
-        span: The range.
-        leaves: What the program reads on this range.
-    """
+    """A program on a range of the rows, of which there are ``num_rows``; ``leaves`` are what it reads there."""
 
     def __init__(self, place: Place, num_rows: int, span: tuple[int, int], leaves: Sequence[Any]) -> None:
         self.place, self.num_rows, self.span, self.leaves = place, num_rows, span, leaves

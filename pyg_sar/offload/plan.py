@@ -201,20 +201,10 @@ def choose(
     most: Callable[[Sequence[int]], Sequence[int]] = lambda values: values,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, edges: Sequence[Tensor] = (),
 ) -> OffloadNeed:  # fmt: skip
-    """Return the fewest chunks with which a step fits ``budget`` bytes.
+    """Return the fewest chunks with which all but the data and the rows at home fits ``budget`` bytes.
 
-    Args:
-        model: As for :func:`plan_offload`.
-        counts: Returns the counts of the graph for a number of chunks.
-        in_channels: Number of features of a node.
-        budget: Bytes for all but the data and the rows at home.
-        home: As for :func:`plan_offload`.
-        dtype: As for :func:`plan_offload`.
-        beside: As for :func:`plan_offload`.
-        most: Returns of every value the largest one on any worker: all try the same, or a model that communicates
-            would wait for others.
-        optimizer: As for :func:`plan_offload`.
-        edges: As for :func:`plan_offload`.
+    ``counts`` returns the counts of the graph for a number of chunks, and ``most`` of every value the largest one on
+    any worker: all try the same, or a model that communicates would wait for others. Others: :func:`plan_offload`.
 
     Raises:
         ValueError: If it never does.

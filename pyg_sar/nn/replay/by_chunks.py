@@ -28,10 +28,6 @@ class Propagation(Program):
     """A call of a layer's ``propagate``.
 
     Its inputs are the tensors of the call, then the layer's parameters; ``kinds`` tells what each has rows of.
-
-    Args:
-        call: The call.
-        graph: The graph.
     """
 
     needs_source, by_pieces = True, False
