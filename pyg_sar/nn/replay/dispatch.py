@@ -45,9 +45,9 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
         return along_edges(call, edge_index, graph, size)
     if graph.origin is not None:
         return None
-    turned = reverse(graph) if call.backwards == (edge_index.kind == EDGES) else None
-    if turned is None:
+    if call.backwards and edge_index.kind != EDGES:  # twice the other way round
         return along_edges(call, edge_index, graph, size)
+    turned = reverse(graph)
     edge, _ = rows_of_edges(call, graph)
     kwargs = {name: turned.bring(value) if name in edge else value for name, value in call.kwargs.items()}
     out = along_edges(dataclasses.replace(call, kwargs=kwargs), edge_index, turned.graph, size)
