@@ -28,9 +28,9 @@ from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDT
 
 STEPS = 2  # calls of `sum_gradients`: a training step, what follows it, and the beginning of the next one
 CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
-NUMBERS = {"item", "int", "float", "complex", "format", "tolist", "numpy", "array"}
 TYPES = {"int", "float", "complex"}  # which are methods that return tensors, too
 ARRAYS = {"numpy", "array", "tolist"}
+NUMBERS = {"item", "format", *TYPES, *ARRAYS}
 POOLS = ("torch_geometric.nn.pool", "torch_geometric.nn.aggr")
 METRICS = ("torch_geometric.nn", "sklearn", "ogb")  # where rows leave torch to become a number
 LIBRARIES = ("torch", "torch_geometric", "sklearn", "ogb", "numpy", "scipy")  # which scripts call
