@@ -67,7 +67,8 @@ class Call:
         self.whats = {k.what for _, k in self.kinds if k is not None}
 
     def arg(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument, given by position or by name."""
+        """Return an argument, given by position or by name, of which torch has two for a dimension."""
+        default = self.kwargs.get("axis", default) if name == "dim" else default
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
     def kind(self, value: Any) -> Kind | None:
@@ -93,5 +94,7 @@ class Call:
         if self.name not in ("cat", "vstack", "row_stack", "hstack") or not self.whats & {ROWS, ENDS}:
             return False
         t, kind = self.first()
+        if self.name in ("vstack", "row_stack") and t.dim() == 1:
+            return False
         across = 1 if self.name == "hstack" and t.dim() > 1 else 0
         return bool((self.arg(1, "dim", 0) if self.name == "cat" else across) % t.dim() == kind.dim)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Container, Iterable
 from itertools import accumulate, pairwise
 from typing import Any
@@ -193,12 +194,13 @@ def aligned(call: Call, out: Tensor) -> Kind | None:
 def reduced(call: Call, out: Tensor) -> Kind | None:
     """Reductions over other dimensions leave rows; those over rows see a share of the graph."""
     name, t, (place, default) = call.name, call.arg(0, "input"), REDUCTIONS[call.name]
-    (what, row, _), dims = call.kind(t), call.arg(place, "dim", call.kwargs.get("axis"))  # type: ignore[misc]
+    (what, row, _), dims = call.kind(t), call.arg(place, "dim")  # type: ignore[misc]
     dims = default if dims is None or isinstance(dims, (bool, float, torch.dtype)) else dims
     dims = [dims] if isinstance(dims, int) else dims or range(t.dim())
     over = {d % t.dim() for d in dims}
     if row not in over:
-        return Kind(ROWS, row - sum(d < row for d in over) * (out.dim() < t.dim()))
+        several = call.name.endswith("quantile") and isinstance(call.arg(1, "q"), Tensor) and call.arg(1, "q").dim()
+        return Kind(ROWS, several + row - sum(d < row for d in over) * (out.dim() - several < t.dim()))
     if name in SUMS:
         return Kind(SHARE, size=t.size(row))
     if name in ORDERS and not t.is_floating_point():  # to group rows by them
@@ -310,16 +312,16 @@ def chosen(call: Call, out: Tensor) -> Kind | None:
     what = ROWS if row is None or kind is None else kind.what
     for key, dims in spelt_out(call.args[1], t.dim()):  # at dimension `end` of the result
         if isinstance(key, (Tensor, list)):  # all of these put their dimensions where the first one stands
-            numbers = isinstance(key, Tensor) and key.dtype != torch.bool
-            count, found = key.dim() if isinstance(key, Tensor) and numbers else 1, call.rows(key)
+            ids = isinstance(key, Tensor) and key.dtype != torch.bool
+            count, found = key.dim() if isinstance(key, Tensor) and ids else 1, call.rows(key)
             first = end if first is None else first
             if row in dims or found is not None:
-                return Kind(what, first + (found or 0) * numbers) if count else None
+                return Kind(what, first + (found or 0) * ids) if count else None
             end = max(end, first + count)
         elif row in dims:
-            return None if isinstance(key, int) else Kind(what, end)
+            return None if isinstance(key, numbers.Integral) else Kind(what, end)
         else:
-            end += isinstance(key, bool) or not isinstance(key, int)
+            end += isinstance(key, bool) or not isinstance(key, numbers.Integral)
     return None
 
 
@@ -419,9 +421,11 @@ def multiplied(call: Call, out: Tensor) -> Kind | None:
         raise Local(f"'{call.name}' makes use {SUMMED}", SUM_UP)
     if i is not None and j is not None and (i - a.dim() != j - b.dim() or i >= a.dim() - 2):
         raise Local(f"multiplies every row with every other one ('{call.name}') {OVER}", BEFORE)
+    if call.name == "outer":
+        return Kind(ROWS, 0 if j is None else 1)
     for row, t, other in ((i, a, b), (j, b, a)):
-        if row is not None:
-            return Kind(ROWS, max(out.dim() - (t.dim() - row) + (other.dim() == 1 and call.name != "outer"), 0))
+        if row is not None:  # counted from the right, where a vector takes a dimension away behind it
+            return Kind(ROWS, max(out.dim() - (t.dim() - row) + (other.dim() == 1 and row < t.dim() - 1), 0))
     return aligned(call, out)  # of what is added to the product
 
 
