@@ -288,7 +288,7 @@ def count_bytes(value: int | str | None, name: str) -> int:
         unit = value[len(number) :].strip()
         try:
             found = int(float(number) * UNITS[unit or "B"])
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, OverflowError):
             found = None
     if type(found) is not int or found <= 0:
         raise ValueError(f"Expected '{name}' to be a positive number of bytes, or such as '2GiB' (got {value!r})")

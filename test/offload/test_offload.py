@@ -697,7 +697,7 @@ def test_what_cannot_be_offloaded():
             offload(data, **given)
     with pytest.raises(TypeError, match=r"Expected a 'model' .* \(got NoneType\)"):
         offload(data, 100)
-    for wrong in (0, -3, 2.5, "2 GiBs", "GiB", "-1GiB", True):
+    for wrong in (0, -3, 2.5, "2 GiBs", "GiB", "-1GiB", "infGiB", True):
         with pytest.raises(ValueError, match="'budget' to be a positive number of bytes, or such as '2GiB'"):
             offload(data, wrong, model)
         with pytest.raises(ValueError, match="'limit' to be a positive number of bytes"):
