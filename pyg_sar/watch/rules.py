@@ -76,7 +76,11 @@ PRODUCTS_PLUS = names("linear addmm addmv baddbmm")  # and what is added
 CURVED = names(
     "sqrt rsqrt log log2 log10 log1p exp expm1 square pow rpow reciprocal sigmoid logsigmoid tanh relu leaky_relu elu "
     "gelu silu softplus softmax log_softmax logsumexp norm linalg_norm linalg_vector_norm normalize cosine_similarity "
-    "std var layer_norm"
+    "std var layer_norm abs prod cumprod floor ceil round trunc remainder fmod floor_divide sin cos tan atan atan2 erf "
+    "mse_loss l1_loss smooth_l1_loss huber_loss"
+)
+COMPARED = names(  # of counts, PyG's layers take the largest for a size
+    "max min amax amin aminmax maximum minimum clamp clip clamp_min clamp_max median sort topk"
 )
 CLIPS = ("norm", "clip", "clamp")  # parts of the names of what must not see a share of a gradient
 COMPARES = names("eq ne lt le gt ge isnan isfinite isinf isclose any all argmax argmin sign bool")
@@ -492,7 +496,9 @@ def of_share(call: Call) -> Kind | None:
         return None
     below = divisor(call)
     twice = name in {"mul", *PRODUCTS} and (len(shares) > 1 or LOSS in call.whats)
-    if name in CURVED or twice or call.kind(below) in shares:
+    real = any(t.is_floating_point() for t, k in call.kinds if k in shares)
+    curved = name in CURVED or (name in COMPARED and real)
+    if curved or twice or call.kind(below) in shares:
         raise Local(f"takes '{name}' {SUMMED}", SUM_UP)
     count = shares[0].size
     if type(below) in (int, float) and below == count > 1:
