@@ -45,6 +45,12 @@ def compress_doubly(row: Tensor, num_rows: int, dtype: torch.dtype = torch.int32
     return ptr.to(dtype), rows.to(dtype)
 
 
+def rows_of(ptr: Tensor, col: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return the row of each edge, given those that ``ptr`` leads over, unless they are all."""
+    rows = torch.arange(ptr.numel() - 1, device=ptr.device) if rows is None else rows.long()
+    return rows.repeat_interleave(ptr.diff(), output_size=col.numel())
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """The edges from one source shard into this worker's destinations, in CSR order by destination.
@@ -78,16 +84,7 @@ class Block:
     @property
     def row(self) -> Tensor:
         """Destination of each edge; derived anew at every use because it is as long as the edges."""
-        return self.place if self.dst is None else self.spread(self.dst.long())
-
-    @property
-    def place(self) -> Tensor:
-        """Where ``rowptr`` has the destination of each edge."""
-        return self.spread(torch.arange(self.rowptr.numel() - 1, device=self.col.device))
-
-    def spread(self, rows: Tensor) -> Tensor:
-        """Return for each edge the row of its destination, given those that ``rowptr`` leads over."""
-        return rows.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
+        return rows_of(self.rowptr, self.col, self.dst)
 
     @property
     def degree(self) -> Tensor:

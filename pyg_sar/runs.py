@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_sar.block import Block, compress, ordinary_mode, rows_at
+from pyg_sar.block import Block, compress, ordinary_mode, rows_at, rows_of
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import empty, spmm_, zeros
 from pyg_sar.ops.reference import accumulator
@@ -128,7 +128,8 @@ def runs_of(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> dict[Bloc
         sizes = count.int()[pair].split([block.num_edges for block in blocks])
         found = {}
         for block, its, size in zip(blocks, types, sizes, strict=True):
-            ranges, order, first = sort(block.place, block.col, its, block.rowptr.numel() - 1, num_types)
+            row = rows_of(block.rowptr, block.col)
+            ranges, order, first = sort(row, block.col, its, block.rowptr.numel() - 1, num_types)
             found[block] = Runs(block, num_types, ranges, size[order[first]].unsqueeze(1))
         return found
 

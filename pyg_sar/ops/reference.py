@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar.block import rows_of
 from pyg_sar.ops.dropout import dropout_factors
 
 ADDITIVE, GATV2, DOT = range(3)
@@ -220,12 +221,6 @@ def add(out: Tensor, total: Tensor, rows: Tensor | None) -> None:
         out += total
     else:
         out.index_add_(0, rows, total.to(out.dtype))
-
-
-def rows_of(ptr: Tensor, col: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Return the row of each edge, given those that ``ptr`` leads over, unless they are all."""
-    rows = torch.arange(ptr.numel() - 1, device=ptr.device) if rows is None else rows.long()
-    return rows.repeat_interleave(ptr.diff(), output_size=col.numel())
 
 
 def segment_sum(row: Tensor, num_rows: int, values: Tensor) -> Tensor:
