@@ -147,12 +147,14 @@ class Tile:
         return self.reduce.grad(block, x, self.reduce.narrow(rows.of(block)), saved, out, needs)
 
 
-def column_tiles(reduce: Reduce, like: Tensor, num_blocks: int) -> list[Tile]:
-    """Cut a reduction that treats all columns alike into tiles of about equal width, unless all is in one block."""
+def column_tiles(reduce: Reduce, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
+    """Cut a reduction that treats all columns alike into tiles of about equal width, unless all is in one block: what
+    :meth:`Reduce.tiles` is there.
+    """
     width = like.size(-1) if like.dim() > 1 else 1
     count = -(-width // COLUMNS) if num_blocks > 1 else 1
     if count < 2:
-        return Reduce.tiles(reduce, like, Rows(), num_blocks)
+        return Reduce.tiles(reduce, like, rows, num_blocks)
     spans = pairwise(width * k // count for k in range(count + 1))
     return [Tile(k, reduce, slice(*span), slice(*span), like[..., slice(*span)]) for k, span in enumerate(spans)]
 

@@ -13,7 +13,7 @@ from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import attention_, attention_grad_, empty, spmm_, zeros
 from pyg_sar.ops.reference import ADDITIVE, accumulator
-from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile, column_tiles
+from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, column_tiles
 
 # What exponents are relative to, [M, F] or [1, F] (None at first), and the sums [numerators | normalisers], [M, 2 * F].
 State = tuple[Tensor | None, Tensor]
@@ -44,6 +44,7 @@ class ColumnSoftmax(Reduce):
     """
 
     saves_output = True
+    tiles = column_tiles
 
     def __init__(self, degree: Tensor, t: float = 1.0, semi_grad: bool = False) -> None:
         self.degree, self.t, self.semi_grad = degree, t, semi_grad
@@ -53,10 +54,6 @@ class ColumnSoftmax(Reduce):
         other = copy.copy(self)
         other.degree = self.degree[start:end].to(graph.device)
         return other
-
-    def tiles(self, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
-        """Cut columns."""
-        return column_tiles(self, like, num_blocks)
 
     def init(self, x: Tensor, num_dst: int) -> State:
         """Return the state of destinations that have seen nothing."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from pyg_sar.block import Block
 from pyg_sar.ops import extremum_, extremum_grad_, zeros
 from pyg_sar.ops.reference import accumulator
-from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile, column_tiles, flat
+from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, column_tiles, flat
 
 
 class Extremum(Reduce):
@@ -21,14 +21,11 @@ class Extremum(Reduce):
         sign: 1 for the maximum, -1 for the minimum.
     """
 
+    saves_output = True
+    tiles = column_tiles
+
     def __init__(self, sign: int) -> None:
         self.sign = sign
-
-    saves_output = True
-
-    def tiles(self, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
-        """Cut columns."""
-        return column_tiles(self, like, num_blocks)
 
     def init(self, x: Tensor, num_dst: int) -> tuple[Tensor, Tensor]:
         """Return minus infinity, held by no edge."""

@@ -46,7 +46,7 @@ class Sum(Reduce):
     def tiles(self, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
         """Cut columns, unless each head of them has weights of its own."""
         whole = self.sums is None and len(rows.edge) > 0 and rows.edge[0].dim() > 1
-        return super().tiles(like, rows, num_blocks) if whole else column_tiles(self, like, num_blocks)
+        return super().tiles(like, rows, num_blocks) if whole else column_tiles(self, like, rows, num_blocks)
 
     def init(self, x: Tensor, num_dst: int) -> Tensor:
         """Return zeros, or what will be written."""
