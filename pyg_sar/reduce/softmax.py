@@ -57,8 +57,6 @@ class Softmax(Reduce):
         degree: The number of in-edges of each destination.
         dropout: Probability and seed of dropout and the ids of the edges of a block, or None.
         groups: The groups of heads, as ranges.
-        first: The number of the first head.
-        total_heads: The number of heads of the layer, if these are a group of them.
     """
 
     saves_output = True
@@ -72,11 +70,10 @@ class Softmax(Reduce):
         degree: Tensor,
         dropout: tuple[float, int, Callable[[Block], Tensor]] | None = None,
         groups: Sequence[slice] = (),
-        first: int = 0,
-        total_heads: int | None = None,
     ) -> None:
         self.heads, self.channels, self.kind, self.parameter, self.degree = heads, channels, kind, parameter, degree
-        self.dropout, self.groups, self.first, self.total_heads = dropout, groups, first, total_heads
+        self.dropout, self.groups = dropout, groups
+        self.first, self.total_heads = 0, heads  # of the layer: these may be a group of its heads
 
     def into(self, graph: ShardedGraph, start: int, end: int) -> Softmax:
         """Return the softmax with the degrees and the edges of these destinations."""
@@ -91,15 +88,15 @@ class Softmax(Reduce):
             return super().tiles(like, rows, num_blocks)
         width, tiles = like.size(1) // self.heads, []
         for k, group in enumerate(self.groups):
-            settings = (self.channels, self.kind, self.parameter, self.degree, self.dropout)
-            reduce = Softmax(group.stop - group.start, *settings, first=group.start, total_heads=self.heads)
+            reduce = copy.copy(self)
+            reduce.heads, reduce.first, reduce.groups = group.stop - group.start, group.start, ()
             source, out = (slice(group.start * w, group.stop * w) for w in (width, self.channels))
             tiles.append(Tile(k, reduce, source, out, like[:, source]))
         return tiles
 
     def narrow(self, rows: Rows) -> Rows:
         """Return what these heads read of the rows for all heads of the layer."""
-        if self.total_heads is None:
+        if self.heads == self.total_heads:
             return rows
         return of_heads(rows, slice(self.first, self.first + self.heads), self.total_heads)
 
