@@ -47,14 +47,12 @@ class ProjectedSoftmax(Softmax):
         single_block: bool,
     ) -> None:
         super().__init__(heads, channels, ADDITIVE, parameter, degree, dropout, groups)
-        self.single_block, self.saves_output = single_block, not single_block
+        self.saves_output = not single_block
 
-    def into(self, graph: ShardedGraph, start: int, end: int) -> ProjectedSoftmax:
+    def into(self, graph: ShardedGraph, start: int, end: int) -> Softmax:
         """Return the same for these destinations, which may have another number of blocks."""
         other = super().into(graph, start, end)
-        assert isinstance(other, ProjectedSoftmax)
-        other.single_block = len(graph.blocks) == 1
-        other.saves_output = not other.single_block
+        other.saves_output = len(graph.blocks) > 1
         return other
 
     def tiles(self, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:
@@ -122,7 +120,7 @@ class ProjectedSoftmax(Softmax):
         """Return the gradients of the values of some heads and of others, and add those of keys to ``d_key``."""
         tensors, settings = self.arguments(key, value, block, rows, head)
         into, walk = gradient_buffers(tensors, needs), (block.rowptr, block.col, *block.transpose)
-        if self.single_block:  # values become their gradient
+        if not self.saves_output:  # all edges are in this block, and values become their gradient
             _, _, query, mapped, _ = tensors
             additive_grad_(value, d_key, *into[:2], *walk, key, query, mapped, *saved, grad, *settings[1:])
             return value, row_gradients(into, rows)
