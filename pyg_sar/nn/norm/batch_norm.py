@@ -3,6 +3,7 @@ r"""Batch normalisation with the statistics of all workers' rows."""
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,13 +71,8 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
             self.track(count, mean, m2)
             if same(x) and bool((m2 > CONSTANT * count * mean.square()).any()):
                 warnings.warn(f"[rank {rank_of(self.group)}] {COUNTED_TWICE}", stacklevel=2)
-        return NormaliseColumns.apply(x, moments, self.group, self.coefficients, self.weight, self.bias)
-
-    def coefficients(
-        self, count: int, mean: Tensor, m2: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return scale and shift."""
-        return standardise(count, m2, self.eps, weight, bias)
+        coefficients = partial(standardise, self.eps)
+        return NormaliseColumns.apply(x, moments, self.group, coefficients, self.weight, self.bias)
 
     @torch.no_grad()
     def track(self, count: int, mean: Tensor, m2: Tensor) -> None:

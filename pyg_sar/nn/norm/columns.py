@@ -84,7 +84,7 @@ class NormaliseColumns(torch.autograd.Function):
 
 
 def standardise(
-    count: Any, m2: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+    eps: float, count: Any, mean: Tensor, m2: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return scale and shift that give columns a variance of 1, but for ``eps``, and then ``weight`` and ``bias``."""
     scale, shift = (m2 / count + eps).rsqrt(), torch.zeros_like(m2)

@@ -32,11 +32,9 @@ class InstanceNorm(NormalisesPerGraph, torch_geometric.nn.InstanceNorm):
         scale, shift = self.coefficients(1, self.running_mean, self.running_var, *self.parameters())
         return (x - self.running_mean) * scale + shift
 
-    def coefficients(
-        self, count: Any, mean: Tensor, m2: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def coefficients(self, *moments_and_parameters: Any) -> tuple[Tensor, Tensor]:
         """Return scale and shift."""
-        return standardise(count, m2, self.eps, weight, bias)
+        return standardise(self.eps, *moments_and_parameters)
 
     @torch.no_grad()
     def track(self, count: Any, mean: Tensor, m2: Tensor) -> None:
