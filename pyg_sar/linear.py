@@ -108,7 +108,7 @@ def times(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor
 
 def linear_grad(
     x: Tensor, grad: Tensor, weight: Tensor, source: Tensor | None, d_weight: Tensor | None,
-    d_bias: Tensor | None = None, add: bool = True,
+    d_bias: Tensor | None = None, *, add: bool = True,
 ) -> None:  # fmt: skip
     """Add to the gradient of ``x``, or write it, and write those of weight and bias, given that of
     ``F.linear(x, weight, bias)``.

@@ -108,11 +108,11 @@ class ProjectedGrads:
     def add_grad(self, tile: int, grad: Tensor) -> None:
         """Take the gradient of a tile, ``[N, F of the tile]``, which comes once."""
         which = self.tiles[tile]
-        d_weight, d_bias = ([None if d is None else d[which] for d in self.d_w] + [None])[:2]
+        d_weight_and_bias = [None if d is None else d[which] for d in self.d_w]
         first = self.d_x is None
         if first and self.wants_x:
             self.d_x = empty(self.rows.x, *self.rows.x.shape)
-        linear_grad(self.rows.x, grad, self.rows.weight[which], self.d_x, d_weight, d_bias, add=not first)
+        linear_grad(self.rows.x, grad, self.rows.weight[which], self.d_x, *d_weight_and_bias, add=not first)
 
     def grads(self) -> list[Tensor | None]:
         """Return the gradient of each input."""
