@@ -317,21 +317,20 @@ class Pipeline:
         """Wait until all stages before this one know what they send on; the first time."""
         for k in range(self.stages.rank):
             if k not in self.shapes:
-                self.shapes[k] = [(shape, dtype) for shape, dtype in self.stages.tell(None, k)]
+                self.shapes[k] = self.stages.tell(None, k)
 
     def describe(self, out: Values) -> None:
         """Tell what this stage sends on, and hear it of those after it; the first time."""
         for k in range(self.stages.rank, self.stages.size - 1):
             if k not in self.shapes:
-                mine = [[list(t.shape[1:]), t.dtype] for t in out] if k == self.stages.rank else None
-                self.shapes[k] = [(shape, dtype) for shape, dtype in self.stages.tell(mine, k)]
+                self.shapes[k] = self.stages.tell(shapes_of(out), k)
 
     def send_on(self, out: Values, what: str) -> None:
         """Send what this stage made to the next one, if there is one, which expects rows like those of before."""
         if self.stages.last:
             return
-        found = [(list(t.shape[1:]), t.dtype) for t in out]
-        known = [(list(shape), dtype) for shape, dtype in self.shapes.get(self.stages.rank, found)]
+        found = shapes_of(out)
+        known = self.shapes.get(self.stages.rank, found)
         if found != known:
             raise ValueError(
                 f"[rank {rank_of()}] Stage {self.stages.rank} makes rows of {found}, and of {known} before. Rows "
@@ -444,6 +443,11 @@ class Arrived(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Return the gradient."""
         return grad
+
+
+def shapes_of(rows: Values) -> list[Shape]:
+    """Return what the next stage must know of rows before they come."""
+    return [(list(t.shape[1:]), t.dtype) for t in rows]
 
 
 def depends(loss: Tensor, rows: Values) -> bool:
