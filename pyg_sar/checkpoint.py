@@ -92,7 +92,8 @@ def save_checkpoint(
     new = folder / f".{name}.new"
 
     def write() -> dict[str, str]:
-        mine = {"generators": _generators(), "seeds": _seed_states(data), "nodes": _nodes(data), **local.state()}
+        seeds = [(its.seed, its.drawn) for its in _seeds(data)]
+        mine = {"generators": _generators(), "seeds": seeds, "nodes": _nodes(data), **local.state()}
         mine["stage"] = {name: state() for name, (state, _) in stage.items()}
         content = {f"rank-{rank:04d}.safetensors": mine}
         if rank == 0:
@@ -379,10 +380,6 @@ def _seeds(data: Any) -> list[Seeds]:
 def _fits(saved: int, here: int) -> bool:
     """Whether numbers that tell of ``data`` are the same, or 0 where there was none, or is none now."""
     return saved == here or 0 in (saved, here)
-
-
-def _seed_states(data: Any) -> list[tuple[int | None, int]]:
-    return [(seeds.seed, seeds.drawn) for seeds in _seeds(data)]
 
 
 def _nodes(data: Any) -> int:
