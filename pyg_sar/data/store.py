@@ -219,13 +219,13 @@ def read_part(folder: str | os.PathLike[str], part: int, *, mmap: bool = True) -
 
 def check_part(info: dict[str, Any], file: Path) -> None:
     """Raise unless ``part.json`` says what it must."""
-    kind = KINDS["node_types" in info]
-    for key, expected in (PART | kind).items():
+    typed = "node_types" in info
+    for key, expected in (PART | KINDS[typed]).items():
         if type(info.get(key)) is not expected:
             said = type(info[key]).__name__ if key in info else "nothing"
             raise ValueError(f"'{file}' says {said} for '{key}', expected {expected.__name__}. {AGAIN}")
-    names = [f"node_{k}" for k in range(len(info["node_types"]))] if kind is KINDS[1] else ["graph", "nodes", "edges"]
-    if kind is KINDS[1]:
+    names = [f"node_{k}" for k in range(len(info["node_types"]))] if typed else ["graph", "nodes", "edges"]
+    if typed:
         names += [f"{name}_{k}" for k in range(len(info["edge_types"])) for name in ("graph", "edge")]
     if missing := sorted({*names, "attrs"} - info["files"].keys()):
         raise ValueError(f"'{file}' lists no file {', '.join(missing)}. {AGAIN}")
