@@ -50,8 +50,8 @@ def report(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
         found = {path: told for path in runs if (told := scalars(path))}
         if not found:
             raise FileNotFoundError(f"'{source}' holds a run of which no rank has told anything yet. Wait for a step.")
-        names = [path.name.replace("-", " ") for path in found]
-        sections = of_run(dict(zip(names, found.values(), strict=True)), layers(next(iter(found))))
+        ranks = {path.name.replace("-", " "): told for path, told in found.items()}
+        sections = of_run(ranks, layers(next(iter(found))))
     else:
         raise FileNotFoundError(
             f"'{source}' is no partition (no 'meta.json') and no run that RunLog wrote (no 'rank-0'). Name the folder "
