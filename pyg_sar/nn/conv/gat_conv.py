@@ -18,7 +18,7 @@ from pyg_sar.nn.conv.message_passing import (
     is_matrix,
     loops_between_sets,
     multiplies_edges,
-)  # fmt: skip
+)
 from pyg_sar.ops.reference import ADDITIVE
 from pyg_sar.sources import ProjectedRows
 
@@ -68,7 +68,7 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
             edge = edge_attr, through(edge_weights(self.lin_edge, edge_attr), self.att_edge)
         return attend(
             self, graph, ADDITIVE, self.negative_slope, rows, query, edge, project=project, res=res, bias=self.bias
-        )  # fmt: skip
+        )
 
     def inputs(
         self, graph: ShardedGraph, x_src: Tensor, x_dst: Tensor | None

@@ -17,7 +17,7 @@ from pyg_sar.nn.conv.message_passing import (
     loops_between_sets,
     multiplies_edges,
     project,
-)  # fmt: skip
+)
 from pyg_sar.ops.reference import GATV2
 from pyg_sar.sources import ProjectedRows
 
@@ -67,7 +67,5 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
         if edge_attr is not None:
             assert self.lin_edge is not None
             edge = edge_attr, edge_weights(self.lin_edge, edge_attr)
-        out = attend(
-            self, graph, GATV2, self.negative_slope, rows, query, edge, self.att, res=res, bias=self.bias
-        )  # fmt: skip
+        out = attend(self, graph, GATV2, self.negative_slope, rows, query, edge, self.att, res=res, bias=self.bias)
         return out.to(torch.promote_types(out.dtype, self.att.dtype))  # as PyG's under autocast
