@@ -7,8 +7,6 @@ where the output is not known, the products that it is made of, of which numbers
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -209,7 +207,8 @@ def attention_grad_(
     rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add to the gradients of everything that attention reads."""
-    call = _Call(ptr, rows, col, src_ptr, dst, perm, key, value, query, edge, att, e_id, kind, peak)
+    settings = kind, parameter, e_id, seed, p, head
+    call = _Call(ptr, rows, col, src_ptr, dst, perm, key, value, query, edge, att, peak, *settings)
     expect((d_key is not None) == (kind != reference.GATV2), "'d_key' is for keys that are not the values")
     type, wide = accumulator(value.dtype), value.size(1)
     checks.out("d_value", d_value, call.num_src, wide, type, value)
@@ -217,7 +216,6 @@ def attention_grad_(
     expect(d_att is None or d_att.is_contiguous(), "Expected 'd_att' to be contiguous")
     call.take(peak, total, inner, grad)
     call.give(d_key, d_query, d_edge)
-    call.settings = {"kind": kind, "parameter": parameter, **dropout(call.given["e_id"], p, seed, head, type)}
     d_score = call.to_sources(d_value, d_key, d_edge, d_query is not None or d_att is not None)
     if d_score is None:
         return
@@ -240,14 +238,11 @@ def additive_grad_(
     rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient of values over them, if the block holds all edges."""
-    type = accumulator(value.dtype)
-    call = _Call(ptr, rows, col, src_ptr, dst, perm, key, value, query, edge, None, e_id, reference.ADDITIVE, peak)
+    settings = reference.ADDITIVE, parameter, e_id, seed, p, head
+    call = _Call(ptr, rows, col, src_ptr, dst, perm, key, value, query, edge, None, peak, *settings)
     checks.out("value", value, call.num_src, value.size(1), value.dtype, value)
     call.take(peak, total, None, grad)
     call.give(d_key, d_query, d_edge)
-    call.settings = {
-        "kind": reference.ADDITIVE, "parameter": parameter, **dropout(call.given["e_id"], p, seed, head, type)
-    }  # fmt: skip
     d_score = call.to_sources(value, None, None, True, once=True)
     assert d_score is not None
     call.to_scores(d_score, d_query)
@@ -261,8 +256,8 @@ class _Call:
 
     def __init__(
         self, ptr: Tensor, rows: Tensor | None, col: Tensor, src_ptr: Tensor, dst: Tensor, perm: Tensor, key: Tensor,
-        value: Tensor, query: Tensor | None, edge: Tensor | None, att: Tensor | None, e_id: Tensor | None, kind: int,
-        peak: Tensor,
+        value: Tensor, query: Tensor | None, edge: Tensor | None, att: Tensor | None, peak: Tensor, kind: int,
+        parameter: float, e_id: Tensor | None, seed: int, p: float, head: int,
     ) -> None:  # fmt: skip
         heads = checks.width_of("peak", peak)
         self.ptr, self.col, _ = checks.edges(ptr, col, None, value)
@@ -276,7 +271,8 @@ class _Call:
         self.width = heads if kind == reference.ADDITIVE else value.size(1)
         self.tiles = head_tiles(heads, self.channels)
         self.common = {"heads": heads, "channels": self.channels, "type": checks.type_of(value)}
-        self.settings: dict[str, Any] = {}
+        type = accumulator(value.dtype)
+        self.settings = {"kind": kind, "parameter": parameter, **dropout(self.given["e_id"], p, seed, head, type)}
         self.scores = scores_of(value, self.ptr, col)
 
     def take(self, peak: Tensor, total: Tensor, inner: Tensor | None, grad: Tensor) -> None:
