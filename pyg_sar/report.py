@@ -96,29 +96,17 @@ def of_run(ranks: dict[str, Series], names: Sequence[str]) -> list[tuple[str, st
             for name, points in told.items()]  # fmt: skip
     sections = [("Numbers", "What the run told.", table(["", "last", "least", "largest"], rows))]
     sections += [(name, "", curves({name: points}, name)) for name, points in told.items() if len(points) > 1]
-    times = {rank: one["time/seconds"] for rank, one in ranks.items()}
-    waits = {rank: one["time/exposed communication"] for rank, one in ranks.items()}
-    sections += [
-        ("Seconds", "Of each step, with what else was done until it was told.", curves(times, "seconds")),
-        (
-            "Exposed communication",
-            "Seconds in which a rank waited for halo rows.",
-            curves(waits, "seconds"),
-        ),
-        *(
-            (
-                what.capitalize(),
-                f"Rows and gradients that a rank {what} in each step.",
-                curves({rank: one[f"traffic/{what}"] for rank, one in ranks.items()}, "MiB"),
-            )
-            for what in ("received", "sent")
-        ),
-        (
-            "Memory",
-            "The largest that each rank has held, with what it loaded and imported.",
-            bars({"peak": [one["memory/peak"][-1][1] for one in ranks.values()]}, "rank", "MiB"),
-        ),
-    ]
+    for tag, unit, head, about in (
+        ("time/seconds", "seconds", "Seconds", "Of each step, with what else was done until it was told."),
+        ("time/exposed communication", "seconds", "Exposed communication",
+         "Seconds in which a rank waited for halo rows."),
+        ("traffic/received", "MiB", "Received", "Rows and gradients that a rank received in each step."),
+        ("traffic/sent", "MiB", "Sent", "Rows and gradients that a rank sent in each step."),
+    ):  # fmt: skip
+        sections.append((head, about, curves({rank: one[tag] for rank, one in ranks.items()}, unit)))
+    peaks = {"peak": [one["memory/peak"][-1][1] for one in ranks.values()]}
+    about = "The largest that each rank has held, with what it loaded and imported."
+    sections.append(("Memory", about, bars(peaks, "rank", "MiB")))
     for what, unit, about in (
         ("received", "MiB", "Of each aggregation of the middle step, in their order, by each rank."),
         ("saved", "MiB", "What each rank keeps of each aggregation of that step until its backward pass."),
