@@ -79,26 +79,26 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
                 f"Expected features of sources and of destinations, or node ids of both (got {x_src.dtype} and "
                 f"{x_dst.dtype})"
             )
-        few_bases = self.num_bases is not None and self.num_bases < self.num_relations and self.aggr in SUMS
-        if self.aggr in SUMS and sums_by_runs(graph, x_src, few_bases):
-            return self.finish(self.by_runs(graph, edge_type, x_src, few_bases), x_dst)
-        typed = by_type(graph, edge_type, self.num_relations)
-        if few_bases:
-            return self.finish(self.compose(graph, self.coefficients(typed, edge_type), x_src), x_dst)
-
-        if not x_src.is_floating_point():
-            return self.finish(self.select(graph, typed, x_src, self.relation_weights()), x_dst)
-        sums, weights, device = reduce_rows(typed.graph, x_src, self.aggr), self.blocks(), graph.device.type
-        if torch.is_autocast_enabled(device) and sums.dtype != torch.float64:
-            sums, weights = (t.to(torch.get_autocast_dtype(device)) for t in (sums, weights))
-        return self.finish(Multiply.apply(typed, graph.num_dst, sums, weights), x_dst)
-
-    def finish(self, out: Tensor, x_dst: Tensor) -> Tensor:
-        """Add the destinations' own term and the bias."""
+        out = self.over_relations(graph, edge_type, x_src)
         out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype())) if self.adds_to_zeros else out
         if self.root is not None:
             out = add(out, linear(x_dst, self.root.t()) if x_dst.is_floating_point() else self.root[x_dst])
         return out if self.bias is None else add(out, self.bias)
+
+    def over_relations(self, graph: ShardedGraph, edge_type: Tensor, x: Tensor) -> Tensor:
+        """Return the sum of what relations give, by the way that takes least."""
+        few_bases = self.num_bases is not None and self.num_bases < self.num_relations and self.aggr in SUMS
+        if self.aggr in SUMS and sums_by_runs(graph, x, few_bases):
+            return self.by_runs(graph, edge_type, x, few_bases)
+        typed = by_type(graph, edge_type, self.num_relations)
+        if few_bases:
+            return self.compose(graph, self.coefficients(typed, edge_type), x)
+        if not x.is_floating_point():
+            return self.select(graph, typed, x, self.relation_weights())
+        sums, weights, device = reduce_rows(typed.graph, x, self.aggr), self.blocks(), graph.device.type
+        if torch.is_autocast_enabled(device) and sums.dtype != torch.float64:
+            sums, weights = (t.to(torch.get_autocast_dtype(device)) for t in (sums, weights))
+        return Multiply.apply(typed, graph.num_dst, sums, weights)
 
     def by_runs(self, graph: ShardedGraph, edge_type: Tensor, x: Tensor, few_bases: bool) -> Tensor:
         """Aggregate by bases if that multiplies less, which are a row for each basis and destination of a block, and
