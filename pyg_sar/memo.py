@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Memo:
     """Keeps what was made, by a key and perhaps a tensor.
 
-    Args:
+    Attributes:
         values: What was made, by its key; of no tensor.
         of_tensors: By the tensor that it was made of: the tensor's version and :func:`fingerprint`, and what was made.
     """
