@@ -32,8 +32,6 @@ class GCN2Conv(WeightedSum, torch_geometric.nn.GCN2Conv):
         - **output:** node features :math:`(|\mathcal{V}|, F)`
     """
 
-    caches = False  # whatever `cached` says, on a sharded graph
-
     def forward(self, x: Tensor, x_0: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
         graph = self.streamed(edge_index, x) if self.normalize else None

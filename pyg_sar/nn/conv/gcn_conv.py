@@ -20,6 +20,7 @@ class WeightedSum(MessagePassing):
     """A layer that sums up source rows, weighted by a number of each edge."""
 
     streamable = SUMS  # a scaling of rows commutes with them
+    caches = False  # whatever `cached` says, on a sharded graph
 
     def stream(self, graph: ShardedGraph, **kwargs: Any) -> Tensor:
         """Aggregate ``x``, weighted by ``edge_weight``."""
@@ -47,8 +48,6 @@ class GCNConv(WeightedSum, torch_geometric.nn.GCNConv):
           :math:`(2, |\mathcal{E}|)`; edge weights :math:`(|\mathcal{E}|)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
     """
-
-    caches = False  # whatever `cached` says, on a sharded graph
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Run the forward pass."""
