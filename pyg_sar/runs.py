@@ -36,7 +36,7 @@ class Range(NamedTuple):
         rows: Which rows.
         edges: Which edges.
         runs: Which runs.
-        types: Where the runs of each type begin, and where the last ones end.
+        filled: The types that have runs, and where these are.
         row: The row of each run.
         of_runs: The other ends of the edges of each run, which are numbers of the whole.
         of_rows: The runs of each row.
@@ -46,16 +46,11 @@ class Range(NamedTuple):
     rows: slice
     edges: slice
     runs: slice
-    types: list[int]
+    filled: list[tuple[int, slice]]
     row: Tensor
     of_runs: Csr
     of_rows: Csr
     of_types: Csr
-
-    @property
-    def filled(self) -> list[int]:
-        """The types that have runs."""
-        return [r for r, (begin, end) in enumerate(pairwise(self.types)) if begin < end]
 
     def each(self, values: Tensor) -> Tensor:
         """Return for each run the row of ``values`` of its type."""
@@ -157,8 +152,9 @@ def sort(
         begin = [rows.stop, runs.stop, edges.stop]
         where, types = run_row[runs] - rows.start, compress(run_type[runs], num_types)
         by_row = where.argsort(stable=True)
+        filled = [(r, slice(a, b)) for r, (a, b) in enumerate(pairwise(types.tolist())) if a < b]
         ranges.append(Range(
-            rows, edges, runs, types.tolist(), where.int(),
+            rows, edges, runs, filled, where.int(),
             Csr(torch.cat([length.new_zeros(1), length[runs].cumsum(0)]).to(dtype), col[order[edges]]),
             Csr(compress(where, counts[0]), by_row.int()),
             Csr(types, by_row.argsort().int()),

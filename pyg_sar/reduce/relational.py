@@ -81,8 +81,7 @@ class RelationSum(Reduce):
             sums = span.gather(out, share).to(x.dtype)
             if source is not None:
                 span.combine(multiplied(span, sums, weights.mT), out=source[span.rows])
-            for r in span.filled:
-                run = slice(span.types[r], span.types[r + 1])
+            for r, run in span.filled:
                 h = x[span.rows].index_select(0, span.row[run])
                 d_weights[r] += torch.bmm(by_block(h, weights[r]).mT, by_block(sums[run], weights[r]))
         return source, Rows(const=[d_weights.to(weights.dtype)])
@@ -148,8 +147,7 @@ class BasisSum(RelationSum):
 def multiplied(span: Range, sums: Tensor, weights: Tensor) -> Tensor:
     """Multiply the sums of each run by the diagonal blocks of its type's matrix."""
     out = empty(sums, sums.size(0), weights.size(1) * weights.size(3))
-    for r in span.filled:
-        run = slice(span.types[r], span.types[r + 1])
+    for r, run in span.filled:
         times(sums[run], weights[r], out[run])
     return out
 
