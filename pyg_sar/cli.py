@@ -210,8 +210,6 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from pyg_sar.planner import plan
-
     if len(args.folders) > 1 and not args.stages:
         raise ValueError(f"Expected one folder without --stages (got {len(args.folders)}).")
     args.folder = args.folders[0] if args.folders else None
@@ -228,13 +226,22 @@ def _plan(args: argparse.Namespace) -> None:
         return _chunks(args, shares)
     columns = ["workers", "mode", "loaded", "step", "together", "received"]
     print("".join(f"{column:>10}" for column in columns) + "   (GiB, of the largest worker; in a step)")
+    planned = []
     for share in shares:
-        options = {"prefetch": args.prefetch, "num_relations": args.relations}
-        for need in plan(lambda: _stack(args), share, args.features, **options):
+        planned.append(_needs(args, share))
+        for need in planned[-1]:
             sizes = (need.loaded, need.step, need.total, need.received)
             print(f"{need.workers:>10}{need.mode:>10}" + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
     if args.budget is not None:
-        _fit(args, shares)
+        _fit(args, planned)
+
+
+def _needs(args: argparse.Namespace, share: Any) -> list[Any]:
+    """Return what every mode needs."""
+    from pyg_sar.planner import plan
+
+    options = {"prefetch": args.prefetch, "num_relations": args.relations}
+    return plan(lambda: _stack(args), share, args.features, **options)
 
 
 def _chunks(args: argparse.Namespace, shares: list[Any]) -> None:
@@ -359,16 +366,16 @@ def _shares(args: argparse.Namespace) -> list[Any]:
     return [largest(from_partition(args.folder))]
 
 
-def _fit(args: argparse.Namespace, shares: list[Any]) -> None:
+def _fit(args: argparse.Namespace, planned: list[Any]) -> None:
     """Find the fewest workers and the mode that fit the budget; beyond those asked for, double their number."""
     from pyg_sar.planner import choose, from_counts
 
     workers, budget = 0, f"{args.budget:g} GiB"
     while workers < 1024:
-        share = shares.pop(0) if shares else from_counts(args.nodes, args.edges, 2 * workers, args.boundary)
-        workers = len(share.rows_in) + 1
-        options = {"prefetch": args.prefetch, "num_relations": args.relations}
-        found = choose(lambda: _stack(args), share, args.features, args.budget * 2**30, **options)
+        if not planned:
+            planned = [_needs(args, from_counts(args.nodes, args.edges, 2 * workers, args.boundary))]
+        needs = planned.pop(0)
+        workers, found = needs[0].workers, choose(needs, args.budget * 2**30)
         print(f"{workers} workers: {'nothing' if found is None else f'mode {found.mode}'} fits {budget}")
         if found is not None:
             return

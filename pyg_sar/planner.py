@@ -190,21 +190,12 @@ def _plan_modes(
     return needs
 
 
-def choose(
-    model: Callable[[], torch.nn.Module], share: Share, in_channels: int, budget: float, **options: Any
-) -> Need | None:
-    """Return what receives least within ``budget`` bytes, or None if nothing fits.
+def choose(needs: Sequence[Need], budget: float) -> Need | None:
+    """Return what receives least of what takes at most ``budget`` bytes, besides the libraries, or None if none does.
 
     A prefetch of one block hides most of the communication, and hardly adds to the peak, because blocks are narrow.
-
-    Args:
-        model (callable): As for :func:`plan`.
-        share (Share): The counts of the worker.
-        in_channels (int): Number of features of a node.
-        budget (float): Bytes that a worker may take, besides the libraries.
-        **options: As for :func:`plan`.
     """
-    fitting = [need for need in plan(model, share, in_channels, **options) if need.total <= budget]
+    fitting = [need for need in needs if need.total <= budget]
     return min(fitting, key=lambda need: (need.received, need.total), default=None)
 
 
