@@ -39,13 +39,13 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.RGCNConv`. On a sharded graph all relations
     stream at once: rows are added up for every pair :math:`(r, i)` that has an edge, for some nodes at a time, where
     PyG runs over the graph once for each relation and keeps :math:`|\mathcal{R}| \cdot |\mathcal{V}|` rows; nothing is
-    kept for backward but the features (case 2 of the SAR paper). In modes 2 and 3, on more than 16 workers, and where
-    input features are cached, sums and means without fewer bases than relations are kept instead, and fetch no row
-    twice (case 1), in more memory. On more than 8 workers, in a message-flow graph or between two
-    sets of nodes, fewer bases than relations have a sum each, with coefficients that are learnt. Without input features
-    (``x=None``, or node ids in place of ``x``) each node selects a row of the weights: ``in_channels`` is then the
-    number of nodes of the whole graph. There, without fewer bases or with ``aggr="max"``, relations stream one by one,
-    as each has rows of its own.
+    kept for backward but the features (case 2 of the SAR paper). In modes 2 and 3, on more than 16 workers, under
+    autocast, and where input features are cached, sums and means without fewer bases than relations are kept instead,
+    and fetch no row twice (case 1), in more memory. On more than 8 workers, under autocast, in a message-flow graph or
+    between two sets of nodes, fewer bases than relations have a sum each, with coefficients that are learnt. Without
+    input features (``x=None``, or node ids in place of ``x``) each node selects a row of the weights: ``in_channels``
+    is then the number of nodes of the whole graph. There, without fewer bases or with ``aggr="max"``, relations stream
+    one by one, as each has rows of its own.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, global node ids :math:`(|\mathcal{V}|)` or None,
