@@ -40,7 +40,7 @@ GROUPS = {
     "fills": {"zero_", "fill_"},
     "copies": {"copy_", "cat", "index", "index_select", "index_put_", "_index_put_impl_"},
     "additions and scalings": {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "sum", "index_add_"},
-}  # fmt: skip
+}
 REST, WAITING = "rest", "waiting for messages"
 ENTRIES = (*GROUPS, WAITING, REST)
 

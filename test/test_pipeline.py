@@ -30,7 +30,7 @@ from support.pipelines import (
     loss_of,
     start,
     steps,
-)  # fmt: skip
+)
 from support.pool import Pool, RankError
 from torch_geometric.nn import DeepGCNLayer, GENConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm

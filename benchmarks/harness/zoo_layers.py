@@ -93,7 +93,7 @@ LAYERS: dict[str, Entry] = {
     "AntiSymmetricConv": plain(nn.AntiSymmetricConv, W),
     "DirGNNConv": Entry(lambda degrees: nn.DirGNNConv(nn.SAGEConv(W, W))),
     "MixHopConv": plain(nn.MixHopConv, W, W),
-}  # fmt: skip
+}
 
 
 def make_graph(nodes: int, edges: int) -> Data:

@@ -28,7 +28,7 @@ from pyg_sar.watch.mode import start, stop, watching
 @contextmanager
 def process_group(
     backend: str | None = None, timeout: float = 300.0, leave_within: float | None = None
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """Join the workers that ``torch.distributed.run`` has started, and leave them in order; yields the rank.
 
     A script that was started without it is a group of one worker. When the block ends well, a worker waits for all

@@ -123,7 +123,7 @@ def _of_others(graph: ShardedGraph, routes: Routes) -> tuple[tuple[Tensor, ...],
 
 def _turned(
     graph: ShardedGraph, coo: Tensor, part: Tensor, ids: Sequence[Index], exchange: Exchange, e_id: Tensor
-) -> ShardedGraph:  # fmt: skip
+) -> ShardedGraph:
     """Return a graph of such edges, whose sources are what were destinations."""
     return graph.replace(
         blocks=cut(coo, part, ids, graph.num_src),

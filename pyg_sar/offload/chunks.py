@@ -425,7 +425,7 @@ def differentiate(
 
 def read(
     value: Any, kind: str, it: Chunk, place: Place, program: Program, source: SourceRows | None, meter: Meter
-) -> Any:  # fmt: skip
+) -> Any:
     """Return what a chunk reads of an input; of sources that are read by pieces, all local rows, where they are."""
     if value is None:
         return None

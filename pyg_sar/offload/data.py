@@ -108,7 +108,7 @@ Found = tuple[ShardedGraph, Home, torch.device]
 
 def check(
     data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any, device: Any, edges: Sequence[str]
-) -> Found:  # fmt: skip
+) -> Found:
     """Return the graph of data, a home for its rows, and the device; raise unless everything is right."""
     graph, there = graph_of(data), torch.empty(0, device=device).device  # with its number
     if (budget is None) == (chunks is None):

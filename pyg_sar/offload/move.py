@@ -37,7 +37,7 @@ def graph_of(data: Any) -> ShardedGraph:
 
 def place_of(
     graph: ShardedGraph, home: Home, chunks: int, slots: int | None = None, device: torch.device | None = None
-) -> Place:  # fmt: skip
+) -> Place:
     """Return the place of a graph's rows, which are computed on where the graph is unless there is a ``device``."""
     n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
     return Place(home, device or graph.device, spans(graph, chunks), chunks, n_id, graph.seeds, graph.exchange, slots)

@@ -288,7 +288,7 @@ def drawn(device: torch.device) -> Tensor:
 
 def run_on(
     which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int, device: torch.device
-) -> tuple[Any, list[bool]]:  # fmt: skip
+) -> tuple[Any, list[bool]]:
     """Return what a function makes of some of five rows; and of rows that it changes, whether that is its result and
     they are its first argument.
     """

@@ -278,7 +278,7 @@ NORMS = {
     "pair": lambda: pyg.PairNorm(),
     "mean": lambda: pyg.MeanSubtractionNorm(),
     "layer": lambda: pyg.LayerNorm(IN),
-}  # fmt: skip
+}
 
 
 def normalised(group, name):

@@ -58,7 +58,7 @@ LAYERS = {
     "gen": (lambda a, b: pyg.GENConv(a, b, aggr="softmax", learn_t=True), ()),
     "pna": (lambda a, b: pyg.PNAConv(a, b, ["mean", "max", "std"], ["identity", "amplification"], DEGREES), ()),
     "median": (lambda a, b: pyg.SAGEConv(a, b, aggr="median"), ()),
-}  # fmt: skip
+}
 
 
 class Net(torch.nn.Module):

@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "pairs by ids": (lambda d: d.x[d.edge_label_index[0]], "numbers of nodes in the whole graph.*shard_links"),
     "some pairs by ids": (lambda d: d.x[d.edge_label_index.t()[:5].flatten()], "numbers of nodes in the whole graph"),
     "NormalizeFeatures": (lambda d: T.NormalizeFeatures()(d), "'NormalizeFeatures' takes 'min'.*before"),
-}  # fmt: skip
+}
 
 
 def test_a_sum_by_the_number_of_rows_may_be_right(parts: str) -> None:
