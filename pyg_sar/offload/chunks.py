@@ -39,6 +39,7 @@ from pyg_sar.offload.passes import force, reader
 from pyg_sar.offload.rows import HostRows, Place, answers, record
 from pyg_sar.offload.schedule import accesses, best_order, ranges, source_pieces
 from pyg_sar.offload.slots import Slots, add, fetch
+from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce.base import Needs, Reduce, Rows
 from pyg_sar.running import About
 from pyg_sar.sources import LocalGrads, LocalRows, ProjectedRows
@@ -364,8 +365,8 @@ class ByChunks(torch.autograd.Function):
         for k, total in totals.items():
             sum_halo(total, graph.exchange, meter)
             sums[k] = total.local
-        made = (HostRows(place, s) if on_host and s is not None else s
-                for s, (*_, on_host) in zip(sums, ctx.shapes, strict=True))  # fmt: skip
+        made = (s if s is None else HostRows(place, s) if on_host else s.to(dtype)
+                for s, (_, dtype, on_host) in zip(sums, ctx.shapes, strict=True))  # fmt: skip
         return None, None, None, None, *made
 
 
@@ -446,7 +447,7 @@ def add_up(
 ) -> Tensor | None:  # fmt: skip
     """Add the gradient of what a chunk reads of an input; sources by pieces have added theirs."""
     if kind in (CONSTANT, PARAMETER):
-        return total if grad is None else grad if total is None else total.add_(grad)
+        return total if grad is None else grad.to(accumulator(dtype)) if total is None else total.add_(grad)
     if grad is None:
         return total
     if total is None:

@@ -169,7 +169,7 @@ class Pass(torch.autograd.Function):
                 if wanted[k]:
                     collect(grads, k, leaf, next(found), span, place, n)
             del found  # or it would live while the next range is computed
-        made = (HostRows(place, g) if isinstance(leaf, HostRows) and g is not None else g
+        made = (g if g is None else HostRows(place, g) if isinstance(leaf, HostRows) else g.to(leaf.dtype)
                 for g, leaf in zip(grads, leaves, strict=True))  # fmt: skip
         return None, None, None, *made
 
@@ -208,14 +208,14 @@ def reader(rows: HostRows) -> Callable[[tuple[int, int]], Tensor]:
 
 
 def collect(grads: list[Any], k: int, leaf: Tensor, grad: Tensor | None, span: Any, place: Place, n: int) -> None:
-    """Write the gradient of a range of rows; add that of what all rows share."""
+    """Write the gradient of a range of rows; add that of what all rows share, in at least single precision."""
     if isinstance(leaf, HostRows) or has_rows(leaf, n):
         if grads[k] is None:
             grads[k] = place.home.empty(leaf.shape, leaf.dtype)
         grads[k][span[0] : span[1]] = 0 if grad is None else grad
         place.home.wrote(grads[k], *span)
     elif grad is not None:
-        grads[k] = grad if grads[k] is None else grads[k].add_(grad)
+        grads[k] = grad.to(accumulator(grad.dtype)) if grads[k] is None else grads[k].add_(grad)
 
 
 class Take(torch.autograd.Function):
@@ -243,27 +243,28 @@ class Take(torch.autograd.Function):
 
 
 class Total(torch.autograd.Function):
-    """The sum of all rows, or of all numbers, as an ordinary tensor, made in at least single precision; with a divisor,
-    the mean.
+    """The sum of all rows, or of all numbers, as an ordinary tensor of a type, made in at least single precision; with
+    a divisor, the mean.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: HostRows, numbers: bool, divisor: int | None) -> Tensor:
+    def forward(ctx: Any, rows: HostRows, numbers: bool, divisor: int | None, dtype: torch.dtype | None) -> Tensor:
         """Add up ranges."""
-        ctx.place, ctx.shape, ctx.divisor = rows.place, rows.shape, divisor
+        ctx.place, ctx.shape, ctx.divisor, ctx.dtype = rows.place, rows.shape, divisor, rows.dtype
         assert rows.host is not None
-        given, dtype = reader(rows), accumulator(rows.dtype) if rows.is_floating_point() else None
-        sums = [given(span).sum(0, dtype=dtype) for span in rows.place.ranges]
-        total = torch.stack(sums).sum(None if numbers else 0)
+        dtype = dtype or (rows.dtype if rows.is_floating_point() else None)
+        given, kind = reader(rows), accumulator(dtype) if dtype is not None and dtype.is_floating_point else dtype
+        sums = [given(span).sum(0, dtype=kind) for span in rows.place.ranges]
+        total = torch.stack(sums).sum(None if numbers else 0, dtype=kind)
         total = total if divisor is None else total / divisor
-        return total if dtype is None else total.to(rows.dtype)
+        return total if dtype is None else total.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """All rows have the same gradient, which takes the memory of one."""
         once_differentiable()
-        grad = grad if ctx.divisor is None else grad / ctx.divisor
-        return HostRows(ctx.place, grad.cpu().expand(ctx.shape)), None, None
+        grad = (grad if ctx.divisor is None else grad / ctx.divisor).to(ctx.dtype)
+        return HostRows(ctx.place, grad.cpu().expand(ctx.shape)), None, None, None
 
 
 class Moments(torch.autograd.Function):
@@ -355,10 +356,10 @@ def total(func: Callable, args: Any, kwargs: Any) -> Any:
     dims = None if dim is None else [d % rows.dim() for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
     if dims is not None and 0 not in dims:
         return record(func, args, kwargs)
-    if (dims is not None and dims != [0]) or len(args) > 2 or kwargs.keys() - {"dim"}:
+    if (dims is not None and dims != [0]) or len(args) > 2 or kwargs.keys() - {"dim", "dtype"}:
         refuse(func, args, kwargs, "of rows, 'sum(0)', 'mean(0)', 'sum()' and 'mean()' are known")
     count = rows.numel() if dims is None else len(rows)
-    return Total.apply(force(rows), dims is None, None if name_of(func) == "sum" else count)
+    return Total.apply(force(rows), dims is None, None if name_of(func) == "sum" else count, kwargs.get("dtype"))
 
 
 @answers("batch_norm")

@@ -411,6 +411,42 @@ def test_sums_in_half_precision_round_once():
     assert mean.eq(2000).all() and host(large.grad).eq(torch.tensor(1 / NUM_NODES).half()).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [True, False])
+def test_mean_loss_of_all_rows(masked, dtype):
+    """As of ordinary rows: half precision is added up in single."""
+    data, layer = small(4), torch.nn.Linear(IN, 3).to(dtype)
+    y, mask, found = torch.arange(NUM_NODES) % 3, data.mask if masked else None, []
+    for x in (HostRows(data.x.place, data.x.host.to(dtype)), data.x.host.to(dtype)):
+        layer.zero_grad()
+        loss = pyg_sar.global_mean(F.cross_entropy(layer(x), y, reduction="none"), mask=mask)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in layer.parameters())])
+    tolerance = 1e-6 if dtype == torch.float32 else UNIT
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2 * tolerance, atol=tolerance)
+
+
+def test_gradients_in_half_precision_do_not_depend_on_the_number_of_chunks():
+    """Those that chunks and ranges share are added up in single precision."""
+    square = torch.zeros(3, 2)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        edge_index, x, y = torch.randint(400, (2, 4000)), torch.randn(400, 8), torch.randint(4, (400,))
+        model = torch.nn.ModuleList([torch.nn.Linear(8, 8), nn.GATv2Conv(8, 4)]).bfloat16()
+        grads = []
+        for count, dtype in ((None, torch.float64), (1, torch.bfloat16), (50, torch.bfloat16)):
+            net = copy.deepcopy(model).to(dtype)
+            data = Data(x=x.bfloat16().to(dtype), edge_index=pyg_sar.shard(edge_index, 400))
+            data = data if count is None else offload(data, chunks=count)
+            out = net[1](net[0](data.x), data.edge_index)
+            (F.cross_entropy(out, y, reduction="none").sum() / 400).backward()
+            grads.append(torch.stack([p.grad.double().flatten()[:4] for p in (net[1].att, net[1].bias)]))
+        square += torch.stack([(grad - grads[0]).square().mean(1) for grad in grads])
+    _, whole, chunks = square.sqrt()
+    assert (chunks <= 1.5 * whole).all(), "what each chunk rounds to is half precision still"
+
+
 def test_chunks_around_a_hub():
     """No range is empty, which functions of rows would have to know how to take."""
     edge_index = torch.stack([torch.arange(NUM_NODES).repeat(50), torch.zeros(50 * NUM_NODES, dtype=torch.int64)])
