@@ -94,7 +94,7 @@ class Runs:
     def transpose(self) -> tuple[list[Range], Tensor]:
         """The runs of the block's sources, in ranges of these, and the size above for each edge, in their order.
 
-        It asks forward's runs for the types of edges: who changes these meanwhile changes what comes, as in PyG.
+        Types are those of forward's runs: a change of ``edge_type`` before backward concerns later calls alone.
         """
         block, length = self.block, torch.cat([span.of_runs.ptr.diff() for span in self.ranges])
         place = torch.cat([span.row + span.rows.start for span in self.ranges])
