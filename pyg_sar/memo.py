@@ -2,7 +2,6 @@ r"""What is made once and kept: by a key, and as long as the tensor of integers 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -48,25 +47,24 @@ class Memo:
 
 
 def fingerprint(t: Tensor) -> Tensor:
-    """Return sums that tell whether somebody changed the integers ``[*]`` or ``[2, *]`` of a tensor, in whatever way.
+    """Return sums that tell whether somebody changed the integers of a tensor on the CPU, in whatever way.
 
-    Integers of a row are laid out in a square, whose rows are multiplied by a vector of odd numbers of 64 bits: the sum
-    of a row changes with any one of its integers, and with several almost surely. It reads every integer once, fast
-    compared with what a layer gathers by it, and what is kept grows as the square root of their number, where a copy
-    would be as long as they are.
+    Rows of them are multiplied by a vector of odd numbers: a sum changes with any one of its integers, and with several
+    almost surely. It reads every integer once, fast compared with what a layer gathers by it, and what is kept is a
+    fraction of a copy.
     """
-    sums = []
-    for row in t.unbind() if t.dim() == 2 else (t,):
-        width = max(math.isqrt(row.numel()), 1)
-        end = row.numel() // width * width
-        pieces = row[:end].view(-1, width).split(width // 16 + 1)  # of which a narrower type is copied
-        odd = odd_numbers(width)
-        sums += [*(piece.long().mv(odd) for piece in pieces), row[end:].long()]
-    return torch.cat(sums)
+    flat = t.reshape(-1)
+    rows, rest = flat.split([end := flat.numel() // WIDTH * WIDTH, flat.numel() - end])
+    pieces = rows.view(-1, WIDTH).split(512)  # of which a narrower type is copied
+    return torch.cat([*(piece.long().mv(ODD) for piece in pieces), rest.long()])
 
 
 def odd_numbers(count: int) -> Tensor:
     """Return odd numbers that are the same each time, in no order, mixed as in SplitMix64: no generator is asked."""
-    z = torch.arange(1, count + 1) * -0x61C8864680B583EB
+    z = torch.arange(1, count + 1, device="cpu") * -0x61C8864680B583EB
     z = (z ^ (z >> 30)) * -0x40A7B892E31B1A47
     return (z ^ (z >> 27)) * -0x6B2FB644ECCEEE15 | 1
+
+
+WIDTH = 1024
+ODD = odd_numbers(WIDTH)

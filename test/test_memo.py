@@ -9,7 +9,7 @@ TYPES = [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("size", [(0,), (1,), (2,), (7,), (16,), (300,), (2, 0), (2, 1), (2, 300)])
+@pytest.mark.parametrize("size", [(0,), (1,), (2,), (7,), (16,), (300,), (2, 0), (2, 1), (2, 300), (2, 600)])
 def test_any_integer_that_changes_is_seen(size, dtype):
     t = torch.randint(2, size).to(dtype)
     before = fingerprint(t)
@@ -22,13 +22,17 @@ def test_any_integer_that_changes_is_seen(size, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_changes_that_keep_all_sums_are_seen(dtype):
-    """At the corners of a rectangle, wherever rows of the square begin, and of places."""
-    t = torch.zeros(100, dtype=dtype)
-    for width in range(1, 40):
+    """At the corners of a rectangle, wherever rows begin, and of places; in few integers, and in many."""
+    for size, widths in ((100, range(1, 40)), (3000, (1, 40, 54, 1023, 1024, 1025, 2048))):
+        four_change(torch.zeros(size, dtype=dtype), widths)
+
+
+def four_change(t, widths):
+    for width in widths:
         for a, b in ((1, 0), (0, 1)):
-            t[[0, 1, width + 1, width + 2]] = torch.tensor([a, b, b, a]).to(dtype)
+            t[[0, 1, width + 1, width + 2]] = torch.tensor([a, b, b, a]).to(t.dtype)
             one, t = fingerprint(t), t.clone()
-            t[[0, 1, width + 1, width + 2]] = torch.tensor([b, a, a, b]).to(dtype)
+            t[[0, 1, width + 1, width + 2]] = torch.tensor([b, a, a, b]).to(t.dtype)
             assert not torch.equal(one, fingerprint(t)), width
     assert not torch.equal(*(fingerprint(torch.arange(2).roll(k).repeat(50)) for k in (0, 1)))
 
