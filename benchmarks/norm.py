@@ -18,7 +18,7 @@ from contextlib import ExitStack
 import torch
 import torch.nn.functional as F
 from harness.report import processor, write
-from harness.rounds import Child, serve
+from harness.rounds import Child, alternate, serve
 from tqdm import tqdm
 
 from pyg_sar.nn import BatchNorm1d
@@ -58,20 +58,15 @@ class Job:
 
 def measure(rows: int, width: int, threads: int, repetitions: int) -> dict[str, dict[str, float]]:
     """Return the median seconds of each pass of each implementation."""
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in SETTINGS}
     with ExitStack() as stack:
         children = {
             name: stack.enter_context(Child(__file__, [name, str(rows), str(width)], threads, **settings))
             for name, settings in SETTINGS.items()
         }
-        for turn in range(-2, repetitions):
-            for name, child in children.items():
-                found = child.ask("run")
-                if turn >= 0:  # the first calls touch memory for the first time
-                    times[name].append(found)
+        times = alternate(children.values(), "run", repetitions, warmups=2)  # which touch memory for the first time
     return {
         name: {step: statistics.median(one[step] for one in found) for step in READS_AND_WRITES}
-        for name, found in times.items()
+        for name, found in zip(children, times, strict=True)
     }
 
 

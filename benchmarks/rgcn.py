@@ -22,7 +22,7 @@ import torch
 from harness.layer_jobs import BASES, RELATIONS
 from harness.process_memory import RETURN_FREED_MEMORY, peak, settle
 from harness.report import processor, write
-from harness.rounds import Child, serve
+from harness.rounds import Child, alternate, serve
 from tqdm import tqdm
 
 import pyg_sar
@@ -69,14 +69,9 @@ class Job:
 def measure(args: argparse.Namespace, settings: list[tuple[int, int, str, int]]) -> list[tuple[float, float]]:
     """Return median seconds and the peak in MiB of each setting."""
     told = [[str(value) for value in (args.nodes, args.edges, *setting)] for setting in settings]
-    times: list[list[float]] = [[] for _ in told]
     with ExitStack() as stack:
         children = [stack.enter_context(Child(__file__, its, args.threads)) for its in told]
-        for turn in range(-1, args.repetitions):
-            for child, its in zip(children, times, strict=True):
-                seconds = child.ask("run")
-                if turn >= 0:  # the first call makes runs
-                    its.append(seconds)
+        times = alternate(children, "run", args.repetitions, warmups=1)  # which makes runs
     found = []
     for its, words in zip(times, told, strict=True):
         with Child(__file__, words, args.threads, **RETURN_FREED_MEMORY) as child:

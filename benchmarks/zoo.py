@@ -24,7 +24,7 @@ import torch
 from harness.launch import answer, launch
 from harness.process_memory import RETURN_FREED_MEMORY, resident, settle
 from harness.report import processor, write
-from harness.rounds import Child, serve
+from harness.rounds import Child, alternate, serve
 from harness.zoo_layers import EDGE, LAYERS, WIDTH, in_degrees, make_graph
 from torch import Tensor
 from tqdm import tqdm
@@ -39,7 +39,7 @@ TOLERANCE = 1e-3
 class Found:
     """What was measured of a layer: seconds and MiB of both implementations, and seconds on two workers."""
 
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {OURS: [], PYG: []})
+    seconds: dict[str, list[float]] = field(default_factory=dict)
     peak: dict[str, float] = field(default_factory=dict)
     first: float = 0.0
     workers: float = 0.0
@@ -130,9 +130,7 @@ def measure(args: argparse.Namespace, size: str, bar: tqdm) -> dict[str, Found]:
                 if kind == OURS:
                     it.first, it.how = seconds, how.rpartition("  ")[2]
             check(name, *(torch.tensor(child.ask("sample")) for child in timed.values()))
-            for _ in range(args.repetitions):
-                for kind, child in timed.items():
-                    it.seconds[kind].append(child.ask("run"))
+            it.seconds = dict(zip(timed, alternate(timed.values(), "run", args.repetitions), strict=True))
             for kind, child in trimmed.items():
                 child.ask("make", name)
                 it.peak[kind] = child.ask("memory")

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,6 +54,13 @@ class Child:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+def alternate(children: Iterable[Child], question: str, repetitions: int, warmups: int = 0) -> list[list[Any]]:
+    """Ask all children in turn, so many times; return the answers of each, but those to the first questions."""
+    children = [*children]
+    turns = [[child.ask(question) for child in children] for _ in range(warmups + repetitions)]
+    return [[*answers] for answers in zip(*turns[warmups:], strict=True)]
 
 
 def serve(make: Any) -> None:
