@@ -35,11 +35,10 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.passes import force, reader
+from pyg_sar.offload.passes import add_shared, force, reader, returned
 from pyg_sar.offload.rows import HostRows, Place, answers, record
 from pyg_sar.offload.schedule import accesses, best_order, ranges, source_pieces
 from pyg_sar.offload.slots import Slots, add, fetch
-from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce.base import Needs, Reduce, Rows
 from pyg_sar.running import About
 from pyg_sar.sources import LocalGrads, LocalRows, ProjectedRows
@@ -365,9 +364,8 @@ class ByChunks(torch.autograd.Function):
         for k, total in totals.items():
             sum_halo(total, graph.exchange, meter)
             sums[k] = total.local
-        made = (s if s is None else HostRows(place, s) if on_host else s.to(dtype)
-                for s, (_, dtype, on_host) in zip(sums, ctx.shapes, strict=True))  # fmt: skip
-        return None, None, None, None, *made
+        pairs = zip(sums, ctx.shapes, strict=True)
+        return None, None, None, None, *(returned(place, s, *about) for s, (_, *about) in pairs)
 
 
 def told(graph: ShardedGraph, source: Tensor, wanted: Sequence[bool]) -> About | None:
@@ -447,7 +445,7 @@ def add_up(
 ) -> Tensor | None:  # fmt: skip
     """Add the gradient of what a chunk reads of an input; sources by pieces have added theirs."""
     if kind in (CONSTANT, PARAMETER):
-        return total if grad is None else grad.to(accumulator(dtype)) if total is None else total.add_(grad)
+        return add_shared(total, grad)
     if grad is None:
         return total
     if total is None:

@@ -169,9 +169,8 @@ class Pass(torch.autograd.Function):
                 if wanted[k]:
                     collect(grads, k, leaf, next(found), span, place, n)
             del found  # or it would live while the next range is computed
-        made = (g if g is None else HostRows(place, g) if isinstance(leaf, HostRows) else g.to(leaf.dtype)
-                for g, leaf in zip(grads, leaves, strict=True))  # fmt: skip
-        return None, None, None, *made
+        pairs = zip(grads, leaves, strict=True)
+        return None, None, None, *(returned(place, g, leaf.dtype, isinstance(leaf, HostRows)) for g, leaf in pairs)
 
 
 def differentiate(
@@ -208,14 +207,26 @@ def reader(rows: HostRows) -> Callable[[tuple[int, int]], Tensor]:
 
 
 def collect(grads: list[Any], k: int, leaf: Tensor, grad: Tensor | None, span: Any, place: Place, n: int) -> None:
-    """Write the gradient of a range of rows; add that of what all rows share, in at least single precision."""
+    """Write the gradient of a range of rows; add that of what all rows share."""
     if isinstance(leaf, HostRows) or has_rows(leaf, n):
         if grads[k] is None:
             grads[k] = place.home.empty(leaf.shape, leaf.dtype)
         grads[k][span[0] : span[1]] = 0 if grad is None else grad
         place.home.wrote(grads[k], *span)
-    elif grad is not None:
-        grads[k] = grad.to(accumulator(grad.dtype)) if grads[k] is None else grads[k].add_(grad)
+    else:
+        grads[k] = add_shared(grads[k], grad)
+
+
+def add_shared(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """Add a gradient of what all rows share, in at least single precision."""
+    if grad is None:
+        return total
+    return grad.to(accumulator(grad.dtype)) if total is None else total.add_(grad)
+
+
+def returned(place: Place, grad: Tensor | None, dtype: torch.dtype, at_home: bool) -> Any:
+    """Return a gradient as autograd takes it: of rows at home as such, of others in their type."""
+    return grad if grad is None else HostRows(place, grad) if at_home else grad.to(dtype)
 
 
 class Take(torch.autograd.Function):
@@ -253,7 +264,8 @@ class Total(torch.autograd.Function):
         ctx.place, ctx.shape, ctx.divisor, ctx.dtype = rows.place, rows.shape, divisor, rows.dtype
         assert rows.host is not None
         dtype = dtype or (rows.dtype if rows.is_floating_point() else None)
-        given, kind = reader(rows), accumulator(dtype) if dtype is not None and dtype.is_floating_point else dtype
+        kind = accumulator(dtype) if dtype is not None and dtype.is_floating_point else dtype
+        given = reader(rows)
         sums = [given(span).sum(0, dtype=kind) for span in rows.place.ranges]
         total = torch.stack(sums).sum(None if numbers else 0, dtype=kind)
         total = total if divisor is None else total / divisor
