@@ -372,9 +372,10 @@ def _fit(args: argparse.Namespace, planned: list[Any]) -> None:
 
     workers, budget = 0, f"{args.budget:g} GiB"
     while workers < 1024:
-        if not planned:
-            planned = [_needs(args, from_counts(args.nodes, args.edges, 2 * workers, args.boundary))]
-        needs = planned.pop(0)
+        if planned:
+            needs = planned.pop(0)
+        else:
+            needs = _needs(args, from_counts(args.nodes, args.edges, 2 * workers, args.boundary))
         workers, found = needs[0].workers, choose(needs, args.budget * 2**30)
         print(f"{workers} workers: {'nothing' if found is None else f'mode {found.mode}'} fits {budget}")
         if found is not None:
