@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyg_sar.distributed.group import ABANDONED, Group, Member, Message, is_local, rank_of, start, talking
 from pyg_sar.distributed.notices import ORDER
 from pyg_sar.exchange import Meter
+from pyg_sar.ops.reference import accumulator
 from pyg_sar.running import About
 
 ON = os.environ.get("PYG_SAR_GUARDS") != "0"
@@ -177,9 +178,7 @@ def summable(tensors: Iterable[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def totals(tensors: Sequence[Tensor]) -> list[float]:
     """Return the sum of each tensor, 0 of those that have none."""
-    found = [
-        t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) if has_sum(t) else t.new_zeros(()) for t in tensors
-    ]
+    found = [t.sum(dtype=accumulator(t.dtype)) if has_sum(t) else t.new_zeros(()) for t in tensors]
     if all(t.is_cpu for t in found):
         return [float(t) for t in found]
     return torch.stack([t.double().to(found[0].device) for t in found]).tolist()  # one host-device synchronisation

@@ -10,6 +10,7 @@ from torch import Tensor
 from pyg_sar.autograd import Valued
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import rank_of, size_of
+from pyg_sar.ops.reference import accumulator
 from pyg_sar.watch import LOSS, gives
 
 
@@ -77,7 +78,7 @@ def global_mean(
             broken = (~mask & values.isnan()).sum()
         values = torch.where(mask, values, 0)
     # Half precision would overflow. Counts beyond 2^24 must stay exact, so all travel in double precision.
-    kind = torch.promote_types(values.dtype, torch.float32)
+    kind = accumulator(values.dtype)
     share = values.sum(dtype=kind)
     if weight is not None:
         weight = like_rows(weight, values)

@@ -17,6 +17,7 @@ from pyg_sar.distributed.gather import join
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.loss import global_mean
 from pyg_sar.operations import bind
+from pyg_sar.ops.reference import accumulator
 
 
 class DeepGraphInfomax(torch_geometric.nn.DeepGraphInfomax):
@@ -87,6 +88,6 @@ class MeanOfAll(TorchFunctionMode):
         if func not in (torch.mean, Tensor.mean) or rows is not self.rows or dim not in (0, -rows.dim(), (0,), [0]):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            share = rows.sum(0, keepdim=bool(keepdim), dtype=torch.promote_types(rows.dtype, torch.float32))
+            share = rows.sum(0, keepdim=bool(keepdim), dtype=accumulator(rows.dtype))
             count = all_reduce(share.new_tensor(rows.size(0), dtype=torch.float64), self.group)
             return (global_sum(share, self.group) / count.to(share.dtype)).to(rows.dtype)
