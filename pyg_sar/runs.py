@@ -98,8 +98,8 @@ class Runs:
         """
         block, length = self.block, torch.cat([span.of_runs.ptr.diff() for span in self.ranges])
         place = torch.cat([span.row + span.rows.start for span in self.ranges])
-        types = torch.arange(self.num_types, device=place.device).unsqueeze(1)
-        types = torch.cat([span.each(types) for span in self.ranges]).squeeze(1)
+        every = torch.arange(self.num_types, device=place.device)
+        types = torch.cat([span.each(every) for span in self.ranges])
         row = place if block.dst is None else rows_at(block.dst, place)
         row, types, sizes = (
             t.repeat_interleave(length, 0, output_size=block.num_edges) for t in (row, types, self.sizes)

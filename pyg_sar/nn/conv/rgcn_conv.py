@@ -106,10 +106,11 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
         for each source, twice, against a row for each run three times.
         """
         args = graph, edge_type, self.num_relations, self.aggr == "mean", self.out_channels
-        num_runs = sum(len(its.sizes) for its in runs_of(*args[:3]).values())
-        num_rows = sum(graph.num_dst + block.num_src for block in graph.blocks)
-        if few_bases and 2 * len(self.weight) * num_rows < 3 * num_runs:
-            return aggregate(graph, BasisSum(*args), x, const=[self.comp, self.weight])
+        if few_bases:
+            num_runs = sum(len(its.sizes) for its in runs_of(*args[:3]).values())
+            num_rows = sum(graph.num_dst + block.num_src for block in graph.blocks)
+            if 2 * len(self.weight) * num_rows < 3 * num_runs:
+                return aggregate(graph, BasisSum(*args), x, const=[self.comp, self.weight])
         return aggregate(graph, RelationSum(*args), x, const=[self.blocks()])
 
     def compose(self, graph: ShardedGraph, weight: Tensor, x: Tensor) -> Tensor:
