@@ -81,8 +81,11 @@ class EdgeNumbers(Tensor):
         """Answer an operation exactly, or refuse it."""
         # Operators of other libraries may share a name with one of torch's functions, but not its meaning.
         name = "" if isinstance(func, OPERATORS) else getattr(func, "__name__", "")
+        kwargs = dict(kwargs or {})
+        if not args and "input" in kwargs:  # so that handlers find it where it mostly is
+            args = (kwargs.pop("input"),)
         with PLAIN():
-            return HANDLERS.get(name, refuse)(func, args, kwargs or {})
+            return HANDLERS.get(name, refuse)(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
@@ -169,19 +172,19 @@ def reshape(func: Callable, args: Any, kwargs: Any) -> Any:
 def compare(func: Callable, args: Any, kwargs: Any) -> Any:
     """Tell edge by edge whether sources equal destinations of the same edges; other numbers mean something else."""
     one, other = bind(args, kwargs, "input", "other")
-    known = list(sharded(args))
+    known = list(sharded(one, other))
     if not known[0]._graph.exchange.alone and any(frame.f_code.co_name in FINDS_LOOPS for frame in callers()):
         refuse(func, args, kwargs, "the other workers may have self-loops that this one does not see")
     if not isinstance(other, Tensor) or other.shape != one.shape or {s.kind for s in known} != {SOURCES}:
         refuse(func, args, kwargs, "it compares numbers of different kinds")
     if len(known) == 1:
-        refuse_two_sets(func, args, known[0]._graph)
+        refuse_two_sets(func, (one, other), known[0]._graph)
         ends, others = known[0]._ends, other if known[0] is one else one
         if ends is None or ends.dtype != others.dtype or not torch.equal(ends, others):
             refuse(func, args, kwargs, "it compares sources with other numbers than the destinations of these edges")
     elif known[0]._graph is not known[1]._graph:
         refuse(func, args, kwargs, "it compares sources of different graphs")
-    return func(*plain(args))
+    return func(*plain([one, other]))
 
 
 def refuse_two_sets(func: Callable, args: Any, graph: ShardedGraph) -> None:
@@ -198,7 +201,7 @@ def concatenate(func: Callable, args: Any, kwargs: Any) -> Any:
         if isinstance(t, EdgeNumbers):
             known = t.kind == first.kind and t._graph is first._graph
         else:
-            refuse_two_sets(func, args, first._graph)
+            refuse_two_sets(func, tensors, first._graph)
             loops = torch.arange(first._graph.num_dst, device=t.device).expand(2, -1)
             known = first.kind != SOURCES and torch.equal(t, loops)
         if not known:

@@ -158,6 +158,7 @@ def test_compare(plain, sharded):
     (row, col), loops = sharded, plain[0] == plain[1]
     assert (row == col).equal(loops) and (col == row).equal(loops) and torch.eq(row, col).equal(loops)
     assert (row != col).equal(~loops) and row.ne(col).equal(~loops) and (col != row).equal(~loops)
+    assert torch.eq(row, other=col).equal(loops) and torch.ne(input=col, other=row).equal(~loops)
     assert bool((row == sharded[0]).all())
     some = plain[1] > 5
     (row, col), loops = sharded[:, some], loops[some]
@@ -172,6 +173,7 @@ def test_flip(plain, sharded):
         sharded.flip((-2,)),
         torch.flip(sharded, [0]),
         sharded.flip(dims=(0,)),
+        torch.flip(input=sharded, dims=[0]),
     ):
         assert it.kind == FLIPPED and numbers(it).equal(plain.flip(0))
         row, col = it
@@ -227,6 +229,7 @@ def test_new_tensors_and_copies(plain, sharded):
     ):
         assert type(new) is torch.Tensor
     derived = sharded[:, row != sharded[1]]
+    assert numbers(torch.clone(input=derived)).equal(numbers(derived))
     duplicate = derived.clone()
     duplicate[1].add_(1)
     assert numbers(derived).equal(plain[:, plain[0] != plain[1]])

@@ -32,6 +32,12 @@ _here = threading.local()  # whose `member` this thread is
 ABANDONED: list[Any] = []
 
 
+def abandon(group: Group, *under_way: Any) -> None:
+    """Keep messages that nobody waits for any more, with their memory."""
+    if not isinstance(group, Member):  # whose messages are copies
+        ABANDONED.append(under_way)
+
+
 class Message(NamedTuple):
     """A tensor to be sent to a worker, or to be received from it; both sides must give it the same tag."""
 
@@ -319,6 +325,7 @@ class Workers:
         met[rank] = what, value
         self.changed.notify_all()
         self.wait(rank, f"all others, in '{what}'", lambda: len(met) == self.size, set(range(self.size)) - {rank})
+        self.box.pop(turn, None)  # all have come, and have it
         names = [met[r][0] for r in range(self.size)]
         if len(set(names)) > 1:
             raise RuntimeError(f"the workers called different things: {', '.join(names)}")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.distributed.group import ABANDONED, Group, Member, Message, is_local, rank_of, start, talking
+from pyg_sar.distributed.group import Group, Member, Message, abandon, is_local, rank_of, start, talking
 from pyg_sar.distributed.notices import ORDER
 from pyg_sar.exchange import Meter
 from pyg_sar.ops.reference import accumulator
@@ -94,7 +94,7 @@ class Header:
         self.into = torch.frombuffer(self.theirs, dtype=torch.uint8)
         self.came: Any = None  # the handles of the messages from the peer and to it
         self.sent: Any = None
-        self.heard = False
+        self.heard = self.arrived = False  # it is waited for once, also in vain
 
     def wait(self) -> None:
         """Wait for it, and raise if the peer does something else."""
@@ -114,6 +114,7 @@ class Header:
         with talking(f"hearing what worker {self.peer} does", self.turn.group, self.peer):
             self.came.wait(*timeout)
             self.sent.wait(*timeout)  # at once: who tells has asked before
+        self.arrived = True
         self.turn.meter(wait=time.perf_counter() - begin)
         if self.theirs == self.turn.mine:
             return ""
@@ -121,8 +122,8 @@ class Header:
 
     def __del__(self) -> None:
         """Keep what has not arrived."""
-        if not self.heard:
-            ABANDONED.append((self.came, self.sent))
+        if not self.arrived:
+            abandon(self.turn.group, self.came, self.sent)
 
     def compare(self, mine: Told, theirs: Told) -> str:
         """Return what differs beyond rounding."""

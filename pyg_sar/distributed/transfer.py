@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed import guard, notices, staging
-from pyg_sar.distributed.group import ABANDONED, Group, Member, Message, current, start, talking
+from pyg_sar.distributed.group import Group, Member, Message, abandon, current, start, talking
 from pyg_sar.exchange import Meter
 from pyg_sar.running import About
 
@@ -125,7 +125,7 @@ class Transfer:
     def __del__(self) -> None:
         """Keep what has not arrived."""
         if self.messages:
-            ABANDONED.append((self.work, self.messages))
+            abandon(self.channel.group, self.work, self.messages)
 
 
 Pending = Transfer | guard.Header

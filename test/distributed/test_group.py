@@ -86,6 +86,17 @@ def test_workers_that_wait_for_each_other() -> None:
         assert str(error) == "worker 0 waits for all others, in 'all_reduce'; worker 1 waits for a message of worker 0"
 
 
+def test_what_was_gathered_is_not_kept() -> None:
+    workers, total = Workers(3), torch.ones(2)
+
+    def work(rank: int) -> None:
+        for _ in range(3):
+            all_reduce_(total.clone())
+            gather_objects(rank)
+
+    assert workers.run(work) == [None] * 3 and not workers.box
+
+
 def test_different_collectives_and_shapes() -> None:
     def names(rank: int) -> None:
         gather_objects(1) if rank else all_reduce_(torch.zeros(1))

@@ -1,6 +1,7 @@
 """Workers that part say so at once, with the names of both layers; those that do not are left in peace."""
 
 import copy
+from contextlib import suppress
 from itertools import chain
 from unittest import mock
 
@@ -17,7 +18,7 @@ import pyg_sar
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.group import Workers
+from pyg_sar.distributed.group import ABANDONED, Workers
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 X = torch.randn(NUM_NODES, 8, generator=torch.Generator().manual_seed(0))
@@ -484,3 +485,18 @@ def test_parameters_that_were_drawn_anew():
     assert all(
         "'pyg_sar.broadcast_parameters(model)' after 'reset_parameters()'" in text for text in errors(workers(2, work))
     )
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_header_that_did_not_arrive_keeps_its_memory(arrives):
+    """A message is written there whenever it comes, also after a wait that was in vain."""
+    turn = mock.Mock(mine=bytearray(guard.SIZE), group=None)
+    header = guard.Header(turn, 1)
+    came = header.came = mock.Mock(**({} if arrives else {"wait.side_effect": RuntimeError}))
+    header.sent = mock.Mock()
+    before = len(ABANDONED)
+    with suppress(RuntimeError):  # whose traceback would keep the header
+        header.hear()
+    del header
+    assert [kept[0] for kept in ABANDONED[before:]] == ([] if arrives else [came])
+    del ABANDONED[before:]
