@@ -241,7 +241,7 @@ def reaches(whom: int | list[int], workers: set[int]) -> bool:
 
 def short(error: BaseException) -> str:
     """Return what a library says, without the line of its own code and its advice."""
-    said = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0])
+    said = re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0])
     return re.split(r"\. (?:This|Check|Either)|, possibly", said)[0].rstrip(".")
 
 
