@@ -326,8 +326,8 @@ def prepare(
         The transformed graph; what does not change shares its memory with ``data``.
 
     Raises:
-        ValueError: If added self-loops would lack an edge attribute, if ``x`` cannot have that type, if there is no
-            such split, or if a transform is asked of a heterogeneous graph that is not for it.
+        ValueError: If added self-loops would lack an edge attribute, if ``x`` cannot have that type, or is too large
+            for it, if there is no such split, or if a transform is asked of a heterogeneous graph that is not for it.
     """
     if isinstance(data, HeteroData) and (self_loops or gcn_norm or features is not None):
         raise ValueError("Of these, only 'to_undirected' and 'split' are for a HeteroData; apply others before.")
@@ -357,8 +357,20 @@ def prepare(
         if not isinstance(x, Tensor) or not features.is_floating_point:
             raise ValueError(f"Node features 'x' (got {type(x).__name__}) cannot be stored as {features}.")
         data = copy.copy(data)
-        data.x = x.to(features)
+        data.x = _converted(x, features)
     return data
+
+
+def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return features of another type, which must have room for them."""
+    out = x.to(dtype)
+    if (lost := out.isinf() & ~x.isinf()).any():
+        raise ValueError(
+            f"Node features 'x' reach {float(x[lost].abs().max()):.4g}, but {dtype} ends at "
+            f"{torch.finfo(dtype).max:.4g}: they would become infinite. Scale them, or take a type of a wider range, "
+            "such as bfloat16."
+        )
+    return out
 
 
 def _undirected(data: Data | HeteroData) -> Data | HeteroData:

@@ -441,6 +441,18 @@ def test_prepare_refuses_features(x, features):
         prepare(data, features=features)
 
 
+@pytest.mark.parametrize("x", [torch.tensor([[-1e6, 3.0]]), torch.tensor([[1_000_000, 3]])])
+def test_prepare_makes_no_feature_infinite(x):
+    data = random_data()
+    data.x = torch.cat([x, torch.ones(59, 2).to(x)])
+    message = r"'x' reach 1e\+06, but torch\.float16 ends at 6\.55e\+04: .*Scale them.*such as bfloat16"
+    with pytest.raises(ValueError, match=message):
+        prepare(data, features=torch.float16)
+    assert prepare(data, features=torch.bfloat16).x.isfinite().all()
+    data.x = torch.full((60, 2), float("inf"))  # which they were before
+    assert prepare(data, features=torch.float16).x.isinf().all()
+
+
 @pytest.mark.parametrize("hetero", [False, True])
 def test_prepare_split(hetero):
     data = HeteroData() if hetero else random_data()
