@@ -280,6 +280,11 @@ def _edges(edges: np.ndarray, num_nodes: Any = None) -> Data:
     count = int(edges.max(initial=-1)) + 1 if num_nodes is None else int(num_nodes)
     if not 0 <= count < 2**48:  # index arithmetic multiplies it
         raise ValueError(f"it has {count} nodes, by the largest number of one or by 'num_nodes'.")
+    if num_nodes is None and count > max(2**24, 1000 * max(edges.shape[-1], 1)):  # hashes, not numbers of nodes
+        raise ValueError(
+            f"it has {count} nodes, by the largest number of one, but {edges.shape[-1]} edges. Number nodes from 0 to "
+            "n-1 (numpy.unique(edges, return_inverse=True)), or store 'num_nodes' beside the edges in an .npz."
+        )
     return Data(edge_index=edge_index, num_nodes=count)
 
 

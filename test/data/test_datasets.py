@@ -444,12 +444,24 @@ def test_relations_tell_something_of_the_classes():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(f"0,{2**63 - 1}\n", "it has 9223372036854775808 nodes"), ("0,-1\n1,0\n", "ids in 'edge_index'")],
+    [
+        (f"0,{2**63 - 1}\n", "it has 9223372036854775808 nodes"),
+        (f"0,{2**47 - 1}\n", r"140737488355328 nodes, by .* but 1 edges\. Number nodes from 0 to n-1 .*'num_nodes'"),
+        ("0,-1\n1,0\n", "ids in 'edge_index'"),
+    ],
 )
 def test_node_numbers_that_cannot_be(tmp_path, text, message):
     (tmp_path / "edges.csv").write_text(text)
     with pytest.raises(ValueError, match=message):
         pyg_sar.partition(dataset(str(tmp_path / "edges.csv")), 1, tmp_path / "graph")
+
+
+def test_many_nodes_for_few_edges_may_be_meant(tmp_path):
+    edges = np.array([[0], [2**25 - 1]])
+    np.savez(tmp_path / "told.npz", edge_index=edges, num_nodes=2**25)
+    assert dataset(str(tmp_path / "told.npz")).num_nodes == 2**25
+    np.savez(tmp_path / "many.npz", edge_index=np.repeat(edges, 40_000, 1))
+    assert dataset(str(tmp_path / "many.npz")).num_nodes == 2**25
 
 
 def test_lists_of_nodes_that_there_are_not(tmp_path):
