@@ -11,9 +11,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pyg_sar.caller import warn
 from pyg_sar.run_log import LAYERS
 
 Series = dict[str, list[tuple[int, float]]]  # steps and values by tag
+CURVES = (
+    ("time/seconds", "seconds", "Seconds", "Of each step, with what else was done until it was told."),
+    ("time/exposed communication", "seconds", "Exposed communication", "Seconds in which a rank waited for halo rows."),
+    ("traffic/received", "MiB", "Received", "Rows and gradients that a rank received in each step."),
+    ("traffic/sent", "MiB", "Sent", "Rows and gradients that a rank sent in each step."),
+)
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -41,17 +48,23 @@ def report(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileNotFoundError: If the folder is neither.
+        ValueError: If something in the folder is damaged.
         ImportError: If matplotlib, or for a run tensorboard, is not installed.
     """
     source = Path(source)
     if (source / "meta.json").is_file():
         sections = of_partition(source)
-    elif runs := sorted(source.glob("rank-*"), key=lambda path: int(path.name.removeprefix("rank-"))):
-        found = {path: told for path in runs if (told := scalars(path))}
-        if not found:
+    elif folders := ranks_of(source):
+        ranks = {rank: scalars(path) for rank, path in folders.items()}
+        late = incomplete(ranks)
+        # A rank whose first step is not whole on the disk has nothing to draw.
+        ranks = {rank: told for rank, told in ranks.items() if last_step(told) >= 0}
+        if not ranks:
             raise FileNotFoundError(f"'{source}' holds a run of which no rank has told anything yet. Wait for a step.")
-        ranks = {path.name.replace("-", " "): told for path, told in found.items()}
-        sections = of_run(ranks, layers(next(iter(found))))
+        if late:
+            warn(late)
+        sections = [("Incomplete", late, "")] * bool(late)
+        sections += of_run(ranks, layers(folders[next(iter(ranks))]))
     else:
         raise FileNotFoundError(
             f"'{source}' is no partition (no 'meta.json') and no run that RunLog wrote (no 'rank-0'). Name the folder "
@@ -62,6 +75,28 @@ def report(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     path = Path(out)
     path.write_text(PAGE.format(title=title, body=body))
     return path
+
+
+def ranks_of(source: Path) -> dict[str, Path]:
+    """Return the folders of the ranks of a run; others may lie beside, such as copies."""
+    found = {path: re.fullmatch(r"rank-([0-9]+)", path.name) for path in source.glob("rank-*") if path.is_dir()}
+    numbers = sorted((int(name[1]), path) for path, name in found.items() if name)
+    return {f"rank {number}": path for number, path in numbers}
+
+
+def last_step(told: Series) -> int:
+    """Return the last step of which a rank has told everything, -1 if there is none."""
+    tags = ("memory/peak", *(tag for tag, *_ in CURVES))
+    return min(told[tag][-1][0] if tag in told else -1 for tag in tags)
+
+
+def incomplete(ranks: dict[str, Series]) -> str:
+    """Tell which ranks end before others: TensorBoard reads a damaged file up to the damage, and says nothing."""
+    ends = {rank: last_step(told) for rank, told in ranks.items()}
+    most = max(ends.values())
+    early = [f"{rank} ends {f'at step {end}' if end >= 0 else 'before its first step'}"
+             for rank, end in ends.items() if end < most]  # fmt: skip
+    return f"{', '.join(early)}, others at step {most}: a file is damaged or still being written." * bool(early)
 
 
 def of_partition(folder: Path) -> list[tuple[str, str, str]]:
@@ -96,13 +131,7 @@ def of_run(ranks: dict[str, Series], names: Sequence[str]) -> list[tuple[str, st
             for name, points in told.items()]  # fmt: skip
     sections = [("Numbers", "What the run told.", table(["", "last", "least", "largest"], rows))]
     sections += [(name, "", curves({name: points}, name)) for name, points in told.items() if len(points) > 1]
-    for tag, unit, head, about in (
-        ("time/seconds", "seconds", "Seconds", "Of each step, with what else was done until it was told."),
-        ("time/exposed communication", "seconds", "Exposed communication",
-         "Seconds in which a rank waited for halo rows."),
-        ("traffic/received", "MiB", "Received", "Rows and gradients that a rank received in each step."),
-        ("traffic/sent", "MiB", "Sent", "Rows and gradients that a rank sent in each step."),
-    ):  # fmt: skip
+    for tag, unit, head, about in CURVES:
         sections.append((head, about, curves({rank: one[tag] for rank, one in ranks.items()}, unit)))
     peaks = {"peak": [one["memory/peak"][-1][1] for one in ranks.values()]}
     about = "The largest that each rank has held, with what it loaded and imported."
@@ -131,8 +160,13 @@ def of_middle_step(series: Series, what: str) -> list[float]:
 def layers(folder: Path) -> list[str]:
     """Return what the layers of a run are called, without their kinds."""
     file = folder / LAYERS
-    told = json.loads(file.read_text()) if file.is_file() else []
-    return [re.sub(r"^layer '(.*?)'.*", r"\1", name) for name in told]
+    try:
+        told = json.loads(file.read_text()) if file.is_file() else []
+        return [re.sub(r"^layer '(.*?)'.*", r"\1", name) for name in told]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"'{file}' is damaged, expected a list of names ({error}). Remove it, and aggregations have numbers."
+        ) from error
 
 
 def scalars(folder: Path) -> Series:
@@ -141,6 +175,9 @@ def scalars(folder: Path) -> Series:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
         raise ImportError("A run is read by TensorBoard. Run 'pip install pyg_sar[report]'.") from error
+    for file in folder.glob("*tfevents*"):
+        if not file.is_file():  # TensorBoard would wait for what is written into a pipe
+            raise ValueError(f"'{file}' is not a file, expected one of events. Move it elsewhere.")
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

@@ -1,10 +1,12 @@
 """Pages of partitions and runs."""
 
 import json
+import os
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 import torch
 from support import graphs
 from torch.utils.tensorboard import SummaryWriter
@@ -55,6 +57,8 @@ def test_run(tmp_path):
         writer.close()
         names = ["layer 'convs.0' (SAGEConv)", ""]
         (tmp_path / "run" / f"rank-{rank}" / "layers.json").write_text(json.dumps(names))
+    (tmp_path / "run" / "rank-0.bak").mkdir()
+    (tmp_path / "run" / "rank-2").touch()
     text = page(report(tmp_path / "run", tmp_path / "page.html"))
     titles = ["Numbers", "Loss", "Seconds", "Exposed communication", "Received", "Sent", "Memory"]
     titles += [f"Aggregations: {what}" for what in ("received", "saved", "waited")]
@@ -68,11 +72,45 @@ def test_ranks_that_told_nothing(tmp_path, capsys):
         pyg_sar.RunLog(tmp_path / f"rank-{rank}").writer.close()  # which makes a folder of its own there
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     assert "no rank has told anything yet" in capsys.readouterr().err
-    writer = SummaryWriter(tmp_path / "rank-1")
-    for name in ("time/seconds", "time/exposed communication", "traffic/received", "traffic/sent", "memory/peak"):
-        writer.add_scalar(name, 1.0, 1)
+    write_steps(tmp_path / "rank-1", 1)
+    with pytest.warns(UserWarning, match="rank 0 ends before its first step, others at step 1: a file is damaged or"):
+        assert "<h2>Seconds</h2>" in page(report(tmp_path, tmp_path / "page.html"))
+
+
+def write_steps(folder, count):
+    """Write what a rank tells in so many steps."""
+    writer = SummaryWriter(folder)
+    for step in range(1, count + 1):
+        for name in ("time/seconds", "time/exposed communication", "traffic/received", "traffic/sent", "memory/peak"):
+            writer.add_scalar(name, 1.0, step)
     writer.close()
-    assert "<h2>Seconds</h2>" in page(report(tmp_path, tmp_path / "page.html"))
+    return next(folder.glob("events*"))
+
+
+@pytest.mark.parametrize(("steps", "told"), [(0, "before its first step"), (2, "at step 2")])
+def test_a_rank_whose_file_is_cut(tmp_path, steps, told):
+    """As while it is written: a step of which the memory is not there yet is no step."""
+    write_steps(tmp_path / "rank-0", 4)
+    file, whole = write_steps(tmp_path / "rank-1", 4), write_steps(tmp_path / "whole" / "rank-1", steps + 1)
+    file.write_bytes(file.read_bytes()[: whole.stat().st_size - 10])
+    message = f"rank 1 ends {told}, others at step 4: a file is damaged or still being written."
+    with pytest.warns(UserWarning, match=message):
+        report(tmp_path, tmp_path / "page.html")
+    assert message in page(tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("text", ["{x", "[1, 2]", "null"])
+def test_damaged_names_of_layers(tmp_path, text):
+    write_steps(tmp_path / "rank-0", 1)
+    (tmp_path / "rank-0" / "layers.json").write_text(text)
+    with pytest.raises(ValueError, match=r"rank-0/layers\.json' is damaged, expected a list of names .*Remove it"):
+        report(tmp_path, tmp_path / "page.html")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(write_steps(tmp_path / "rank-0", 1).with_name("events.out.tfevents.9"))
+    with pytest.raises(ValueError, match=r"tfevents\.9' is not a file, expected one of events. Move it elsewhere"):
+        report(tmp_path, tmp_path / "page.html")
 
 
 def test_neither(tmp_path, capsys):
