@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pyg_sar.caller import warn
+from pyg_sar.durable import owner
 from pyg_sar.run_log import LAYERS
 
 Series = dict[str, list[tuple[int, float]]]  # steps and values by tag
@@ -48,7 +49,7 @@ def report(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileNotFoundError: If the folder is neither.
-        ValueError: If something in the folder is damaged.
+        ValueError: If something in the folder is damaged, or ``out`` is there and no page.
         ImportError: If matplotlib, or for a run tensorboard, is not installed.
     """
     source = Path(source)
@@ -72,9 +73,31 @@ def report(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
         )
     title = html.escape(f"{'Partition' if (source / 'meta.json').is_file() else 'Run'} {source}")
     body = "\n".join(f"<h2>{html.escape(head)}</h2>\n<p>{html.escape(told)}</p>\n{it}" for head, told, it in sections)
-    path = Path(out)
-    path.write_text(PAGE.format(title=title, body=body))
-    return path
+    write_page(Path(out), PAGE.format(title=title, body=body))
+    return Path(out)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, whole or not at all, over nothing but another one."""
+    path = path.resolve()
+    if path.exists() and not is_page(path):
+        raise ValueError(f"'{path}' will not be replaced, because it is no page of a report. Choose another file.")
+    new = path.with_name(f".{path.name}.{owner()}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file may be replaced: a page, or one without content."""
+    start = PAGE.partition("\n")[0].encode()
+    if not path.is_file():
+        return False
+    with open(path, "rb") as f:
+        return f.read(len(start)) in (start, b"")
 
 
 def ranks_of(source: Path) -> dict[str, Path]:

@@ -1,5 +1,6 @@
 """Pages of partitions and runs."""
 
+import errno
 import json
 import os
 import re
@@ -111,6 +112,35 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(write_steps(tmp_path / "rank-0", 1).with_name("events.out.tfevents.9"))
     with pytest.raises(ValueError, match=r"tfevents\.9' is not a file, expected one of events. Move it elsewhere"):
         report(tmp_path, tmp_path / "page.html")
+
+
+def test_only_pages_are_replaced(tmp_path, capsys):
+    pyg_sar.partition(graphs.citations(), 2, tmp_path / "parts")
+    meta = tmp_path / "parts" / "meta.json"
+    before = meta.read_bytes()
+    for out in (meta, tmp_path / "parts"):
+        assert main(["report", str(tmp_path / "parts"), "--out", str(out)]) == 2
+        assert f"'{out}' will not be replaced, because it is no page" in capsys.readouterr().err
+    assert meta.read_bytes() == before
+    (tmp_path / "page.html").touch()
+    for _ in range(2):
+        report(tmp_path / "parts", tmp_path / "page.html")
+    page(tmp_path / "page.html")
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    pyg_sar.partition(graphs.citations(), 2, tmp_path / "parts")
+    before = report(tmp_path / "parts", tmp_path / "page.html").read_bytes()
+
+    def full(path, text, **options):
+        path.write_bytes(text[:100].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        report(tmp_path / "parts", tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"parts", "page.html"}
 
 
 def test_neither(tmp_path, capsys):
