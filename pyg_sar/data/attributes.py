@@ -21,6 +21,7 @@ LEVELS = ("node", "edge", "graph", "node_ids", "edge_ids")
 LEFT_OUT = {
     **dict.fromkeys(("n_id", "e_id", "total_nodes"), "'load' sets an attribute of this name"),
     "ptr": "it counts rows of the whole graph; 'batch' is stored",
+    "__metadata__": "files of tensors keep something else under this name",
 }
 # Words of a name, between underscores.
 INDEX = {"idx", "index", "indices"}

@@ -144,6 +144,7 @@ def test_as_many_nodes_as_edges(tmp_path):
         ("wide", torch.ones(60, dtype=torch.complex128)),
         ("thing", object()),
         ("n_id", torch.arange(60)),
+        ("__metadata__", torch.ones(60)),
     ],
 )
 def test_what_cannot_be_stored_is_left_out_and_named(tmp_path, key, value):
