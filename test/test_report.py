@@ -100,7 +100,7 @@ def test_a_rank_whose_file_is_cut(tmp_path, steps, told):
     assert message in page(tmp_path / "page.html")
 
 
-@pytest.mark.parametrize("text", ["{x", "[1, 2]", "null"])
+@pytest.mark.parametrize("text", ["{x", "[1, 2]", "null", "[" * 200_000], ids=["cut", "numbers", "null", "deep"])
 def test_damaged_names_of_layers(tmp_path, text):
     write_steps(tmp_path / "rank-0", 1)
     (tmp_path / "rank-0" / "layers.json").write_text(text)

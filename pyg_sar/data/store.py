@@ -366,7 +366,7 @@ def _is_ours(file: Path) -> bool:
     """Whether a JSON file is of any version of ours, also if it was changed since."""
     try:
         info = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(info, dict) and info.get("format") == FORMAT["format"]
 
@@ -393,7 +393,7 @@ def _read_json(file: Path, folder: Path) -> dict[str, Any]:
         )
     try:
         info = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"'{file}' is truncated or damaged ({error}). {AGAIN}") from error
     if not isinstance(info, dict) or info.get("format") != FORMAT["format"]:
         raise ValueError(f'\'{file}\' was not written by pyg_sar, expected "format": "{FORMAT["format"]}" in it.')

@@ -246,7 +246,7 @@ def test_foreign_folder(tmp_path):
         store.read_part(tmp_path, 0)
 
 
-@pytest.mark.parametrize("text", ["", '{"format": ', "[1]"])
+@pytest.mark.parametrize("text", ["", '{"format": ', "[1]", "[" * 200_000], ids=["empty", "cut", "list", "deep"])
 def test_damaged_part_json(folder, text):
     (folder / "part_0" / "part.json").write_text(text)
     with pytest.raises(ValueError, match=r"part_0/part\.json' (is truncated or damaged|was not written by pyg_sar)"):
@@ -342,6 +342,9 @@ def test_overwrite_keeps_its_hands_off_other_folders(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("Let")
     with pytest.raises(ValueError, match=r"will not be replaced, because it holds no partition.*chapter\.tex"):
+        store.create(tmp_path / "thesis", overwrite=True).__enter__()
+    (tmp_path / "thesis" / "meta.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"will not be replaced, because .*meta\.json' is truncated or damaged"):
         store.create(tmp_path / "thesis", overwrite=True).__enter__()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="will not be replaced"):
