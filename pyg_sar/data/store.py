@@ -28,6 +28,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
@@ -360,6 +361,12 @@ def _check_free(out: Path, overwrite: bool) -> None:
     except (OSError, ValueError) as error:
         if not _is_ours(out / "meta.json"):
             raise ValueError(f"'{out}' will not be replaced, because it holds no partition: {error}") from error
+    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    if others := [name for name in names if not re.fullmatch(r"meta\.json|part_[0-9]+", name)]:
+        raise ValueError(
+            f"'{out}' will not be replaced, because it holds more than a partition: {', '.join(others[:9])}. Move that "
+            "elsewhere, or choose another folder."
+        )
 
 
 def _is_ours(file: Path) -> bool:

@@ -351,6 +351,15 @@ def test_overwrite_keeps_its_hands_off_other_folders(tmp_path):
         store.create(tmp_path / "file", overwrite=True).__enter__()
 
 
+def test_overwrite_removes_nothing_but_a_partition(folder):
+    (folder / "runs").mkdir()
+    (folder / "runs" / "model.pt").touch()
+    (folder / "part_x").touch()
+    with pytest.raises(ValueError, match=r"because it holds more than a partition: part_x, runs\. Move that elsewhere"):
+        store.create(folder, overwrite=True).__enter__()
+    assert (folder / "runs" / "model.pt").exists() and store.read_part(folder, 0).part == 0
+
+
 def test_overwrite_of_an_empty_folder(tmp_path):
     (tmp_path / "graph").mkdir()
     with store.create(tmp_path / "graph", overwrite=True) as new:
