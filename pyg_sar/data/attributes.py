@@ -130,6 +130,15 @@ def integers(value: Any) -> bool:
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
+def whole(count: Any) -> int:
+    """Return a number of nodes, which may stand in an array or a tensor."""
+    number: Any = np.asarray(count)
+    number = number.item() if number.size == 1 else None
+    if not isinstance(number, (int, float)) or number != number // 1 or number < 0:
+        raise ValueError(f"Expected 'num_nodes' to be a whole number of 0 or more (got {count}).")
+    return int(number)
+
+
 def _words(path: Iterable[str]) -> set[str]:
     return {word for name in path for word in name.lower().split("_")}
 
@@ -160,7 +169,9 @@ def meaning(stored: Any, path: Path, value: Any) -> tuple[str, int | None]:
     level = fits[-1 if "edge" in path[0] else 0] if fits else "graph"
     if integers(value) and is_pairs(path, value):
         return ("pairs" if level == "graph" or words & PAIRS else level), dim
-    if integers(value) and _names_ids(path) and (level == "graph" or words & SPLITS):
+    # Ids of a split that a file has as floats: they would be copied whole, and choose other nodes in each part.
+    floats = level == "graph" and words & SPLITS and value.is_floating_point() and value.dim() == 1
+    if _names_ids(path) and (floats or (integers(value) and (level == "graph" or words & SPLITS))):
         return ("edge_ids" if words & EDGES or [*rows] == ["edge"] else "node_ids"), dim
     return level, dim
 
@@ -273,8 +284,9 @@ class _Sorter:
         name = self.name(path)
         if not integers(value) or value.dim() != 1:
             raise ValueError(
-                f"'{name}' {_shape(value)} should be a list of ids by its name or level, an integer tensor [*]. Make "
-                f"it masks (of several splits: [num_nodes, *]) or several attributes, {self.keep(path)}."
+                f"'{name}' {_shape(value)} should be a list of ids by its name or level, an integer tensor [*] (got "
+                f"{getattr(value, 'dtype', type(value).__name__)}). Make it masks (of several splits: [num_nodes, *]) "
+                f"or several attributes, {self.keep(path)}."
             )
         if not self.rows and rows == "node":  # of the type that the keys of dictionaries tell
             rows = next((t for t in self.types if t in path), rows)

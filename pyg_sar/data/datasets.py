@@ -23,7 +23,7 @@ from torch_geometric.data.storage import AttrType, BaseStorage, EdgeStorage, Glo
 from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import index_to_mask
 
-from pyg_sar.data.attributes import add_counts
+from pyg_sar.data.attributes import add_counts, whole
 from pyg_sar.data.partition import single
 
 KINDS = (
@@ -87,7 +87,8 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data | HeteroDa
         data = _ogb(name, root) if kind.startswith("ogbn-") else _pyg(name, root)
     try:
         return data if isinstance(data, HeteroData) else _complete(data, name)
-    except (IndexError, KeyError, RuntimeError, TypeError) as error:  # such as lists of nodes that there are not
+    # Such as lists of nodes that there are not, or that are no tensors.
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"'{name}' is no graph whose parts fit together, {type(error).__name__}: {error}.") from error
 
 
@@ -239,10 +240,14 @@ def _read_pt(path: Path) -> Any:
         ) from error
     if not isinstance(data, (Data, HeteroData, dict)):
         raise ValueError(f"it holds a {type(data).__name__}.")
-    if isinstance(data, dict):
-        return Data.from_dict(data)
+    data = Data.from_dict(data) if isinstance(data, dict) else data
     for store in data.stores:
         store.__dict__.pop("_cached_attr", None)
+        if store.get("num_nodes") is not None:
+            store.num_nodes = whole(store.num_nodes)
+        for key, value in store.items():
+            if isinstance(value, Tensor) and (value.is_meta or (key == "edge_index" and value.layout != torch.strided)):
+                raise ValueError(f"its '{key}' is a {value.layout} tensor on '{value.device}', expected a dense one.")
     return data
 
 
@@ -254,17 +259,28 @@ def _read_npz(path: Path) -> Data:
     elif {"edge_src", "edge_dst"} <= arrays.keys():
         edges = np.stack([arrays.pop("edge_src"), arrays.pop("edge_dst")])
     elif {"indptr", "indices"} <= arrays.keys():
-        degree = np.diff(arrays.pop("indptr"))
-        edges = np.stack([np.arange(degree.size).repeat(degree), arrays.pop("indices")])
-        arrays.setdefault("num_nodes", np.asarray(degree.size))
+        arrays.setdefault("num_nodes", np.asarray(arrays["indptr"].size - 1))
+        edges = _from_csr(arrays.pop("indptr"), arrays.pop("indices"))
     else:
         raise ValueError(f"it holds {sorted(arrays)}.")
-    sizes = [len(arrays[key]) for key in ("x", "y", "labels", "train_mask") if key in arrays]
+    rows = [key for key in ("x", "y", "labels", "train_mask") if key in arrays]
+    if single := [key for key in rows if not arrays[key].ndim]:
+        raise ValueError(f"its {single[0]!r} is a single value, expected one for each node.")
+    sizes = [len(arrays[key]) for key in rows]
     num_nodes = arrays.pop("num_nodes", sizes[0] if sizes else None)
     data = _edges(edges, num_nodes)
     for key, value in arrays.items():
         data[key] = torch.from_numpy(value) if value.dtype.kind in "biuf" else value
     return data
+
+
+def _from_csr(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return edges from the rows to the columns of a sparse matrix."""
+    ascend = indptr.ndim == 1 and bool((indptr[1:] >= indptr[:-1]).all())
+    if not ascend or [*indptr[:1], *indptr[-1:]] != [0, len(indices)]:
+        raise ValueError(f"its 'indptr' does not ascend from 0 to the {len(indices)} entries of 'indices'.")
+    degree = np.diff(indptr)
+    return np.stack([np.arange(degree.size).repeat(degree.astype(np.int64, casting="same_kind")), indices])
 
 
 def _read_text(path: Path) -> Data:
@@ -276,8 +292,10 @@ def _read_text(path: Path) -> Data:
 
 
 def _edges(edges: np.ndarray, num_nodes: Any = None) -> Data:
-    edge_index = torch.from_numpy(edges.astype(np.int64, casting="same_kind"))
-    count = int(edges.max(initial=-1)) + 1 if num_nodes is None else int(num_nodes)
+    if edges.dtype.kind not in "iu":
+        raise ValueError(f"its edges are of type {edges.dtype}, expected integers.")
+    edge_index = torch.from_numpy(edges.astype(np.int64))
+    count = int(edges.max(initial=-1)) + 1 if num_nodes is None else whole(num_nodes)
     if not 0 <= count < 2**48:  # index arithmetic multiplies it
         raise ValueError(f"it has {count} nodes, by the largest number of one or by 'num_nodes'.")
     if num_nodes is None and count > max(2**24, 1000 * max(edges.shape[-1], 1)):  # hashes, not numbers of nodes

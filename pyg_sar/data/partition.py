@@ -27,6 +27,7 @@ from pyg_sar.data.attributes import (
     sort_attributes,
     take,
     trained,
+    whole,
 )
 from pyg_sar.data.order import ORDERS, order_within
 from pyg_sar.data.split import split
@@ -195,7 +196,7 @@ def _count(node_type: str, store: Any) -> int:
     count = store.num_nodes
     if count is None and node_type != NODE:
         raise ValueError(f"The number of nodes of type '{node_type}' is unknown. Set 'data[{node_type!r}].num_nodes'.")
-    store.num_nodes = count = int(count or 0)
+    store.num_nodes = count = whole(0 if count is None else count)
     return count
 
 

@@ -128,6 +128,7 @@ ERRORS = {
     "a name that does not tell": ("sources", torch.tensor([1, 2]), r"may hold ids .* 1 to 2 .*name it 'sources_idx'"),
     "out of range": ("train_idx", torch.tensor([1, 10]), r"ids .*, 0 to 9, but holds 1 to 10"),
     "negative": ("train_idx", torch.tensor([-1, 3]), "0 to 9, but holds -1 to 3"),
+    "floats": ("train_idx", torch.tensor([1.0, 3.0]), r"\[2\] should be a list .*integer tensor .*got torch\.float32"),
     "several splits": ("train_idx", torch.zeros(4, 3).long(), r"\[4, 3\] should be a list .*masks .*\[num_nodes, \*\]"),
     "labels of 9 nodes": ("y", torch.zeros(9), "a row for each node or edge .* 10 nodes and 24 edges"),
     "a mask of 9 nodes": ("val_mask", torch.ones(9) > 0, r"\[9\] should have a row"),

@@ -169,6 +169,28 @@ def test_bad_pt(tmp_path):
             dataset(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"train_idx": [0, 1], "train_y": torch.zeros(2)}, "whose parts fit together, AttributeError: 'list' object"),
+        ({"x": torch.ones(3, 2, device="meta")}, "its 'x' is a torch.strided tensor on 'meta', expected a dense one"),
+        ({"edge_index": torch.eye(3).to_sparse()}, "its 'edge_index' is a torch.sparse_coo tensor on 'cpu'"),
+        ({"num_nodes": torch.tensor([3, 4])}, r"'num_nodes' to be a whole number .*\(got tensor\(\[3, 4\]\)\)"),
+        ({"num_nodes": 4.5}, r"'num_nodes' to be a whole number of 0 or more \(got 4\.5\)"),
+    ],
+)
+def test_dictionaries_that_hold_something_else(tmp_path, attributes, message):
+    graph = {"edge_index": torch.tensor([[0, 1], [1, 2]]), "num_nodes": 3}
+    torch.save(graph | attributes, tmp_path / "graph.pt")
+    with pytest.raises(ValueError, match=rf"graph\.pt' .*{message}"):
+        dataset(str(tmp_path / "graph.pt"))
+
+
+def test_number_of_nodes_as_a_tensor(tmp_path):
+    torch.save({"edge_index": torch.tensor([[0], [1]]), "num_nodes": torch.tensor([3])}, tmp_path / "graph.pt")
+    assert dataset(str(tmp_path / "graph.pt")).num_nodes == 3
+
+
 def test_npz(tmp_path, data):
     arrays = {key: value.numpy() for key, value in data.to_dict().items() if key != "num_classes"}
     np.savez(tmp_path / "a.npz", **arrays)
@@ -193,11 +215,24 @@ def test_npz_number_of_nodes(tmp_path):
     assert dataset(str(tmp_path / "a.npz")).num_nodes == 0
 
 
+EDGES = np.array([[0, 1], [1, 2]])
+
+
 @pytest.mark.parametrize(
     "arrays, message",
     [
         ({"x": np.zeros(3)}, r"as arrays with edge_index, or .*it holds \['x'\]"),
-        ({"edge_index": np.zeros((2, 3))}, "Cannot cast"),
+        ({"edge_index": np.zeros((2, 3))}, "its edges are of type float64, expected integers"),
+        ({"edge_index": np.ones((2, 3), bool)}, "its edges are of type bool, expected integers"),
+        *(
+            ({"edge_index": EDGES, "num_nodes": count}, "Expected 'num_nodes' to be a whole number of 0 or more")
+            for count in (4.9, np.nan, -4, "4", [4, 5])
+        ),
+        ({"edge_index": EDGES, "x": np.float32(3)}, "its 'x' is a single value, expected one for each node"),
+        *(
+            ({"indptr": indptr, "indices": [1, 2, 0]}, "its 'indptr' does not ascend from 0 to the 3 entries")
+            for indptr in ([5, 6, 7, 8], np.array([0, 3, 1, 3], np.uint32), [0, 1, 2], [], 3)
+        ),
         ({"edge_index": np.array([[{}], [{}]])}, "allow_pickle"),
     ],
 )

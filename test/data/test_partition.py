@@ -305,6 +305,13 @@ def test_other_data_is_not_supported(tmp_path):
         partition(Data(edge_index=torch.zeros(2, 1, dtype=torch.long), num_nodes=1), 2, tmp_path / "graph", method={})
 
 
+@pytest.mark.parametrize("count", [2.5, -2, "2", torch.tensor([2, 3])])
+def test_bad_number_of_nodes(tmp_path, count):
+    data = Data(edge_index=torch.zeros(2, 1, dtype=torch.long), num_nodes=count)
+    with pytest.raises(ValueError, match=r"Expected 'num_nodes' to be a whole number of 0 or more \(got .*2"):
+        partition(data, 2, tmp_path / "graph")
+
+
 def test_only_adj_t(tmp_path):
     data = Data(adj_t=torch.eye(3).to_sparse(), num_nodes=3)
     with pytest.raises(ValueError, match=r"needs an 'edge_index'.*holds \[.*'adj_t'.*\]\. To convert.*to_edge_index"):
