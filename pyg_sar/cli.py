@@ -15,8 +15,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.command(args)
-    except (EOFError, ImportError, OSError, TypeError, ValueError) as error:
-        print(f"pyg-sar: error: {' '.join(str(error).split())}", file=sys.stderr)
+    except (EOFError, ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+        told = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or "can't allocate memory" in told:  # torch's allocator
+            told = f"not enough memory: {told}"
+        elif isinstance(error, RuntimeError):  # which is a bug
+            raise
+        print(f"pyg-sar: error: {told}", file=sys.stderr)
         return 2
     return 0
 
@@ -111,15 +116,12 @@ def number(text: str) -> int:
 
 
 def _partition(args: argparse.Namespace) -> None:
-    import numpy as np
     import torch
 
     from pyg_sar.data.datasets import dataset
     from pyg_sar.data.partition import partition, prepare
 
-    method = args.method
-    if args.assignment:
-        method = torch.from_numpy(np.load(args.assignment, allow_pickle=False))
+    method = _assignment(args.assignment) if args.assignment else args.method
     data = prepare(
         dataset(args.dataset, args.root),
         to_undirected=args.to_undirected,
@@ -140,6 +142,20 @@ def _partition(args: argparse.Namespace) -> None:
         progress=sys.stderr.isatty(),
     )
     print(f"{args.out}:\n{table(report)}")
+
+
+def _assignment(file: str) -> Any:
+    """Return the part of each node that a file holds."""
+    import numpy as np
+    import torch
+
+    try:
+        part = np.load(file, allow_pickle=False)
+        if not isinstance(part, np.ndarray):
+            raise ValueError(f"it holds the arrays {[*part]}")
+        return torch.from_numpy(part)
+    except (EOFError, TypeError, ValueError) as error:
+        raise ValueError(f"'{file}' could not be read as an array of integers (.npy): {error}.") from error
 
 
 def _level(said: str) -> tuple[str, str]:

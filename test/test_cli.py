@@ -59,6 +59,36 @@ def test_assignment(tmp_path):
     assert read_part(tmp_path / "graph", 1).topology.src_id.equal(torch.arange(1, 200, 3))
 
 
+def test_assignments_of_other_kinds(tmp_path, capsys):
+    """Unsigned numbers are numbers; what is no array of numbers is told with the name of the file."""
+    np.save(tmp_path / "part.npy", (np.arange(200) % 3).astype(np.uint64))
+    assert make(tmp_path / "graph", "--assignment", str(tmp_path / "part.npy")) == 0
+    np.savez(tmp_path / "part.npz", part=np.arange(200) % 3)
+    (tmp_path / "empty.npy").touch()
+    np.save(tmp_path / "words.npy", np.array(["a"] * 200))
+    for name, said in ("part.npz", "it holds the arrays ['part']"), ("empty.npy", "No data"), ("words.npy", "can't"):
+        assert make(tmp_path / "other", "--assignment", str(tmp_path / name)) == 2
+        assert f"{name}' could not be read as an array of integers (.npy): {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [MemoryError("16 GiB"), None, RuntimeError("a bug")], ids=["numpy", "torch", "bug"])
+def test_too_little_memory(monkeypatch, capsys, error):
+    """It is told in a line; other errors of the program keep their traceback."""
+
+    def allocate(args):
+        if error is not None:
+            raise error
+        torch.empty(2**60, dtype=torch.int8)
+
+    monkeypatch.setattr("pyg_sar.cli._info", allocate)
+    if isinstance(error, RuntimeError):
+        with pytest.raises(RuntimeError, match="a bug"):
+            main(["info", "--env"])
+        return
+    assert main(["info", "--env"]) == 2
+    assert capsys.readouterr().err.startswith("pyg-sar: error: not enough memory: ")
+
+
 def test_levels(tmp_path, capsys):
     data = community_graph(200, 2000)
     data.train_idx, data.chosen = torch.tensor([3, 1]), torch.tensor([4, 5])

@@ -31,12 +31,13 @@ def _given(part: Tensor, num_nodes: int, num_parts: int) -> Tensor:
             f"An assignment must hold one integer for each node, shape [{num_nodes}], got {part.dtype} of shape "
             f"{list(part.shape)}."
         )
+    part = part.cpu().long()  # torch compares no unsigned numbers
     if num_nodes and (part.min() < 0 or part.max() >= num_parts):
         raise ValueError(
             f"An assignment to {num_parts} parts must hold numbers from 0 to {num_parts - 1}, got {int(part.min())} to "
             f"{int(part.max())}. Correct it, or change the number of parts."
         )
-    return part.cpu().int()
+    return part.int()
 
 
 def _balanced(data: Data, num_parts: int, method: str, seed: int) -> Tensor:
