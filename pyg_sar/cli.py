@@ -9,6 +9,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+WORKERS = [1, 2, 4, 8, 16]  # that a plan is of, if no others are asked for
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2, with one line on stderr, if it cannot be done."""
@@ -63,9 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("folders", nargs="*", metavar="folder", help=about)
     add("--nodes", type=number, help="number of nodes")
     add("--edges", type=number, help="number of edges")
-    add(
-        "--workers", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of workers (default: 1 2 4 8 16)"
-    )
+    add("--workers", type=positive, nargs="+", help="numbers of workers (default: 1 2 4 8 16)")
     add("--boundary", type=amount, help="rows read for each local row (default: as in a random partition, the worst)")
     add("--features", type=positive, help="features of a node (default: those of the folder)")
     add("--classes", type=positive, help="number of classes (default: that of the folder)")
@@ -226,9 +226,8 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    if len(args.folders) > 1 and not args.stages:
-        raise ValueError(f"Expected one folder without --stages (got {len(args.folders)}).")
-    args.folder = args.folders[0] if args.folders else None
+    _check_plan(args)
+    args.folder, args.workers = (args.folders or [None])[0], args.workers or WORKERS
     shares = _shares(args)
     if not args.features or not args.classes:
         raise ValueError("Expected --features and --classes: the folder does not tell both.")
@@ -250,6 +249,25 @@ def _plan(args: argparse.Namespace) -> None:
             print(f"{need.workers:>10}{need.mode:>10}" + "".join(f"{size / 2**30:>10.3f}" for size in sizes))
     if args.budget is not None:
         _fit(args, planned)
+
+
+def _check_plan(args: argparse.Namespace) -> None:
+    """Raise where an option would do nothing, or finds nothing."""
+    told = [name for name in ("nodes", "edges", "workers", "boundary") if getattr(args, name) is not None]
+    if args.budget is not None and not args.offload:
+        told = [name for name in told if name != "boundary"]  # that of more workers than the folder has parts
+    workers, stages = args.workers or WORKERS, args.stages or []
+    idle = [k for k in stages if not args.folders and all(n % k for n in workers)]
+    for wrong, expected in (
+        (len(args.folders) > 1 and not stages, f"one folder without --stages (got {len(args.folders)})"),
+        (args.folders and told, f"a folder without --{', --'.join(told)}: it tells its own"),
+        (stages and (args.offload or args.budget is not None), "--stages without --offload and --budget"),
+        (idle, f"a multiple of --stages {' '.join(map(str, idle))} in --workers (got {' '.join(map(str, workers))})"),
+        (args.chunks > 1 and not stages, "--chunks with --stages"),
+        (args.budget == 0, "a --budget of more than 0 GiB (got 0)"),
+    ):
+        if wrong:
+            raise ValueError(f"Expected {expected}.")
 
 
 def _needs(args: argparse.Namespace, share: Any) -> list[Any]:

@@ -235,8 +235,31 @@ def test_plan_without_sense(capsys):
         assert f"argument {option}: expected 0 or more (got {said})" in capsys.readouterr().err
     assert main([*counts, "--model", "rgcn"]) == 2
     assert "Expected --relations with --model rgcn" in capsys.readouterr().err
-    assert main([*counts, "--hidden", "4", "--budget", "0"]) == 0
-    assert capsys.readouterr().out.endswith("1024 workers: nothing fits 0 GiB\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--stages 2 --offload --budget 1", "Expected --stages without --offload and --budget."),
+        ("--stages 1 2 3", "Expected a multiple of --stages 3 in --workers (got 2)."),
+        ("--chunks 2", "Expected --chunks with --stages."),
+        ("--budget 0", "Expected a --budget of more than 0 GiB (got 0)."),
+    ],
+)
+def test_plan_with_options_that_do_nothing(capsys, options, message):
+    counts = ["plan", "--nodes", "100", "--edges", "1000", "--features", "4", "--classes", "2", "--workers", "2"]
+    assert main([*counts, *options.split()]) == 2
+    told = capsys.readouterr()
+    assert told.err == f"pyg-sar: error: {message}\n" and told.out == ""
+
+
+def test_plan_of_a_folder_with_other_counts(capsys, tmp_path):
+    folder, small = tmp_path / "parts", ["--hidden", "4", "--layers", "2"]
+    assert make(folder, parts=1) == 0
+    capsys.readouterr()
+    assert main(["plan", str(folder), *small, "--nodes", "5", "--workers", "9", "--boundary", "1"]) == 2
+    assert "Expected a folder without --nodes, --workers, --boundary: it tells its own." in capsys.readouterr().err
+    assert main(["plan", str(folder), *small, "--boundary", "1", "--budget", "9"]) == 0, "that of more workers"
 
 
 @pytest.mark.grid
