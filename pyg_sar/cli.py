@@ -215,14 +215,15 @@ def _environment() -> str:
 def _info(args: argparse.Namespace) -> None:
     if args.env:
         return print(_environment())
-    from pyg_sar.data.store import read_meta
+    from pyg_sar.data.store import read_meta, said_by
 
     meta = read_meta(args.folder)
-    print(f"{args.folder}: partition {meta['identity']}\n{table(meta)}")
-    for level, attributes in zip(("nodes", "edges", "graph"), meta["attributes"], strict=True):
-        print(f"\nattributes of {level}: {len(attributes)}")
-        for name, value in attributes.items():
-            print(f"  {name:<20} {value}")
+    with said_by(meta.file):
+        print(f"{args.folder}: partition {meta['identity']}\n{table(meta)}")
+        for level, attributes in zip(("nodes", "edges", "graph"), meta["attributes"], strict=True):
+            print(f"\nattributes of {level}: {len(attributes)}")
+            for name, value in attributes.items():
+                print(f"  {name:<20} {value}")
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -382,7 +383,7 @@ def _graphs(folder: str) -> list[Any]:
 
 def _shares(args: argparse.Namespace) -> list[Any]:
     """Return the share of the largest worker, for each number of workers."""
-    from pyg_sar.data.store import read_meta
+    from pyg_sar.data.store import read_meta, said_by
     from pyg_sar.planner import from_counts, from_partition, largest
 
     if not args.folder:
@@ -390,6 +391,13 @@ def _shares(args: argparse.Namespace) -> list[Any]:
             raise ValueError("Expected a folder, or --nodes and --edges of a graph.")
         return [from_counts(args.nodes, args.edges, n, args.boundary) for n in args.workers]
     meta = read_meta(args.folder)
+    with said_by(meta.file):
+        _tell(args, meta)
+        return [largest(from_partition(args.folder))]
+
+
+def _tell(args: argparse.Namespace, meta: dict[str, Any]) -> None:
+    """Take from ``meta.json`` what the options leave out."""
     nodes, _, graph = meta["attributes"]
     if "x" in nodes and nodes["x"][0] != "float32":
         print(f"Features are counted as float32; the folder has them as {nodes['x'][0]}.")
@@ -397,7 +405,6 @@ def _shares(args: argparse.Namespace) -> list[Any]:
     args.classes = args.classes or graph.get("num_classes")
     args.relations = args.relations or (graph.get("num_relations", 0) if args.model == "rgcn" else 0)
     args.nodes, args.edges = meta["num_nodes"], meta["num_edges"]
-    return [largest(from_partition(args.folder))]
 
 
 def _fit(args: argparse.Namespace, planned: list[Any]) -> None:

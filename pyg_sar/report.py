@@ -52,9 +52,12 @@ def report(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
         ValueError: If something in the folder is damaged, or ``out`` is there and no page.
         ImportError: If matplotlib, or for a run tensorboard, is not installed.
     """
+    from pyg_sar.data.store import said_by
+
     source = Path(source)
     if (source / "meta.json").is_file():
-        sections = of_partition(source)
+        with said_by(source / "meta.json"):
+            sections = of_partition(source)
     elif folders := ranks_of(source):
         ranks = {rank: scalars(path) for rank, path in folders.items()}
         late = incomplete(ranks)

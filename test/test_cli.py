@@ -145,6 +145,18 @@ def test_split(tmp_path, capsys):
     assert read_part(tmp_path / "parts", 0).node_attrs["train_mask"].equal(masks[1])
 
 
+@pytest.mark.parametrize("command", ["info", "plan", "report"])
+def test_a_folder_that_says_something_else(tmp_path, capsys, command):
+    """By a writer who is wrong: the checksum fits."""
+    assert make(tmp_path / "graph") == 0
+    said = {**store.read_meta(tmp_path / "graph"), "nodes": 3, "attributes": None, "boundary": [5]}
+    (tmp_path / "graph" / "meta.json").unlink()
+    store.write_meta(tmp_path / "graph", said)
+    capsys.readouterr()
+    assert main([command, str(tmp_path / "graph")]) == 2
+    assert "graph/meta.json' does not say what it must (TypeError: " in capsys.readouterr().err
+
+
 def test_existing_folder(tmp_path, capsys):
     assert make(tmp_path / "graph") == 0
     assert make(tmp_path / "graph", parts=2) == 2

@@ -197,7 +197,13 @@ def read_part(folder: str | os.PathLike[str], part: int, *, mmap: bool = True) -
     check_part(info, path / "part.json")
     if info["part"] != part:
         raise ValueError(f"'{path}' holds part {info['part']}, expected {part}. Give the folder its own name again.")
-    listed = info["files"].items()
+    with said_by(path / "part.json"):
+        return _shard(info, path, mmap)
+
+
+def _shard(info: dict[str, Any], path: Path, mmap: bool) -> Shard:
+    """Read what a ``part.json`` tells of."""
+    part, listed = info["part"], info["files"].items()
     files = {name: _load(path / f"{name}.safetensors", said, info["identity"], mmap) for name, said in listed}
     if "node_types" in info:
         node_types, counts = info["node_types"], info["counts_by_type"]
@@ -216,6 +222,15 @@ def read_part(folder: str | os.PathLike[str], part: int, *, mmap: bool = True) -
         check_topology(topology, path)
         edges[it] = EdgeRows(edge_types[it], topology, files[f"edge_{k}"])
     return Shard(part, info["num_parts"], info["identity"], nodes, edges, files["attrs"])
+
+
+@contextmanager
+def said_by(file: Path) -> Iterator[None]:
+    """Have errors name the JSON file whose content they come of."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"'{file}' does not say what it must ({type(error).__name__}: {error}). {AGAIN}") from error
 
 
 def check_part(info: dict[str, Any], file: Path) -> None:
@@ -256,7 +271,7 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     _write_json(folder / "meta.json", FORMAT | meta)
 
 
-def read_meta(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read_meta(folder: str | os.PathLike[str]) -> Said:
     """Read ``meta.json``."""
     return _read_json(Path(folder) / "meta.json", Path(folder))
 
@@ -383,7 +398,7 @@ def _set_aside(out: Path) -> list[Path]:
     return [] if out.exists() else [*out.parent.glob(f".{escape(out.name)}.*.old")]
 
 
-def _read_json(file: Path, folder: Path) -> dict[str, Any]:
+def _read_json(file: Path, folder: Path) -> Said:
     """Read a JSON file of ours, or say what is there instead."""
     if not folder.is_dir():
         for aside in _set_aside(folder):

@@ -556,6 +556,15 @@ def test_part_json_that_says_something_else(folder, key, value):
         store.read_part(folder, 0)
 
 
+def test_part_json_that_says_something_else_further_down(folder):
+    file = folder / "part_0" / "part.json"
+    files = json.loads(file.read_text())["files"]
+    del files["nodes"]["bytes"]
+    edit(file, files=files)
+    with pytest.raises(ValueError, match=r"part_0/part\.json' does not say what it must \(KeyError: 'bytes'\)\. Copy"):
+        store.read_part(folder, 0)
+
+
 def test_rows_that_no_other_part_serves(pool, tmp_path):
     """Two parts of one identity that do not fit."""
     data = Data(x=torch.ones(30, 3), edge_index=random_edges(30, 60))
