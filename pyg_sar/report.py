@@ -64,7 +64,10 @@ def report(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
         # A rank whose first step is not whole on the disk has nothing to draw.
         ranks = {rank: told for rank, told in ranks.items() if last_step(told) >= 0}
         if not ranks:
-            raise FileNotFoundError(f"'{source}' holds a run of which no rank has told anything yet. Wait for a step.")
+            raise FileNotFoundError(
+                f"'{source}' holds a run of which no rank has told anything yet. Wait for a step; after some, its "
+                "files are damaged."
+            )
         if late:
             warn(late)
         sections = [("Incomplete", late, "")] * bool(late)

@@ -72,7 +72,7 @@ def test_ranks_that_told_nothing(tmp_path, capsys):
     for rank in range(2):
         pyg_sar.RunLog(tmp_path / f"rank-{rank}").writer.close()  # which makes a folder of its own there
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
-    assert "no rank has told anything yet" in capsys.readouterr().err
+    assert "no rank has told anything yet. Wait for a step; after some" in capsys.readouterr().err
     write_steps(tmp_path / "rank-1", 1)
     with pytest.warns(UserWarning, match="rank 0 ends before its first step, others at step 1: a file is damaged or"):
         assert "<h2>Seconds</h2>" in page(report(tmp_path, tmp_path / "page.html"))
