@@ -137,7 +137,7 @@ class Pending:
             out = watch.rows(out, of=graph.n_id) if graph.exchange.remembers or not graph.exchange.alone else out
         if out is None:
             raise RuntimeError("'wait' was called twice. Keep what it returned the first time.")
-        # A view that moves nothing is no view: changes of it in place would be copied by autograd.
+        # `movedim(0, 0)` would be a view, whose changes in place make autograd copy.
         return out if self.dim == 0 else out.movedim(0, self.dim)
 
 
@@ -188,7 +188,7 @@ def reduce_rows_async(
             return aggregate_async(graph, simple(graph, aggr, None), source)
         source = LocalRows(source.project())
     x = source.x
-    if weight is None and graph.is_constant(x):  # what is summed up is kept, and not its rows
+    if weight is None and graph.is_cached(x):  # what is summed up is kept, and not its rows
         detached = x.detach()  # of which nothing is kept
         out = graph.recall(x, graph, (aggr, node_dim), lambda: reduce_rows(graph, detached, aggr, None, node_dim))
         return Pending(None, out=out)

@@ -83,7 +83,7 @@ class Context:
         block alive while the next one is fetched.
         """
         tiles = (source.tile(tile.source) for tile in self.tiles)
-        if not self.projects and self.graph.is_constant(source.x) and not self.exchange.alone:
+        if not self.projects and self.graph.is_cached(source.x) and not self.exchange.alone:
             return pull_cached(self.graph, source.x, self.exchange, tiles, order, meter, about)
         return self.exchange.pull(tiles, order, meter, about)
 
@@ -159,7 +159,7 @@ class Forward(Walk):
             order, about = context.exchange.order(len(context.tiles)), context.about(source)
             fetched = context.pull(source, order, context.traffic.forward, about)
             first = [next(fetched)]  # local rows: when they come, the next ones are under way
-        # Popped, because what `chain` is given lives as long as it.
+        # `pop`, so that the chain does not keep the first block alive.
         self.fetched: Blocks = chain((first.pop() for _ in range(1)), fetched)
 
     def keep(self, tile: Tile, q: int, x: Tensor) -> None:

@@ -92,4 +92,4 @@ class ShardedEdgeIndex(EdgeNumbers):
                 f"Expected an ordinary tensor without gradient that has one row for each of this worker's "
                 f"{graph.num_src} nodes (got shape {list(x.shape)}, requires_grad={x.requires_grad})"
             )
-        graph.constants[x] = x._version, WeakKeyDictionary()
+        graph.cached[x] = x._version, WeakKeyDictionary()

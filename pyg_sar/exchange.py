@@ -67,7 +67,7 @@ class Routes:
     Args:
         rank: The number of this worker.
         serve: ``serve[p]`` are the local rows that worker ``p`` reads; empty for oneself.
-        num_src: ``num_src[q]`` is how many rows this worker reads from worker ``q``; all of its own.
+        num_src: ``num_src[q]`` is how many rows this worker reads from worker ``q``; of itself, all local rows.
         shards: The rows of each source shard, if a single process has cut its rows; else each worker is a shard.
     """
 
@@ -155,9 +155,9 @@ class Routes:
 
 
 class Exchange(Protocol):
-    """Fetches source rows, and sends their gradients to the owners.
+    """Gives a layer the source rows of each block, and sends their gradients to the owners.
 
-    All workers call each verb together and alike.
+    All workers call ``pull``, ``sink``, ``all_reduce_max`` and ``exchange_used_rows`` together and alike.
 
     Args:
         routes: Who reads which rows.
@@ -192,7 +192,7 @@ class Exchange(Protocol):
         self, tiles: Iterable[Tensor], order: Schedule, meter: Meter, about: About | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Return an iterator over ``(q, x_q)``, the rows of shard ``q`` that this worker reads, of one tile after the
-        other: what is cut by columns travels in one pipeline.
+        other, without a pause between tiles.
 
         The iterator keeps no rows that it gave away: one block more would be alive while the next one is fetched.
 

@@ -1,7 +1,7 @@
 r"""One worker's row of the block matrix, as :class:`ShardedGraph`; graphs made of it are in :mod:`pyg_sar.rewire`.
 
-Index arithmetic only: nothing here holds features or communicates. Source rows are numbered *local-first*: a worker's
-local rows are :math:`0 \ldots n-1`, the rows it reads from others follow, grouped by owner.
+Index arithmetic, and what was made of cached input features; nothing here communicates. Source rows are numbered
+*local-first*: a worker's local rows are :math:`0 \ldots n-1`, the rows it reads from others follow, grouped by owner.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ShardedGraph:
         seeds: Source of the seeds for attention dropout.
         dst: Which of the local source rows are the destinations: all of them, unless there is an ``origin``. None if
             sources and destinations are different sets of nodes, whatever their numbers.
-        constants: Tensors of source rows that never change, and what was made of them (:meth:`recall`).
+        cached: Input features that never change, and what was made of them (:meth:`recall`).
         origin: What a graph with some of the destinations was made from, or None.
     """
 
@@ -124,7 +124,7 @@ class ShardedGraph:
     e_id: Tensor | None = None
     seeds: Seeds = field(default_factory=lambda: Seeds(0))
     dst: slice | None = field(kw_only=True)
-    constants: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
+    cached: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
     origin: Origin | None = None
     memo: Memo = field(default_factory=Memo, init=False, repr=False)
 
@@ -221,23 +221,23 @@ class ShardedGraph:
         """Return the global ids of the edges of a block."""
         return positions(block) if self.e_id is None else rows_at(self.e_id, block.edges)
 
-    def is_constant(self, x: Tensor) -> bool:
+    def is_cached(self, x: Tensor) -> bool:
         """Whether ``x`` is a cached input feature and has no gradient."""
-        return x in self.constants and not x.requires_grad
+        return x in self.cached and not x.requires_grad
 
     def learns(self, x: Tensor) -> bool:
         """Whether rows have gradients; where an exchange remembers them, a pass without any chooses as others do."""
         return x.requires_grad or self.exchange.remembers
 
     def recall(self, x: Tensor, owner: Any, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returns; if ``x`` is constant, it is made once for ``key`` and kept as long as ``x`` and
+        """Return what ``make`` returns; if ``x`` is cached, it is made once for ``key`` and kept as long as ``x`` and
         ``owner`` live, and as long as nobody changes what was returned.
         """
-        if not self.is_constant(x):
+        if not self.is_cached(x):
             return make()
-        version, owners = self.constants[x]
+        version, owners = self.cached[x]
         if version != x._version:
-            self.constants[x] = x._version, (owners := WeakKeyDictionary())
+            self.cached[x] = x._version, (owners := WeakKeyDictionary())
         kept = owners.setdefault(owner, {})
         value, changes = kept.get(key, (None, None))
         if changes is None or changes != getattr(value, "_version", 0):
@@ -260,8 +260,8 @@ class ShardedGraph:
         """Return the bytes that the topology holds, memory that is shared counted once.
 
         ``blocks``, their ``transposes`` (made in the first backward pass), ``ids`` of nodes and edges, the rows to
-        ``serve``, what is kept of ``constants``, and all that was ``derived`` (degrees, self-loops, one-shot blocks,
-        edge types, reversed and joined graphs), with what was derived of that.
+        ``serve``, what is kept of ``cached`` features, and all that was ``derived`` (degrees, self-loops, one-shot
+        blocks, edge types, reversed and joined graphs), with what was derived of that.
         """
         seen: set[int] = set()
         return {kind: _bytes(tensors, seen) for kind, tensors in self._tensors().items()}
@@ -272,7 +272,7 @@ class ShardedGraph:
             "transposes": [b.__dict__.get("transpose") for b in self.blocks],
             "ids": [self.n_id, self.e_id],
             "serve": self.exchange.routes.serve,
-            "constants": self.constants,
+            "cached": self.cached,
             "derived": [self.memo.values, self.memo.of_tensors],
         }
         return {kind: list(_tensors_in(values)) for kind, values in held.items()}

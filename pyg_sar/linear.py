@@ -187,7 +187,8 @@ def embed(edge: Tensor, weight: Tensor) -> Tensor:
 def embed_grad(grad: Tensor, edge: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of both.
 
-    That of the matrix is one sum over all edges of a block: in double precision it has no larger error than PyG's way.
+    That of the matrix is one sum over all edges of a block: in double precision (where it is narrow) it has no larger
+    error than PyG's way.
     """
     features = edge.view(edge.size(0), -1)
     d_weight = grad.double().t() @ features.double() if grad.size(1) <= 64 else grad.t() @ features.to(grad.dtype)

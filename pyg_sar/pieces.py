@@ -1,7 +1,8 @@
 r"""Cuts a block into pieces, some destinations with all their edges in it, so that messages live for one of them.
 
-A piece has at least as many edges as the block has source rows, because backward makes a gradient of all these rows for
-every piece; what messages take is then a few times what these rows do, however many edges there are.
+A piece has at most about as many edges as the block has source rows, and more than half of them, because backward makes
+a gradient of all these rows for every piece; what messages take is then a few times what these rows do, however many
+edges there are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pyg_sar.block import Block, Index
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.reduce import Grads, Needs, Rows
 
-EDGES = 1 << 16  # of a piece, at least; on a GPU, which waits for the host between pieces, 16 times
+# Of a piece, about, where the block has fewer source rows; on a GPU, which waits for the host between pieces, 16 times.
+EDGES = 1 << 16
 
 
 class Piece(NamedTuple):
@@ -45,15 +47,15 @@ class Piece(NamedTuple):
         return tree_map(lambda t: t[self.dst], state)
 
 
-def fewest(graph: ShardedGraph) -> int:
-    """Return how many edges a piece has at least, if there are as many."""
+def piece_size(graph: ShardedGraph) -> int:
+    """Return about how many edges a piece has where the block has fewer source rows."""
     return EDGES * (1 if graph.device.type == "cpu" else 16)
 
 
 def is_one_piece(graph: ShardedGraph) -> bool:
     """Whether all edges of the whole graph are one piece, so that PyG's code may run on them, and keep messages."""
     whole = graph.exchange.alone and len(graph.blocks) == 1 and not graph.bipartite and graph.origin is None
-    return whole and graph.num_edges <= fewest(graph)
+    return whole and graph.num_edges <= piece_size(graph)
 
 
 @contextmanager
@@ -69,7 +71,7 @@ def scaled(factor: float) -> Iterator[None]:
 
 def pieces(graph: ShardedGraph, block: Block) -> Sequence[Piece]:
     """Return the pieces of a block of a graph, which are made once."""
-    size = max(fewest(graph), block.num_src)
+    size = max(piece_size(graph), block.num_src)
     if block.num_edges <= size:
         return (Piece(block, slice(None), slice(None)),)
     return graph.derived(("pieces", block, size), lambda: cut(block, size))
@@ -89,7 +91,7 @@ def cut(block: Block, size: int) -> list[Piece]:
 
 
 class Totals:
-    """Gradients of source rows ``x`` and of other ``rows``, put together of those of parts of them."""
+    """Gradients of source rows ``x`` and of other ``rows``, added up from those of pieces, or of chunks."""
 
     def __init__(self, x: Tensor, rows: Rows) -> None:
         self.x, self.rows = x, rows

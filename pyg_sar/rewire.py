@@ -112,8 +112,8 @@ def _regroup(graph: ShardedGraph, coo: Tensor) -> ShardedGraph:
             f"possible there. Do this before 'partition'."
         )
     e_id = _dst_ids(graph)[row] * MAX_IN_DEGREE + place
-    # Whether edges are new is a matter of each worker: what is kept of constants must not depend on it.
-    return graph.replace(blocks=blocks, e_id=e_id, constants=WeakIdKeyDictionary())
+    # Whether edges are new is a matter of each worker: what is kept of cached features must not depend on it.
+    return graph.replace(blocks=blocks, e_id=e_id, cached=WeakIdKeyDictionary())
 
 
 class TypedGraph(NamedTuple):

@@ -33,38 +33,38 @@ class Aggregate(torch.autograd.Function):
     """One aggregation. What is deleted here would otherwise live on while the next block, or tile, is fetched."""
 
     @staticmethod
-    def forward(ctx: Any, run: Forward, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, walk: Forward, *inputs: Tensor) -> Tensor:
         """Algorithm 1; ``inputs`` are what local rows are made of, and rows of destinations, edges and constants."""
-        context = run.context
+        context = walk.context
         _, rows = context.split(inputs)
         with named_range(context.layer or "aggregation", "forward"):
             for tile in context.tiles:
                 state = tile.init(context.graph.num_dst)
-                for q, x in run.fetch(tile):
+                for q, x in walk.fetch(tile):
                     state = tile.step(state, context.blocks[q], x, rows)
-                    run.keep(tile, q, x)
+                    walk.keep(tile, q, x)
                     del x
                 result = tile.finish(state)
                 del state
-                run.write(tile, result)
+                walk.write(tile, result)
                 del result
-        return run.save(ctx, inputs)
+        return walk.save(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         """Algorithm 2; the last gradients of local rows are under way when it returns, see ``aggregate.py``."""
         once_differentiable()
-        run, context = Backward(ctx, grad_out), ctx.context
+        walk, context = Backward(ctx, grad_out), ctx.context
         alike = torch.autocast(context.graph.device.type, enabled=False)  # as in forward, wherever `backward` is called
         with named_range(context.layer or "aggregation", "backward"), alike:
             for tile in context.tiles:
-                saved, d_out = run.prepare(tile)
-                for q, x in run.fetch(tile):
-                    d_x, d_rows = tile.grad(context.blocks[q], x, run.saved.rows, saved, d_out, run.needs)
+                saved, d_out = walk.prepare(tile)
+                for q, x in walk.fetch(tile):
+                    d_x, d_rows = tile.grad(context.blocks[q], x, walk.saved.rows, saved, d_out, walk.needs)
                     del x
-                    run.add(tile, q, d_rows)
+                    walk.add(tile, q, d_rows)
                     del d_rows
-                    run.push(q, d_x)
+                    walk.push(q, d_x)
                     del d_x
                 del saved, d_out
-        return None, *run.leave()
+        return None, *walk.leave()

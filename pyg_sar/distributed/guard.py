@@ -49,7 +49,7 @@ STEPS = (
 SUMMED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is remembered of parameters, see `agreement.Mark`
 
 
-def travel(group: Group, device: torch.device) -> bool:
+def has_headers(group: Group, device: torch.device) -> bool:
     """Whether headers accompany rows of a device: not where NCCL carries these, nor where nobody answers."""
     if isinstance(group, Member):
         return True

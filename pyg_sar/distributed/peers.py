@@ -107,7 +107,7 @@ class Peers(Remote):
 
     def _enough(self, queue: Queue) -> bool:
         """Whether as many blocks of others are under way as shall be while the first is consumed."""
-        # Of two workers every other block is an own one, for which one more keeps the link busy.
+        # Of two workers every other block is the local one: one more under way meanwhile, or the link would idle.
         rank = self.routes.rank
         fewer = queue[0][0] == rank and self.routes.size > 2
         return self.prefetch == 0 or sum(q != rank for q, *_ in queue) > self.prefetch - fewer

@@ -34,7 +34,7 @@ class Channel:
         self.turn, self.told = self.turn + 1, None
         if not isinstance(self.group, Member):
             notices.calls("an exchange of rows" if about is None else about.what)
-        if about is not None and guard.ON and guard.travel(self.group, device):
+        if about is not None and guard.ON and guard.has_headers(self.group, device):
             with talking("starting to tell others what this worker does", self.group, notices.NOBODY):
                 self.told = guard.Turn(about, peers, self.group, zlib.crc32(f"{self.turn}".encode()) >> 1, meter)
 

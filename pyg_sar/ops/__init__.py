@@ -1,8 +1,8 @@
 r"""The block-level operators under every layer, as operators of PyTorch's dispatcher: ``torch.ops.pyg_sar``.
 
-An operator takes index tensors and rows ``[*, width]`` and knows nothing of workers. All of them add to tensors that
-are given, in the accumulator's type as a rule, and return nothing: blocks follow one another without a copy, and to
-:func:`torch.compile` and :func:`torch.export` they are opaque mutations. On CPU tensors the compiled kernels of
+An operator takes index tensors and rows ``[*, width]`` and knows nothing of workers. They add to tensors that are
+given, or write them, in the accumulator's type as a rule, and return nothing: blocks follow one another without a copy,
+and to :func:`torch.compile` and :func:`torch.export` they are opaque mutations. On CPU tensors the compiled kernels of
 ``csrc/`` run if they are there, on CUDA tensors those of :mod:`pyg_sar.ops.triton` if there is Triton, everywhere else,
 and if :envvar:`PYG_SAR_KERNELS` is ``0``, :mod:`pyg_sar.ops.reference`.
 """

@@ -49,9 +49,15 @@ Grads = tuple[Tensor | None, Rows]  # of source rows, and of what is read beside
 class Reduce:
     """Base class; ``state`` is whatever ``init`` returns, ``saved`` are the tensors that backward reads.
 
-    ``needs_source`` and ``saves_output`` say whether backward reads source rows and the output, too; ``skips_empty``
-    says whether blocks without edges change nothing. Of the constants, those of ``optional`` numbers have no gradient
-    where no block has one, instead of zeros.
+    These go from one method to the next::
+
+        out, saved = finish(state)                                 saved by autograd; the output if ``saves_output``
+        saved = condense(saved, out, d_out)                        of all tiles, before the first block
+        saved = prepare(saved, d_out)                              of one tile, when its turn comes
+        d_x, d_rows = grad(block, x, rows, saved, d_out, needs)    of one block; ``x`` if ``needs_source``
+
+    ``skips_empty`` says whether blocks without edges change nothing. ``optional`` are places in ``rows.const`` whose
+    gradient stays None where no block has one; the others begin with zeros.
     """
 
     needs_source = True
@@ -89,20 +95,20 @@ class Reduce:
         """Return the output and what backward needs besides it."""
         raise NotImplementedError
 
-    def condense(self, saved: tuple[Tensor, ...], result: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
-        """Return what backward reads of what was saved, of the output ``result`` (None if it was not saved) and of its
-        gradient ``out``. It is called for all tiles before the first block, and what it does not return is dropped.
+    def condense(self, saved: tuple[Tensor, ...], out: Tensor | None, d_out: Tensor) -> tuple[Tensor, ...]:
+        """Return what backward reads of what was saved, of the output ``out`` (None if it was not saved) and of its
+        gradient ``d_out``. It is called for all tiles before the first block, and what it does not return is dropped.
         """
-        return saved if result is None else (*saved, result)
+        return saved if out is None else (*saved, out)
 
-    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
-        """Turn what ``condense`` returned, once, into what ``grad`` reads for every block; ``out`` is as there."""
+    def prepare(self, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor, ...]:
+        """Turn what ``condense`` returned, once, into what ``grad`` reads for every block; ``d_out`` is as there."""
         return saved
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
-        """Return the gradients of a block's source rows and of ``rows``, given that of the output, ``out``."""
+        """Return the gradients of a block's source rows and of ``rows``, given that of the output, ``d_out``."""
         raise NotImplementedError
 
 
@@ -139,12 +145,12 @@ class Tile:
         return self.reduce.finish(state, self.like.dtype)
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Return the gradients of a block; its owner waits for those of source rows, even if the block has no edges."""
         if block.num_edges == 0 and self.reduce.skips_empty:
             return self.like.new_zeros(block.num_src, *self.like.shape[1:]), Rows()
-        return self.reduce.grad(block, x, self.reduce.narrow(rows.of(block)), saved, out, needs)
+        return self.reduce.grad(block, x, self.reduce.narrow(rows.of(block)), saved, d_out, needs)
 
 
 def column_tiles(reduce: Reduce, like: Tensor, rows: Rows, num_blocks: int) -> list[Tile]:

@@ -90,26 +90,26 @@ class ColumnSoftmax(Reduce):
         return (out / total).to(dtype), (total if top is None else top, total)
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Rebuild the exponentials and sum over the transposed block."""
         assert x is not None
-        (top, total, result), value, t = saved, x.to(accumulator(x.dtype)), self.temperature(rows)
+        (top, total, out), value, t = saved, x.to(accumulator(x.dtype)), self.temperature(rows)
         limits = ends(value)
         here = reference(limits, t)
         if here is None:
             d_value, d_score = (zeros(value, *value.shape) for _ in range(2))
-            top, inner = top.expand_as(total).contiguous(), result.to(total.dtype) * out
+            top, inner = top.expand_as(total).contiguous(), out.to(total.dtype) * d_out
             attention_grad_(
                 d_value, d_score, None, None, None, block.rowptr, block.col, *block.transpose, value * t, value, None,
-                None, None, top, total, inner, out.to(value.dtype), *AS_HEADS[3:], block.dst,
+                None, None, top, total, inner, d_out.to(value.dtype), *AS_HEADS[3:], block.dst,
             )  # fmt: skip
         else:
             center = limits.mean(0)
             both = empty(total, total.size(0), 2 * total.size(1))  # [M, 2 * F]
             share, inner = both.chunk(2, 1)
-            torch.div(since(here, top), total, out=share).mul_(out)
-            torch.sub(result.to(total.dtype), center, out=inner).mul_(share)
+            torch.div(since(here, top), total, out=share).mul_(d_out)
+            torch.sub(out.to(total.dtype), center, out=inner).mul_(share)
             sums = zeros(value, value.size(0), 2 * value.size(1))  # [N, 2 * F]
             ptr, row, _ = block.transpose
             spmm_(sums, ptr, row, both, None, None, False)

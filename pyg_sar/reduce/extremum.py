@@ -15,7 +15,7 @@ class Extremum(Reduce):
     r"""Largest (or smallest) entry among the source rows of each destination, 0 where there is none.
 
     As in PyTorch, and so in PyG, equal entries share the gradient evenly, wherever they live; the zero that the output
-    starts from counts as one of them. It gathers the source rows of one block.
+    starts from counts as one of them.
 
     Args:
         sign: 1 for the maximum, -1 for the minimum.
@@ -45,18 +45,18 @@ class Extremum(Reduce):
         out = (best * self.sign).masked_fill_((best == -torch.inf) & (count == 0), 0).to(dtype)
         return out, ((count + (out == 0)).to(dtype),)
 
-    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor, ...]:
         """Return the extrema and the share of each edge that attains one."""
         count, best = saved
-        return best, out / count
+        return best, d_out / count
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Share the gradient among the edges that attain the extremum."""
         assert x is not None
         best, share = saved  # [M, F]
         ptr, row, _ = block.transpose
-        source = zeros(x, *x.shape, dtype=accumulator(x.dtype))  # [N, F]
-        extremum_grad_(flat(source), ptr, row, flat(x), flat(best), flat(share))
-        return source.to(x.dtype), Rows()
+        d_x = zeros(x, *x.shape, dtype=accumulator(x.dtype))  # [N, F]
+        extremum_grad_(flat(d_x), ptr, row, flat(x), flat(best), flat(share))
+        return d_x.to(x.dtype), Rows()

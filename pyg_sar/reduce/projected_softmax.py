@@ -77,18 +77,18 @@ class ProjectedSoftmax(Softmax):
         return state
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Make the rows again, and their gradients, and from those the gradients of features and maps."""
         assert x is not None
         *_, weight, key_weight = rows.const
         keys = product(x, key_weight)  # [N, H]
         d_keys = zeros(keys, *keys.shape, dtype=accumulator(x.dtype))
-        source = empty(x, *x.shape) if needs.source else None
+        d_x = empty(x, *x.shape) if needs.source else None
         d_weight, groups = torch.empty_like(weight), []
         for heads in self.groups:
             columns = self.columns(heads)
-            grad = out[:, columns]  # [M, heads * C]
+            grad = d_out[:, columns]  # [M, heads * C]
             if len(self.groups) > 2:  # rows far apart take many pages of memory: to copy them is faster
                 grad = grad.contiguous()
             value = product(x, weight[columns])
@@ -98,12 +98,12 @@ class ProjectedSoftmax(Softmax):
                 needs, heads.start,
             )  # fmt: skip
             groups.append(others)
-            linear_grad(x, d_value, weight[columns], source, d_weight[columns], add=heads.start > 0)
+            linear_grad(x, d_value, weight[columns], d_x, d_weight[columns], add=heads.start > 0)
             del value, d_value, grad  # or they would outlive the making of the next ones
         d_key_weight = torch.empty_like(key_weight)
-        linear_grad(x, d_keys, key_weight, source, d_key_weight)
+        linear_grad(x, d_keys, key_weight, d_x, d_key_weight)
         dst, edge, const = (list(zip(*grads, strict=True)) for grads in zip(*groups, strict=True))
-        return source, Rows(
+        return d_x, Rows(
             [None if g[0] is None else torch.cat(g, 1) for g in dst],
             [sum(g[1:], g[0]) for g in edge],
             [*(torch.cat(g) for g in const), d_weight, d_key_weight],

@@ -68,23 +68,23 @@ class RelationSum(Reduce):
         return state.to(dtype), ()
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Add up the gradients by the runs of some sources at a time."""
         assert x is not None
         (weights,), kind = rows.const, accumulator(x.dtype)
         ranges, sizes = self.runs[block].transpose
-        source = empty(x, *x.shape) if needs.source else None
+        d_x = empty(x, *x.shape) if needs.source else None
         d_weights = torch.zeros_like(weights, dtype=kind)
         for span in ranges:
             share = sizes[span.edges].to(kind).reciprocal_() if self.mean else None  # [edges, 1]
-            sums = span.gather(out, share).to(x.dtype)
-            if source is not None:
-                span.combine(multiplied(span, sums, weights.mT), out=source[span.rows])
+            sums = span.gather(d_out, share).to(x.dtype)
+            if d_x is not None:
+                span.combine(multiplied(span, sums, weights.mT), out=d_x[span.rows])
             for r, run in span.filled:
                 h = x[span.rows].index_select(0, span.row[run])
                 d_weights[r] += torch.bmm(by_block(h, weights[r]).mT, by_block(sums[run], weights[r]))
-        return source, Rows(const=[d_weights.to(weights.dtype)])
+        return d_x, Rows(const=[d_weights.to(weights.dtype)])
 
 
 class BasisSum(RelationSum):
@@ -120,28 +120,27 @@ class BasisSum(RelationSum):
         return product(sums.to(x.dtype), bases.flatten(0, 1).t(), out=out)
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Add up the gradients by the runs of some sources at a time."""
         assert x is not None
         (coefficient, bases), kind = rows.const, accumulator(x.dtype)
         ranges, sizes = self.runs[block].transpose
         weight = bases.transpose(1, 2).flatten(0, 1)  # [B * O, F]
-        source = empty(x, *x.shape) if needs.source else None
+        d_x = empty(x, *x.shape) if needs.source else None
         d_coefficient = torch.zeros_like(coefficient, dtype=torch.double)
         d_weight, some = torch.zeros_like(weight, dtype=kind), torch.empty_like(weight)
         for span in ranges:
             share = sizes[span.edges].to(kind).reciprocal_() if self.mean else None  # [edges, 1]
-            sums = span.gather(out, share)  # u, [runs, O]
+            sums = span.gather(d_out, share)  # u, [runs, O]
             both = span.combine(sums, span.each(coefficient.to(kind)))  # y, [rows, B * O]
-            d_x = None if source is None else source[span.rows]
-            linear_grad(x[span.rows], both, weight, d_x, some, add=False)
+            linear_grad(x[span.rows], both, weight, None if d_x is None else d_x[span.rows], some, add=False)
             d_weight += some
             found = sums.new_empty(len(sums), len(bases))  # [runs, B], row by row
             sddmm_(found, *span.of_rows, product(x[span.rows], weight).to(kind), sums)
             spmm_(d_coefficient, *span.of_types, found.double(), None, None, False)
         d_bases = d_weight.to(bases.dtype).unflatten(0, (len(bases), -1)).transpose(1, 2)
-        return source, Rows(const=[d_coefficient.to(coefficient.dtype), d_bases])
+        return d_x, Rows(const=[d_coefficient.to(coefficient.dtype), d_bases])
 
 
 def multiplied(span: Range, sums: Tensor, weights: Tensor) -> Tensor:

@@ -144,29 +144,29 @@ class Softmax(Reduce):
         out.view(-1, self.heads, self.channels).div_(normaliser.unsqueeze(-1))
         return out.to(dtype), (row_max, normaliser)
 
-    def condense(self, saved: tuple[Tensor, ...], result: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+    def condense(self, saved: tuple[Tensor, ...], out: Tensor | None, d_out: Tensor) -> tuple[Tensor, ...]:
         """Return the maximum, the normaliser and the dot product of output and gradient (FlashAttention's D)."""
-        if result is None:
+        if out is None:
             return saved
         row_max, normaliser = saved
         delta = torch.empty_like(row_max)  # [M, H]
-        row_products_(delta, out, result)  # without a product as wide as the rows
+        row_products_(delta, d_out, out)  # without a product as wide as the rows
         return row_max, normaliser, delta
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Rebuild the coefficients."""
         assert x is not None
-        source = zeros(x, *x.shape, dtype=accumulator(x.dtype))  # [N, H * C + keys]
-        values, keys = source.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
+        d_x = zeros(x, *x.shape, dtype=accumulator(x.dtype))  # [N, H * C + keys]
+        values, keys = d_x.split([self.heads * self.channels, x.size(1) - self.heads * self.channels], 1)
         tensors, settings = self.arguments(*self.unpack(x), block, rows, 0)
         into = gradient_buffers(tensors, needs)
         attention_grad_(
             values, None if self.kind == GATV2 else keys, *into, block.rowptr, block.col, *block.transpose, *tensors,
-            *saved, out, *settings,
+            *saved, d_out, *settings,
         )  # fmt: skip
-        return source.to(x.dtype), row_gradients(into, rows)
+        return d_x.to(x.dtype), row_gradients(into, rows)
 
 
 def gradient_buffers(tensors: Sequence[Tensor | None], needs: Needs) -> list[Tensor | None]:

@@ -77,29 +77,29 @@ class Sum(Reduce):
             state.div_(divisor(self.count, state))
         return state.to(dtype), ()
 
-    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor, ...]:
         """Return the gradient of the sum."""
-        return (out if self.count is None else (out / divisor(self.count, out)).to(out.dtype),)
+        return (d_out if self.count is None else (d_out / divisor(self.count, d_out)).to(d_out.dtype),)
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Sum over the transposed block; a weight gets the dot product of the two rows that its edge joins."""
-        (out,), source, d_weight = saved, None, None  # [M, F], or [M, sums, F]
-        weight = per_head(rows.edge[0], accumulator(out.dtype)) if rows.edge else None  # [E, H]
+        (d_out,), d_x, d_weight = saved, None, None  # [M, F], or [M, sums, F]
+        weight = per_head(rows.edge[0], accumulator(d_out.dtype)) if rows.edge else None  # [E, H]
         if needs.source:
             ptr, row, perm = block.transpose
-            shape = out.shape[1:] if self.sums is None else out.shape[2:]
+            shape = d_out.shape[1:] if self.sums is None else d_out.shape[2:]
             heads = rows.edge[0].shape[1:] if self.adds_heads else ()
-            source = out.new_empty(block.num_src, *heads, *shape)  # [N, F], or [N, H, F]
-            spmm_(flat(source), ptr, row, flat(out), weight, perm, True)
+            d_x = d_out.new_empty(block.num_src, *heads, *shape)  # [N, F], or [N, H, F]
+            spmm_(flat(d_x), ptr, row, flat(d_out), weight, perm, True)
         if self.needs_source:
             assert x is not None and weight is not None
             d_weight = torch.empty_like(weight)
-            y = flat(out).repeat(1, d_weight.size(1)) if self.adds_heads else flat(out)
+            y = flat(d_out).repeat(1, d_weight.size(1)) if self.adds_heads else flat(d_out)
             sddmm_(d_weight, block.rowptr, block.col, y, flat(x), block.dst)
             d_weight = d_weight.view(rows.edge[0].shape)
-        return source, Rows(edge=[d_weight] if rows.edge else [])
+        return d_x, Rows(edge=[d_weight] if rows.edge else [])
 
 
 def per_head(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -106,12 +106,12 @@ def test_changes_in_place_are_noticed_and_other_tensors_are_not_kept():
     torch.testing.assert_close(conv(x, edge_index), conv(x.clone(), edge_index), rtol=0, atol=0)
     with torch.no_grad():
         assert not torch.allclose(conv(x, edge_index), before)
-    assert len(edge_index.graph.constants) == 1
+    assert len(edge_index.graph.cached) == 1
 
 
 def forget(group, mode):
     mine = share(group, edges(), assignment("random", group.size()), mode=mode)
-    x, constants = torch.randn(len(mine.src), 8), mine.edge_index.graph.constants
+    x, constants = torch.randn(len(mine.src), 8), mine.edge_index.graph.cached
     mine.edge_index.cache_features(x)
     for conv in (pyg_sar.nn.SAGEConv(8, 4), pyg_sar.nn.GATConv(8, 8, 2)):
         conv(x, mine.edge_index).sum().backward()
@@ -156,7 +156,7 @@ def test_a_changed_aggregate_is_made_again_and_others_do_not_pile_up():
     kept, rgcn = [], pyg_sar.nn.RGCNConv(8, 4, 5)
     for _ in range(4):
         rgcn(x, edge_index, torch.randint(5, (edges().size(1),)))
-        kept.append(edge_index.graph.memory()["constants"])
+        kept.append(edge_index.graph.memory()["cached"])
     assert kept[1] == pytest.approx(kept[3], rel=0.2)
 
 

@@ -51,7 +51,7 @@ def attend(
             layer.heads, layer.out_channels, parameter, graph.degree, drop, groups, len(graph.blocks) == 1
         )
     else:
-        groups = travelling(layer, graph)
+        groups = groups_of_heads(layer, graph)
         reduce = Softmax(layer.heads, layer.out_channels, kind, parameter, graph.degree, drop, groups)
     att = None if att is None else att.view(-1)
     const = [t for t in (att, None if edge is None else edge[1], *project) if t is not None]
@@ -69,7 +69,7 @@ def attend(
     return out if own else out.clone()
 
 
-def travelling(layer: Any, graph: ShardedGraph) -> list[slice]:
+def groups_of_heads(layer: Any, graph: ShardedGraph) -> list[slice]:
     """Return the groups of heads that are communicated one after the other; a single block is not cut."""
     return head_groups(layer.heads, layer.out_channels) if len(graph.blocks) > 1 else [slice(0, layer.heads)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyg_sar.aggregate import SUMS, is_elsewhere
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear
-from pyg_sar.nn.conv.attention import attend, pack, replace_self_loops, travelling
+from pyg_sar.nn.conv.attention import attend, groups_of_heads, pack, replace_self_loops
 from pyg_sar.nn.conv.message_passing import (
     MessagePassing,
     edge_weights,
@@ -34,9 +34,10 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
 
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.GATConv`. On a sharded graph the softmax runs
     online over the source shards, and backward fetches source rows again unless the graph keeps them (case 2 of the SAR
-    paper). In a single process transformed rows exist for some heads at a time, and are made again in backward. The
-    mask of attention dropout is a function of the graph's seed, the global edge id and the head, and so does not depend
-    on the number of workers. With ``return_attention_weights`` the layer runs as a converted one.
+    paper). In a single process transformed rows exist for some heads at a time (all, in half precision), and are made
+    again in backward. The mask of attention dropout is a function of the graph's seed, the global edge id and the head,
+    and so does not depend on the number of workers. With ``return_attention_weights`` the layer runs as a converted
+    one.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -83,20 +84,20 @@ class GATConv(MessagePassing, torch_geometric.nn.GATConv):
         z = lin_src(x_src)
         z_dst = z if x_dst is x_src and lin_dst is lin_src else None if x_dst is None else lin_dst(x_dst)
         query = None if z_dst is None else self.terms(z_dst, self.att_dst)
-        return pack(z, self.terms(z, self.att_src), self.heads, travelling(self, graph), 1), query, ()
+        return pack(z, self.terms(z, self.att_src), self.heads, groups_of_heads(self, graph), 1), query, ()
 
     def rows(self, graph: ShardedGraph, weight: Tensor, x: Tensor) -> tuple[Tensor | ProjectedRows, tuple[Tensor, ...]]:
         """Return packed source rows, projected features and their terms of the scores; or features and the maps to
-        both, where features are not the wider ones and no rows are communicated, or where they are at most half as wide
-        and constant: each worker then projects the rows that it reads, no gradient of rows is communicated, and what is
-        fetched is the same in every step. Rows at home are projected once for all chunks.
+        both, where features are not the wider ones and no rows are communicated, or are at most half as wide and have
+        no gradient, or are cached: each worker then projects the rows that it reads, no gradient of rows is
+        communicated, and what is fetched is the same in every step. Rows at home are projected once for all chunks.
         """
         maps, width = (weight, through(weight, self.att_src)), weight.size(0)
         alone = graph.exchange.alone and len(graph.blocks) == 1
         narrow = x.size(1) <= width if alone else 2 * x.size(1) <= width and not graph.learns(x)
-        if (narrow or graph.is_constant(x)) and not is_elsewhere(x):
+        if (narrow or graph.is_cached(x)) and not is_elsewhere(x):
             return x, maps
-        return ProjectedRows(x, pack(*maps, self.heads, travelling(self, graph), 0)), ()
+        return ProjectedRows(x, pack(*maps, self.heads, groups_of_heads(self, graph), 0)), ()
 
     def terms(self, z: Tensor, att: Tensor) -> Tensor:
         """Return the terms of transformed rows, one for each head."""

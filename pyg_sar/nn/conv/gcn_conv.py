@@ -60,7 +60,7 @@ class GCNConv(WeightedSum, torch_geometric.nn.GCNConv):
         fill = (2.0 if self.improved else 1.0) if self.add_self_loops else None
         graph, edge_weight, scale = normalised(graph, edge_weight, fill, x.dtype)
         times = torch.mul if affine(self.lin) is None else multiply  # a hook may have kept the rows
-        if edge_weight is None and graph.is_constant(x):
+        if edge_weight is None and graph.is_cached(x):
             out = project(self.lin, graph.recall(x, graph, self.aggr, lambda: reduce_rows(graph, x * scale, self.aggr)))
         elif graph.exchange.remembers and x.size(-1) <= self.out_channels:  # weights get the gradient of old rows, too
             out = project(self.lin, reduce_rows(graph, x * scale, self.aggr, edge_weight, self.node_dim))

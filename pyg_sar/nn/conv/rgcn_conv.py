@@ -163,10 +163,10 @@ def sums_by_runs(graph: ShardedGraph, x: Tensor, few_bases: bool) -> bool:
     if not x.is_floating_point() or torch.is_autocast_enabled(graph.device.type):
         return False
     if graph.exchange.alone and len(graph.blocks) == 1:
-        return graph.num_src <= 2 * graph.num_dst and (few_bases or not graph.is_constant(x))
+        return graph.num_src <= 2 * graph.num_dst and (few_bases or not graph.is_cached(x))
     if graph.origin is not None or graph.bipartite or len(graph.blocks) > MOST_BLOCKS[few_bases]:
         return False
-    return few_bases or (graph.remat and not graph.is_constant(x))
+    return few_bases or (graph.remat and not graph.is_cached(x))
 
 
 class Pick(torch.autograd.Function):

@@ -24,11 +24,11 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         \mathrm{mean}_{j \in \mathcal{N}(i)} \mathbf{x}_j
 
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.SAGEConv`. Sums and means are taken of
-    :math:`\mathbf{W}_2 \mathbf{x}_j` if these are no wider than :math:`\mathbf{x}_j` (half as wide, if features are
-    constant: their own sum has no gradient that travels). The aggregations ``"mean"``,
-    ``"sum"``, ``"max"`` and ``"min"`` stream; sums and means fetch no row twice (case 1 of the SAR paper). Others
-    stream by PyG's own code (``"std"``, ``"softmax"``, a list, ...) or run in chunks of destinations (``"median"``,
-    ``"lstm"``, for which edges of a destination are in the order of their global ids), see
+    :math:`\mathbf{W}_2 \mathbf{x}_j` if these are no wider than :math:`\mathbf{x}_j` (half as wide, if features have no
+    gradient, so that none is communicated for their own sum), and never of cached features. The aggregations
+    ``"mean"``, ``"sum"``, ``"max"`` and ``"min"`` stream; sums and means fetch no row twice (case 1 of the SAR paper).
+    Others stream by PyG's own code (``"std"``, ``"softmax"``, a list, ...) or run in chunks of destinations
+    (``"median"``, ``"lstm"``, for which edges of a destination are in the order of their global ids), see
     :mod:`pyg_sar.nn.replay.choose`.
 
     Shapes:
@@ -41,7 +41,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
     streamable = SIMPLE
 
     def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
-        """Run the forward pass; where that makes less travel, rows are transformed before they are summed."""
+        """Run the forward pass; where less is communicated then, rows are transformed before they are summed."""
         x = self.pair(x, edge_index)
         graph, lin = self.streamed(edge_index, x, size), affine(self.lin_l)
         if graph is None or lin is None:
@@ -52,7 +52,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         widens = weight.size(0) * (1 if graph.learns(x_src) else 2) > weight.size(1)
         # Weights get the gradient of rows of an earlier epoch, too, if these are not multiplied yet.
         widens = widens or (graph.exchange.remembers and weight.size(0) == weight.size(1))
-        before = self.aggr in SUMS and not graph.is_constant(x_src) and not widens
+        before = self.aggr in SUMS and not graph.is_cached(x_src) and not widens
         rows = ProjectedRows(x_src, weight) if before else x_src
         pending = reduce_rows_async(graph, rows, self.aggr, node_dim=self.node_dim)
         root = self.root(x_dst, bias)

@@ -77,24 +77,24 @@ class Chunks(Reduce):
         return state, ()
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Run once more under autograd, chunk by chunk."""
         assert x is not None
         ids = self.runner.graph.ids_of(block)
         totals = Totals(x, rows)
         for chunk in self.chunks(block, ids):
-            totals.add(self.rebuild(chunk, block, ids, x, rows, out, needs), chunk.dst, chunk.edges, chunk.src)
+            totals.add(self.rebuild(chunk, block, ids, x, rows, d_out, needs), chunk.dst, chunk.edges, chunk.src)
         return totals.grads(needs)
 
     def rebuild(
-        self, chunk: Chunk, block: Block, ids: Tensor, x: Tensor, rows: Rows, out: Tensor, needs: Needs
+        self, chunk: Chunk, block: Block, ids: Tensor, x: Tensor, rows: Rows, d_out: Tensor, needs: Needs
     ) -> Grads:
         """Return the gradients of the rows of a chunk."""
 
         def run(leaf: Tensor, leaves: Rows) -> list[Pair]:
             result = self.run(chunk, ids, leaf, leaves)
-            return [(result, out[self.place(chunk, block)])] if result.requires_grad else []
+            return [(result, d_out[self.place(chunk, block)])] if result.requires_grad else []
 
         return self.runner.rebuild(*rows_of(chunk, x, rows), needs, run)
 

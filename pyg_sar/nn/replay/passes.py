@@ -112,9 +112,9 @@ class Pass(Reduce):
             for k, (a, b) in zip(self.keys, pairwise(ends), strict=True)
         }
 
-    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor, ...]:
         """Share the gradients of extrema; return results, if they are needed, and gradients."""
-        grads = self.split_results(out)
+        grads = self.split_results(d_out)
         if not self.extrema:
             return tuple(grads.values())
         *counts, result = saved
@@ -124,19 +124,19 @@ class Pass(Reduce):
         return (*(results[k] for k in self.extrema), *grads.values())
 
     def grad(
-        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Run once more under autograd, piece by piece."""
         assert x is not None
         totals = Totals(x, rows)
         for piece in pieces(self.runner.graph, block):
             some = piece.narrow(saved)
-            grads = self.rebuild(piece.block, x, piece.rows(rows), some, out, needs)
+            grads = self.rebuild(piece.block, x, piece.rows(rows), some, d_out, needs)
             totals.add(grads, piece.dst, piece.edges)
         return totals.grads(needs)
 
     def rebuild(
-        self, block: Block, x: Tensor, rows: Rows, saved: tuple[Tensor, ...], out: Tensor, needs: Needs
+        self, block: Block, x: Tensor, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs
     ) -> Grads:
         """Return the gradients of a piece: what is reduced, or updated, has the gradient of its result."""
         best, grads = dict(zip(self.extrema, saved, strict=False)), self.grads(saved)
@@ -154,7 +154,7 @@ class Pass(Reduce):
             known = self.known(leaves, saved)
             result = self.runner.run_block(block, leaf, leaves, cut, known=known, expose=self.expose)
             if not self.keys and result.requires_grad:  # updated edges
-                pairs.append((result, out[block.edges]))
+                pairs.append((result, d_out[block.edges]))
             return pairs
 
         return self.runner.rebuild(x, rows, needs, run)
@@ -219,17 +219,17 @@ class SoftmaxPass(Pass):
         out, _ = super().finish(state, dtype)
         return out, (row_max, normaliser)
 
-    def condense(self, saved: tuple[Tensor, ...], result: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+    def condense(self, saved: tuple[Tensor, ...], out: Tensor | None, d_out: Tensor) -> tuple[Tensor, ...]:
         """Return maximum, normaliser and its gradient."""
-        assert result is not None
+        assert out is not None
         row_max, normaliser = saved
-        results, grads = self.split_results(result), self.split_results(out)
+        results, grads = self.split_results(out), self.split_results(d_out)
         delta = sum((fold(grads[k] * results[k], normaliser) for k in self.keys), torch.zeros_like(normaliser))
         return row_max, normaliser, -delta / normaliser
 
-    def prepare(self, saved: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor, ...]:
         """Add the gradients of the sums."""
-        return (*saved, *self.split_results(out).values())
+        return (*saved, *self.split_results(d_out).values())
 
     def grads(self, saved: tuple[Tensor, ...]) -> dict[int, Tensor]:
         """Return the gradients of the normaliser and of the sums."""
