@@ -2,7 +2,7 @@ r"""Checkpoints of a whole run, from which it goes on with the same bits, also a
 
 .. code-block:: text
 
-    DIR/checkpoint-000007/checkpoint.json        number of workers, epoch, and a checksum of each file below
+    DIR/checkpoint-000007/checkpoint.json        number of workers, epoch, a checksum of each file below, and its own
     DIR/checkpoint-000007/shared.safetensors     what all workers have alike: model, optimizer, scheduler
     DIR/checkpoint-000007/rank-0003.safetensors  random generators of a worker, and rows that only it has
     DIR/.checkpoint-000008.new                   being written; it gets its name when all is on the disk
@@ -31,14 +31,14 @@ from torch import Tensor
 from pyg_sar.distributed import values
 from pyg_sar.distributed.agreement import on_all
 from pyg_sar.distributed.collectives import global_max
-from pyg_sar.distributed.group import Group, gather_objects, host, is_local, rank_of, size_of
+from pyg_sar.distributed.group import Group, host, is_local, rank_of, size_of
 from pyg_sar.distributed.links import Directory
-from pyg_sar.durable import digest, sync
+from pyg_sar.durable import checksum, digest, sync
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds
 
 INFO, SHARED = "checkpoint.json", "shared.safetensors"
-FORMAT = {"format": "pyg_sar checkpoint", "version": 1}
+FORMAT = {"format": "pyg_sar checkpoint", "version": 2}
 
 
 def save_checkpoint(
@@ -113,9 +113,9 @@ def save_checkpoint(
     def finish() -> None:
         if rank > 0:
             return
-        listed = {file: checksum for of_worker in files for file, checksum in of_worker.items()}
+        listed = {file: found for of_worker in files for file, found in of_worker.items()}
         info = FORMAT | {"epoch": epoch, "workers": size_of(group), "files": listed}
-        (new / INFO).write_text(json.dumps(info, indent=1))
+        (new / INFO).write_text(json.dumps(info | {"checksum": checksum(info)}, indent=1))
         sync(new / INFO)
         sync(new)
         os.replace(new, folder / name)
@@ -158,15 +158,13 @@ def load_checkpoint(
     """
     folder, rank = Path(path), rank_of(group)
     stage, optimizer = _stage(model, pipe, optimizer)
-    newest = gather_objects(_numbers(folder)[-1:] if rank == 0 else None, group)[0]
+    newest = on_all(lambda: [] if rank else _numbers(folder)[-1:], f"look for checkpoints in '{folder}'", group)[0]
     if not newest:
         return None
     it = folder / f"checkpoint-{newest[0]:06d}"
 
     def read() -> tuple[dict[str, Any], Any]:
-        info = json.loads((it / INFO).read_text())
-        if {key: info.get(key) for key in FORMAT} != FORMAT:
-            raise ValueError(f"'{it / INFO}' is none of {FORMAT}")
+        info = _info(it)
         local = _LocalRows(model, optimizer)
         same = info["workers"] == size_of(group)
         mine = _read(it, f"rank-{rank if same else 0:04d}.safetensors", info)
@@ -365,9 +363,23 @@ def _pick(parts: list[Tensor], theirs: list[Tensor], ids: Tensor) -> Tensor:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Return the numbers of complete checkpoints, ascending."""
-    found = (p.name.removeprefix("checkpoint-") for p in folder.glob("checkpoint-*") if (p / INFO).is_file())
-    return sorted(int(number) for number in found if number.isdigit())
+    """Return the numbers of checkpoints, ascending: a folder has such a name only when it was complete."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    found = (name.removeprefix("checkpoint-") for name in names if name.startswith("checkpoint-"))
+    return sorted(int(number) for number in found if number.isascii() and number.isdigit())
+
+
+def _info(folder: Path) -> dict[str, Any]:
+    """Return what ``checkpoint.json`` says."""
+    info = json.loads(_file(folder, INFO).read_bytes())
+    if {key: info.get(key) for key in FORMAT} != FORMAT:
+        raise ValueError(f"'{folder / INFO}' is none of {FORMAT}")
+    if info.pop("checksum", "") != checksum(info):
+        raise ValueError(f"'{folder / INFO}' is damaged: its checksum is not that of what it says")
+    return info
 
 
 def _seeds(data: Any) -> list[Seeds]:
@@ -412,8 +424,7 @@ def _restore_generators(states: dict[str, Any], same: bool, rank: int) -> None:
         here = torch.cuda.current_device()
         for k, state in enumerate(cuda[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, k)
-        saved = states.get("device", here)  # checkpoints written before do not say
-        torch.cuda.set_rng_state(cuda[min(saved, len(cuda) - 1)], here)
+        torch.cuda.set_rng_state(cuda[min(states["device"], len(cuda) - 1)], here)
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     random.setstate(states["python"])
@@ -421,6 +432,13 @@ def _restore_generators(states: dict[str, Any], same: bool, rank: int) -> None:
 
 def _read(folder: Path, file: str, info: dict[str, Any]) -> Any:
     """Return what a file holds, if it is the one that was written."""
-    if digest(folder / file) != info["files"].get(file):
+    if digest(_file(folder, file)) != info["files"].get(file):
         raise ValueError(f"'{folder / file}' is not what was written there: its checksum differs")
     return values.read(folder / file)
+
+
+def _file(folder: Path, name: str) -> Path:
+    """Return a file, if it is there; to open a pipe in its place would wait for ever."""
+    if not (folder / name).is_file():
+        raise FileNotFoundError(f"'{folder / name}' is missing, or is no file")
+    return folder / name

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 _AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2
 
@@ -17,6 +19,11 @@ def digest(file: Path) -> str:
         while chunk := f.read(1 << 20):
             found.update(chunk)
     return found.hexdigest()
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """Return a checksum of what a JSON file says."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -246,6 +246,34 @@ def test_damaged_files(tmp_path, file):
         pyg_sar.load_checkpoint(tmp_path, model=model)
 
 
+@pytest.mark.parametrize("change", ["epoch", "removed", "pipe", "no folder", "other names"])
+def test_what_is_damaged_is_never_passed_over(tmp_path, change):
+    """Or training would begin again, or go on from another epoch."""
+    (tmp_path / "checkpoint-²").mkdir()
+    (tmp_path / "checkpoint-old").mkdir()
+    alone(tmp_path, epoch=1)
+    it, model = alone(tmp_path, epoch=3)
+    file, expected = it / "checkpoint.json", "Could not read '.*checkpoint-000002'. Remove this folder to go on from"
+    if change == "epoch":
+        file.write_text(file.read_text().replace('"epoch": 3', '"epoch": 7'))
+        expected += ".*is damaged: its checksum is not that"
+    elif change == "removed":
+        file.unlink()
+        expected += ".*checkpoint.json' is missing"
+    elif change == "pipe":
+        (it / "rank-0000.safetensors").unlink()
+        os.mkfifo(it / "rank-0000.safetensors")
+        expected += ".*rank-0000.safetensors' is missing, or is no file"
+    elif change == "no folder":
+        tmp_path = file
+        expected = "Could not look for checkpoints in '.*checkpoint.json'. rank 0: NotADirectoryError"
+    else:
+        assert pyg_sar.load_checkpoint(tmp_path, model=model)["epoch"] == 3
+        return
+    with pytest.raises(RuntimeError, match=expected):
+        pyg_sar.load_checkpoint(tmp_path, model=model)
+
+
 def test_what_does_not_fit(tmp_path):
     alone(tmp_path)
     with pytest.raises(RuntimeError, match="size mismatch"):

@@ -25,7 +25,6 @@ disks of several machines.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -46,7 +45,7 @@ from torch import Tensor
 
 from pyg_sar.data.split import Topology
 from pyg_sar.distributed.values import write_tensors
-from pyg_sar.durable import digest, exchange, is_dead, owner, sync
+from pyg_sar.durable import checksum, digest, exchange, is_dead, owner, sync
 
 FORMAT = {"format": "pyg_sar partition", "version": 4}  # versions before had no checksum of the JSON files
 # What part.json must say, and of which type; one of the two lines, for graphs without types and with them.
@@ -424,7 +423,7 @@ def _read_json(file: Path, folder: Path) -> Said:
             f"'{file}' has format version {info.get('version')}, but this pyg_sar reads {FORMAT['version']}. "
             "Install the pyg_sar that wrote it, or partition the graph again."
         )
-    if info.pop("checksum", None) != _checksum(info):
+    if info.pop("checksum", None) != checksum(info):
         raise ValueError(f"'{file}' is damaged: its checksum is not that of what it says. {AGAIN}")
     return Said(file, info)
 
@@ -443,10 +442,5 @@ class Said(dict):
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     content = json.loads(json.dumps(content))  # as it will be read
     with open(file, "x", encoding="utf-8") as f:
-        json.dump(content | {"checksum": _checksum(content)}, f, indent=1)
+        json.dump(content | {"checksum": checksum(content)}, f, indent=1)
     sync(file)
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    """Return a checksum of what a JSON file says."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -279,7 +279,7 @@ def test_errors(tmp_path):
     info = json.loads((tmp_path / "h" / "part_0" / "part.json").read_text())
     info["counts_by_type"][0]["nodes"] += 1
     del info["checksum"]
-    info["checksum"] = store._checksum(info)
+    info["checksum"] = store.checksum(info)
     (tmp_path / "h" / "part_0" / "part.json").write_text(json.dumps(info))
     with pytest.raises(RuntimeError, match=r"but its part\.json says"):
         pyg_sar.load(tmp_path / "h")

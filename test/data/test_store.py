@@ -53,7 +53,7 @@ def edit(file: Path, **changes):
     """Change what a file says, as a writer who is wrong: the checksum fits."""
     info = json.loads(file.read_text()) | changes
     info = {key: value for key, value in info.items() if key != "checksum" and value is not None}
-    file.write_text(json.dumps(info | {"checksum": store._checksum(info)}))
+    file.write_text(json.dumps(info | {"checksum": store.checksum(info)}))
 
 
 def test_topology_comes_back(folder):
