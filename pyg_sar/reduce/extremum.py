@@ -43,12 +43,12 @@ class Extremum(Reduce):
         best, count = state
         # Entries may be infinite, and who is not a number is counted nowhere.
         out = (best * self.sign).masked_fill_((best == -torch.inf) & (count == 0), 0).to(dtype)
-        return out, ((count + (out == 0)).to(dtype),)
+        return out, (count + (out == 0),)  # in the type of sums: half precision ends at 65,504
 
     def prepare(self, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor, ...]:
         """Return the extrema and the share of each edge that attains one."""
         count, best = saved
-        return best, d_out / count
+        return best, (d_out / count).to(d_out.dtype)
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs

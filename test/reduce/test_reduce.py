@@ -717,3 +717,12 @@ def test_values_of_one_group_of_heads_are_alive(monkeypatch, blocks):
     reduce = ProjectedSoftmax(3, C, PARAMETER, graph.degree, None, groups, blocks == 1)
     aggregate(graph, reduce, x, const=[weight, keys]).sum().backward()
     assert most == [0, 1, 1, 1] * (2 * blocks)
+
+
+def test_more_ties_than_half_precision_counts():
+    """Zeros behind a ReLU, of which a hub reads more than 65,504."""
+    n = 70_000
+    graph = shard(torch.stack([torch.arange(n), torch.zeros(n, dtype=torch.long)]), n, 1).graph
+    x = leaf(torch.zeros(n, 1, dtype=torch.float16))
+    aggregate(graph, Extremum(1), x)[0].backward(torch.full((1,), 1000, dtype=torch.float16))
+    assert torch.equal(x.grad, torch.full((n, 1), 1000 / (n + 1), dtype=torch.float16))

@@ -16,6 +16,8 @@ from pyg_sar.nn.together import knows_all_rows, together
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.watch import ROWS, gives
 
+AT_A_TIME = 1 << 14  # rows that are added up in the type of sums
+
 
 class PerGraph:
     """Which graph of a batch each of the local rows belongs to, and how many rows all workers have of every graph.
@@ -45,9 +47,7 @@ class PerGraph:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of rows for every graph, with its gradient."""
-        values = values.to(accumulator(values.dtype)) if values.is_floating_point() else values
-        out = values.new_zeros(self.size, *values.shape[1:])
-        return global_sum(out.index_add(0, self.batch, values), self.group)
+        return global_sum(sum_by(self.batch, values, self.size), self.group)
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of rows for every graph, with its gradient."""
@@ -56,6 +56,21 @@ class PerGraph:
     def of_rows(self, values: Tensor) -> Tensor:
         """Return for each row the value of its graph."""
         return values.index_select(0, self.batch)
+
+
+def sum_by(index: Tensor, values: Tensor, size: int) -> Tensor:
+    """Return the sums of the rows of each index, in the type of sums.
+
+    Rows that are added one after the other lose digits, and from 2^24 on whole rows: so sums of some are added up in
+    double precision.
+    """
+    kind, step = values.dtype, max(AT_A_TIME, size)
+    total = values.new_zeros(size, *values.shape[1:])
+    if values.is_floating_point():
+        kind, total = accumulator(values.dtype), total.double()
+    for some, rows in zip(index.split(step), values.split(step), strict=True):
+        total = total + total.new_zeros(total.shape, dtype=kind).index_add(0, some, rows.to(kind))
+    return total.to(kind)
 
 
 class NormalisesPerGraph:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyg_sar.autograd import zeros_of
 from pyg_sar.distributed.collectives import all_reduce, global_max
-from pyg_sar.nn.norm.statistics import PerGraph
+from pyg_sar.nn.norm.statistics import PerGraph, sum_by
 from pyg_sar.nn.together import together
 
 
@@ -82,7 +82,7 @@ def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
     best = x.new_full((per_graph.size, *x.shape[1:]), -torch.inf).scatter_reduce(0, index, x.detach(), "amax")
     best = global_max(best, group)
     hit = (x == per_graph.of_rows(best)).to(per_graph.count.dtype)
-    ties = all_reduce(hit.new_zeros(best.shape).index_add(0, per_graph.batch, hit), group)
+    ties = all_reduce(sum_by(per_graph.batch, hit, per_graph.size), group)
     shared = ties if batch is None else ties + (best == 0)  # by the zero that PyG begins with, too
     share = per_graph.sum(hit / per_graph.of_rows(shared.clamp(min=1)) * zeros_of(x)).to(x.dtype)
     return best.masked_fill((best == -torch.inf) & (ties == 0), 0) + share

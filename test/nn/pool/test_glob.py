@@ -8,6 +8,7 @@ from support.nasty_graph import close
 
 import pyg_sar
 import pyg_sar.nn
+from pyg_sar.distributed.group import Workers
 
 POOLS = ("global_add_pool", "global_mean_pool", "global_max_pool")
 SIZES = {"even": [5, 5, 5, 5], "uneven": [0, 1, 17, 2]}
@@ -41,6 +42,16 @@ def check(group, name, method, examples):
 def test_on_several_workers(pool, name, method, examples):
     for workers in (1, 4):
         pool.run(workers, check, name, method, examples)
+
+
+@pytest.mark.parametrize("batch", [None, torch.zeros(1 << 15, dtype=torch.long)])
+def test_many_rows(batch):
+    """After a sum of 2^24 single precision knows no more ones."""
+    x = torch.ones(1 << 15, 2).index_fill_(0, torch.arange(1 << 14), 1024)
+    work = lambda rank: [getattr(pyg_sar.nn, name)(x, batch, 1) for name in POOLS]  # noqa: E731
+    for total, mean, largest in Workers(2).run(work):
+        assert torch.equal(total, torch.full((1, 2), 2.0**25 + 2**15))
+        assert torch.equal(mean, torch.full((1, 2), 512.5)) and torch.equal(largest, torch.full((1, 2), 1024.0))
 
 
 def infinite(group):
