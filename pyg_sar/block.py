@@ -126,12 +126,15 @@ class Block:
 
     def choose(self, rows: Tensor) -> Block:
         """Return the edges into some destinations, which become destinations 0, 1, ... in the order given."""
-        ptr = self.rowptr if self.dst is None else compress(self.row, self.num_dst)
-        first, last = ptr[rows].long(), ptr[rows + 1].long()
+        place, end = rows, rows + 1
+        if self.dst is not None:
+            place = torch.searchsorted(self.dst, rows.to(self.dst.dtype))
+            end = place + (torch.nn.functional.pad(self.dst, (0, 1), value=-1)[place] == rows)  # else without edges
+        first, last = self.rowptr[place].long(), self.rowptr[end].long()
         row = torch.arange(rows.numel(), device=rows.device).repeat_interleave(last - first)
         position = (last - (last - first).cumsum(0))[row] + torch.arange(row.numel(), device=rows.device)
         edges = self.edges.start + position if isinstance(self.edges, slice) else self.edges[position]
-        rowptr, dst = compress_doubly(row, rows.numel(), ptr.dtype)
+        rowptr, dst = compress_doubly(row, rows.numel(), self.col.dtype)
         col = self.col[position]
         return dataclasses.replace(self, rowptr=rowptr, col=col, edges=edges, num_dst=rows.numel(), dst=dst)
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyg_sar.ops.workspace import workspace
+
 
 @contextmanager
 def few_objects() -> Iterator[None]:
@@ -40,8 +42,8 @@ class Live(TorchDispatchMode):
     """Counts the bytes of all tensors that were made within and still live.
 
     Args:
-        dry: Whether to leave out the operators of this package: they write into tensors that they are given, and what
-            plain PyTorch would hold in their place is not what the compiled kernels do.
+        dry: Whether to leave out the operators of this package, which write into tensors that they are given, but for
+            what the compiled kernels would hold meanwhile.
     """
 
     def __init__(self, dry: bool = False) -> None:
@@ -53,7 +55,10 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look for memory that is not that of an argument."""
         given = {memory._cdata for memory in storages((*args, *(kwargs or {}).values()))}
-        out = None if self.dry and func.namespace == "pyg_sar" else func(*args, **(kwargs or {}))
+        if self.dry and func.namespace == "pyg_sar":
+            self.peak, out = max(self.peak, self.now + workspace(func, args)), None
+        else:
+            out = func(*args, **(kwargs or {}))
         for memory in storages(out):
             if memory._cdata not in given:
                 given.add(memory._cdata)

@@ -12,7 +12,7 @@ from torch_geometric.nn import GINEConv
 from torch_geometric.utils import degree
 
 from pyg_sar import block, nn, shard
-from pyg_sar.block import compress, compress_doubly
+from pyg_sar.block import Block, compress, compress_doubly
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
 from pyg_sar.distributed.process_group import silent_group
@@ -82,7 +82,13 @@ def test_rows_of_a_block(sharded):
 
 
 def test_chosen_rows_of_a_block(sharded):
-    for part in sharded.blocks:
+    row = torch.tensor([44, 60, 44, 3, 60, 60])
+    few = Block.from_coo(
+        row, torch.tensor([5, 1, 7, 0, 0, 60]), slice(0, NUM_NODES), NUM_NODES, NUM_NODES, row.argsort()
+    )
+    none = Block.from_coo(row[:0], row[:0], slice(0, 0), 0, NUM_NODES, row[:0])
+    assert few.dst is not None
+    for part in (*sharded.blocks, few, none):
         for rows in (torch.tensor([44, 3, 60, 5]), torch.arange(NUM_NODES), torch.empty(0, dtype=torch.long)):
             chosen = part.choose(rows)
             wanted = [(part.row == row).nonzero().view(-1) for row in rows]

@@ -104,6 +104,7 @@ class Arguments {
   Rows<void> out(const char* name, const Tensor& t, int64_t count, int64_t width, ScalarType type) {
     STD_TORCH_CHECK(t.dim() != 2 || width <= 1 || t.stride(1) == 1, "Expected the rows of '", name, "' to be contiguous");
     const Rows<const void> r = rows(name, t, count, width, type);
+    STD_TORCH_CHECK(t.size(0) <= 1 || t.stride(0) >= width, "Expected rows of '", name, "' that do not overlap");
     return {const_cast<void*>(r.data), r.stride};
   }
   Rows<void> out(const char* name, const Maybe& t, int64_t count, int64_t width, ScalarType type) {

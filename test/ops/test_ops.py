@@ -405,6 +405,7 @@ MISTAKES = [
     ("spmm_", None, other(rows=torch.arange(14).int()), "'rows' to be a CPU tensor of 14 numbers of type Long"),
     ("spmm_", None, other(out=longer), "'out' of shape"),
     ("spmm_", None, other(out=lambda t: t.t().contiguous().t()), "rows of 'out' to be contiguous"),
+    ("spmm_", None, other(out=lambda t: t[:1].expand_as(t)), "rows of 'out' that do not overlap"),
     ("spmm_", None, other(weight=lambda t: torch.ones(182)), "'weight' to be a matrix (got [182])"),
     ("spmm_", None, other(weight=lambda t: torch.ones(3, 2)), "'weight' of shape"),
     ("spmm_", None, other(weight=lambda t: torch.ones(182, 4)), "rows of 4 equal heads"),

@@ -40,6 +40,8 @@ def attend(
         bias: The bias.
     """
     drop = None
+    if not 0 <= layer.dropout <= 1:
+        raise ValueError(f"Expected a dropout probability between 0 and 1 (got {layer.dropout})")
     if layer.training and layer.dropout > 0 and not nothing_drops():
         drop = (layer.dropout, graph.seeds.draw(), graph.ids_of)
     if project:

@@ -55,7 +55,10 @@ def out(name: str, t: Any, count: int, width: int, dtype: torch.dtype, like: Ten
     """Check what is written to."""
     good = t is None or t.dim() != 2 or width <= 1 or t.stride(1) == 1
     expect(good, f"Expected the rows of '{name}' to be contiguous")
-    return rows(name, t, count, width, dtype, like)
+    found = rows(name, t, count, width, dtype, like)
+    apart = t is None or t.size(0) <= 1 or t.stride(0) >= width
+    expect(apart, f"Expected rows of '{name}' that do not overlap")
+    return found
 
 
 def index(name: str, t: Any, count: int, dtype: torch.dtype, like: Tensor) -> Any:
