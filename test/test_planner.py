@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.cases import some
+from support.small_pieces import ordinary_ranges
 from torch_geometric.data import Data
 
 import pyg_sar.nn
@@ -56,6 +57,11 @@ def train(group, folder, kind, mode, prefetch):
     return received(layers), live.peak, sum(edge_index.graph.memory().values())
 
 
+def train_as_usual(*args):
+    with ordinary_ranges():
+        return train(*args)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     data, made = dataset("Relations/3000/40000"), {}
@@ -76,8 +82,9 @@ def test_prediction(pool, folders, kind, way):
     rank = max(range(workers), key=lambda r: shares[r].nodes + sum(shares[r].rows_in))
     relations = RELATIONS if kind == "rgcn" else 0
     options = {"modes": [mode], "prefetch": prefetch, "num_relations": relations}
-    (need,) = plan(lambda: Net(kind), shares[rank], 64, **options)
-    found = pool.run(workers, train, folders[workers], kind, mode, prefetch)[rank]
+    with ordinary_ranges():
+        (need,) = plan(lambda: Net(kind), shares[rank], 64, **options)
+    found = pool.run(workers, train_as_usual, folders[workers], kind, mode, prefetch)[rank]
     assert need.received == pytest.approx(found[0], rel=0.01)
     assert need.step == pytest.approx(found[1], rel=0.15)
     assert sum(need.kinds.values()) == pytest.approx(found[2], rel=0.15)

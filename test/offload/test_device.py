@@ -10,6 +10,7 @@ from support.nasty_graph import NUM_NODES, close
 from support.offloaded import LAYERS, inputs, network
 from support.pool import Pool
 from support.simulated_accelerator import DEVICE, pretence
+from support.small_pieces import ordinary_ranges
 from torch_geometric.data import Data
 
 import pyg_sar
@@ -88,7 +89,7 @@ def peaks(group, kind, chunks):
     """Bytes on the device in a step, of rows in memory and of rows at home for some numbers of chunks."""
     found = []
     for count in (None, *chunks):
-        with pretence() as it:
+        with pretence() as it, ordinary_ranges():
             data = graph()
             model = Net(kind, WIDTHS).to(DEVICE)
             data = data.to(DEVICE) if count is None else offload(data, chunks=count, device=DEVICE)
@@ -121,7 +122,8 @@ def test_plan_tells_what_the_device_holds(machines, kind):
     assert memory > (5 if kind == "sage" else 2) * found[-1], (memory, found)
     for count, peak in zip(chunks, found, strict=True):
         counts = counts_of(data.edge_index.graph, count, int(data.train_mask.sum()))
-        told = plan_offload(lambda: Net(kind, WIDTHS), counts, 32, beside=False, edges=edges).step
+        with ordinary_ranges():
+            told = plan_offload(lambda: Net(kind, WIDTHS), counts, 32, beside=False, edges=edges).step
         assert 0.95 * peak <= told <= 1.15 * peak, (count, peak, told)
 
 

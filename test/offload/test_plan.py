@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import some
+from support.small_pieces import ordinary_ranges
 from torch_geometric.data import Data
 
 import pyg_sar
@@ -99,6 +100,7 @@ def test_budget(data, kind, tmp_path):
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
 @pytest.mark.grid
+@ordinary_ranges()
 def test_budget_of_types_of_edges(data):
     types = torch.arange(data.edge_index.size(1)) % TYPES
     typed = Data(**data.to_dict(), edge_type=types)

@@ -1,11 +1,20 @@
 """Small pieces: the blocks of the tests' graphs are cut as those of large graphs are."""
 
+from contextlib import AbstractContextManager
+from unittest import mock
+
 from pyg_sar import pieces, runs
 
 ORDINARY = pieces.EDGES
+RANGES = {"SIZE": runs.SIZE, "SIZE_ON_GPU": runs.SIZE_ON_GPU, "OF_TYPE": runs.OF_TYPE}
 
 
 def make_small() -> None:
     """Cut blocks that have more edges than source rows, and rows with many runs, from now on in this process."""
     pieces.EDGES = 16
     runs.SIZE, runs.SIZE_ON_GPU, runs.OF_TYPE = 16, 16, 0
+
+
+def ordinary_ranges() -> AbstractContextManager:
+    """Cut no rows of small graphs, where memory is counted: thousands of ranges would take minutes."""
+    return mock.patch.multiple(runs, **RANGES)
