@@ -130,8 +130,9 @@ def plan(
 ) -> list[Any]:
     r"""Tell the memory and traffic of training on a worker, for every mode, without graph and without other workers.
 
-    Call it in a process that is in no process group. It counts what the compiled kernels take. The model's output is
-    taken for class scores of all nodes.
+    Call it in a process that is in no process group. It counts what the compiled kernels take, in a step after the
+    first, which makes what later ones keep and may take more. The model's output is taken for class scores of all
+    nodes.
 
     Args:
         model (callable): Makes the model, of layers of :mod:`pyg_sar.nn`; it is called as
