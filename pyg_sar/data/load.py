@@ -58,8 +58,8 @@ def load(
             (default: :obj:`None`, all of them)
         remat (bool, optional): Whether backward fetches source rows again (mode 1) instead of keeping them (mode 2).
             (default: :obj:`True`)
-        prefetch (int, optional): How many fetches are under way while a block is consumed; ``prefetch + 1`` remote
-            blocks are alive at a time. (default: :obj:`1`)
+        prefetch (int, optional): How many fetches are under way while a block is consumed; ``prefetch + 1`` blocks of
+            other workers are alive at a time. (default: :obj:`1`)
         comm_dtype (torch.dtype, optional): A floating-point type, such as :obj:`torch.bfloat16`, to which wider rows
             and gradients are rounded when workers send them, and only then: sums stay as precise as ever.
             Results are then no longer exact. (default: :obj:`None`, nothing is rounded)

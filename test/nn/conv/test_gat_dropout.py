@@ -22,6 +22,13 @@ def layer(**options):
     return GATConv(8, 4, heads=3, dropout=P, **options).double()
 
 
+@pytest.mark.parametrize("p", [-0.5, 1.5, float("nan")])
+def test_what_is_no_probability(p):
+    conv = GATConv(8, 4, dropout=p)
+    with pytest.raises(ValueError, match=r"Expected a dropout probability between 0 and 1 \(got "):
+        conv(torch.randn(NUM_NODES, 8), shard(edges(), NUM_NODES, 2))
+
+
 def features():
     return torch.randn(NUM_NODES, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
