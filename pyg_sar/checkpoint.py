@@ -33,7 +33,7 @@ from pyg_sar.distributed.agreement import on_all
 from pyg_sar.distributed.collectives import global_max
 from pyg_sar.distributed.group import Group, host, is_local, rank_of, size_of
 from pyg_sar.distributed.links import Directory
-from pyg_sar.durable import checksum, digest, sync
+from pyg_sar.durable import checksum, digest, sync, write_json
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds
 
@@ -115,8 +115,7 @@ def save_checkpoint(
             return
         listed = {file: found for of_worker in files for file, found in of_worker.items()}
         info = FORMAT | {"epoch": epoch, "workers": size_of(group), "files": listed}
-        (new / INFO).write_text(json.dumps(info | {"checksum": checksum(info)}, indent=1))
-        sync(new / INFO)
+        write_json(new / INFO, info)
         sync(new)
         os.replace(new, folder / name)
         sync(folder)

@@ -26,6 +26,14 @@ def checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a new JSON file that holds its own checksum."""
+    content = json.loads(json.dumps(content))  # as it will be read
+    with open(file, "x", encoding="utf-8") as f:
+        json.dump(content | {"checksum": checksum(content)}, f, indent=1)
+    sync(file)
+
+
 def sync(path: Path) -> None:
     """Make a file, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -19,7 +19,7 @@ from support import graphs
 from torch_geometric.data import Data
 
 import pyg_sar
-from pyg_sar import checkpoint
+from pyg_sar import checkpoint, durable
 from pyg_sar.data.datasets import community_graph
 from pyg_sar.distributed import values
 
@@ -224,7 +224,8 @@ def test_a_crash_while_saving_leaves_the_last_one(tmp_path, monkeypatch, call):
         sync(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "sync", crash)
+        for module in (checkpoint, durable):
+            patch.setattr(module, "sync", crash)
         with pytest.raises(KeyboardInterrupt):
             alone(saves, epoch=2)
     other = torch.nn.Linear(2, 2)

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from pyg_sar.data.split import Topology
 from pyg_sar.distributed.values import write_tensors
-from pyg_sar.durable import checksum, digest, exchange, is_dead, owner, sync
+from pyg_sar.durable import checksum, digest, exchange, is_dead, owner, sync, write_json
 
 FORMAT = {"format": "pyg_sar partition", "version": 4}  # versions before had no checksum of the JSON files
 # What part.json must say, and of which type; one of the two lines, for graphs without types and with them.
@@ -145,7 +145,7 @@ def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
         info |= {"num_nodes": shard.nodes[NODE].total, "num_edges": shard.edges[EDGE].total, "counts": counts}
     files = _files(shard).items()
     info["files"] = {name: _save(path / f"{name}.safetensors", attrs, shard.identity) for name, attrs in files}
-    _write_json(path / "part.json", info)
+    write_json(path / "part.json", info)
     sync(path)
     return info
 
@@ -267,7 +267,7 @@ def check_topology(topology: Topology, path: Path) -> None:
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Write ``meta.json``, the last file of a partition."""
-    _write_json(folder / "meta.json", FORMAT | meta)
+    write_json(folder / "meta.json", FORMAT | meta)
 
 
 def read_meta(folder: str | os.PathLike[str]) -> Said:
@@ -437,10 +437,3 @@ class Said(dict):
 
     def __missing__(self, key: str) -> NoReturn:
         raise ValueError(f"'{self.file}' says nothing of '{key}'. {AGAIN}")
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    content = json.loads(json.dumps(content))  # as it will be read
-    with open(file, "x", encoding="utf-8") as f:
-        json.dump(content | {"checksum": checksum(content)}, f, indent=1)
-    sync(file)
