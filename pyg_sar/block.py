@@ -3,12 +3,14 @@ r"""The edges from one source shard into a worker's destinations, and the arithm
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Index = slice | Tensor
@@ -22,10 +24,11 @@ ordinary_mode = torch.inference_mode(False)
 # are faster.
 SPARSE = 4
 NARROW = 8  # columns
+PIECE = 1 << 20  # edges that are sorted, or looked at, at a time, at least: what is made for them is some tens of MiB
 
 
 def compress(row: Tensor, num_rows: int) -> Tensor:
-    """Return the CSR row pointer of sorted row numbers, in int32 wherever the number of edges allows."""
+    """Return the row pointer of row numbers once these are sorted, in int32 wherever the number of edges allows."""
     ptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
     torch.cumsum(torch.bincount(row, minlength=num_rows), 0, out=ptr[1:])
     return ptr if row.numel() > MAX else ptr.int()
@@ -36,19 +39,41 @@ def compress_doubly(row: Tensor, num_rows: int, dtype: torch.dtype = torch.int32
     alone, and which they are. They are of type ``dtype``, or wider where numbers demand it.
     """
     rows, count = row.unique_consecutive(return_counts=True)
-    if rows.numel() * SPARSE >= num_rows:
-        ptr = compress(row, num_rows)
-        return ptr.to(torch.promote_types(ptr.dtype, dtype)), None
-    ptr = count.new_zeros(rows.numel() + 1)
-    torch.cumsum(count, 0, out=ptr[1:])
-    dtype = torch.int64 if max(row.numel(), num_rows) > MAX else dtype
-    return ptr.to(dtype), rows.to(dtype)
+    return lead_over(rows, count, num_rows, dtype)
+
+
+def lead_over(rows: Tensor, count: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return what :func:`compress_doubly` does, given the rows that occur and the number of edges of each."""
+    few = rows.numel() * SPARSE < num_rows
+    count = count if few else count.new_zeros(num_rows).index_copy_(0, rows.long(), count)
+    ptr = F.pad(count.cumsum(0), (1, 0))
+    dtype = torch.int64 if max(int(ptr[-1]), num_rows if few else 0) > MAX else dtype
+    return ptr.to(dtype), rows.to(dtype) if few else None
 
 
 def rows_of(ptr: Tensor, col: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Return the row of each edge, given those that ``ptr`` leads over, unless they are all."""
-    rows = torch.arange(ptr.numel() - 1, device=ptr.device) if rows is None else rows.long()
+    """Return the row of each edge, in the type of ``ptr``, given those that ``ptr`` leads over, unless they are all."""
+    rows = torch.arange(ptr.numel() - 1, dtype=ptr.dtype, device=ptr.device) if rows is None else rows
     return rows.repeat_interleave(ptr.diff(), output_size=col.numel())
+
+
+def sorting(numbers: Tensor, count: int) -> Tensor:
+    """Return the order that sorts numbers below ``count``, stably, in their type.
+
+    It is that of ``argsort``, which takes 20 bytes for each number besides what it returns: sorted pieces are merged
+    by counting.
+    """
+    size = max(PIECE, count)
+    if numbers.numel() <= size:
+        return numbers.argsort(stable=True).to(numbers.dtype)
+    order, begin = torch.empty_like(numbers), compress(numbers, count)[:-1].long()
+    for k, piece in enumerate(numbers.split(size)):
+        some, which = piece.sort(stable=True)
+        counts = piece.bincount(minlength=count)
+        place = (begin - (counts.cumsum(0) - counts))[some] + torch.arange(some.numel(), device=some.device)
+        order[place] = which.to(order.dtype) + k * size
+        begin += counts
+    return order
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +88,7 @@ class Block:
         col: Source row of each edge within the shard, ``[num_edges]``.
         ids: Local-first number of each source row of the shard, as a slice or as a tensor ``[num_src]``.
         num_src: Number of source rows of the shard that are read.
-        edges: Where the worker's edge tensors hold these edges, in CSR order.
+        edges: Where the worker's edge tensors hold these edges, in CSR order; a tensor of int32 where that will do.
         num_dst: Number of destinations.
         dst: The destinations that ``rowptr`` leads over, ascending, or None if it leads over all.
     """
@@ -84,7 +109,7 @@ class Block:
     @property
     def row(self) -> Tensor:
         """Destination of each edge; derived anew at every use because it is as long as the edges."""
-        return rows_of(self.rowptr, self.col, self.dst)
+        return rows_of(self.rowptr, self.col, self.dst).long()
 
     @property
     def degree(self) -> Tensor:
@@ -99,18 +124,40 @@ class Block:
 
     @cached_property
     @ordinary_mode
+    def perm(self) -> Tensor:
+        """The position of each edge of the transpose in the forward order, which only those need who read edges."""
+        return sorting(self.col, self.num_src)
+
+    @cached_property
+    @ordinary_mode
+    def by_source(self) -> tuple[Tensor, Tensor]:
+        """The transpose, CSR by source: row pointer, and destination of each edge."""
+        perm = self.__dict__["perm"] if "perm" in self.__dict__ else sorting(self.col, self.num_src)
+        row = rows_of(self.rowptr, self.col, self.dst).index_select(0, perm)
+        return compress(self.col, self.num_src).to(row.dtype), row
+
+    @property
     def transpose(self) -> tuple[Tensor, Tensor, Tensor]:
-        """CSR by source: row pointer, destination of each edge, and its position in the forward order."""
-        perm = torch.argsort(self.col, stable=True)
-        dtype = self.rowptr.dtype
-        return compress(self.col[perm], self.num_src).to(dtype), self.row[perm].to(dtype), perm.to(dtype)
+        """``by_source`` and ``perm``."""
+        perm = self.perm  # first, so that edges are sorted once
+        return *self.by_source, perm
 
     @classmethod
     def from_coo(cls, row: Tensor, col: Tensor, ids: Index, num_src: int, num_dst: int, edges: Tensor) -> Block:
         """Sort edges by destination, keeping the given order among the edges of one destination."""
         perm = torch.argsort(row, stable=True)
         rowptr, dst = compress_doubly(row[perm], num_dst, torch.int64 if max(num_src, num_dst) > MAX else torch.int32)
+        edges = edges if edges.numel() == 0 or int(edges.max()) > MAX else edges.int()
         return cls(rowptr, col[perm].to(rowptr.dtype), ids, num_src, edges[perm], num_dst, dst)
+
+    def ranges(self) -> Iterator[tuple[int, Block]]:
+        """Yield the edges in their order, by ranges of destinations with about ``PIECE`` edges, or one with more: the
+        first destination of each, and its block.
+        """
+        starts = torch.arange(0, self.num_edges, PIECE, device=self.col.device)
+        first = torch.searchsorted(self.rowptr, starts.to(self.rowptr.dtype), right=True) - 1
+        first = (first if self.dst is None else self.dst[first]).unique_consecutive().tolist()
+        yield from ((start, self.rows(start, end)) for start, end in pairwise([*first, self.num_dst]))
 
     def rows(self, start: int, end: int) -> Block:
         """Return the edges into a range of destinations."""
@@ -119,8 +166,7 @@ class Block:
             low, high = torch.searchsorted(self.dst, self.dst.new_tensor([start, end])).tolist()
             dst = self.dst[low:high] - start
         first, last = self.rowptr[[low, high]].tolist()
-        edges = self.edges
-        edges = slice(edges.start + first, edges.start + last) if isinstance(edges, slice) else edges[first:last]
+        edges = some_of(self.edges, slice(first, last))
         rowptr, col = self.rowptr[low : high + 1] - first, self.col[first:last]
         return dataclasses.replace(self, rowptr=rowptr, col=col, edges=edges, num_dst=end - start, dst=dst)
 
@@ -204,7 +250,7 @@ def put_rows(t: Tensor, index: Index, rows: Tensor) -> None:
     if isinstance(index, slice):
         t[index] = rows
     else:
-        t.index_copy_(0, index, rows)
+        t.index_copy_(0, index.long(), rows)
 
 
 def add_rows(t: Tensor, index: Index, rows: Tensor) -> None:
@@ -213,6 +259,11 @@ def add_rows(t: Tensor, index: Index, rows: Tensor) -> None:
         t[index] += rows
     else:
         t.index_add_(0, index, rows.to(t.dtype))
+
+
+def some_of(index: Index, which: slice) -> Index:
+    """Return a range of places among those of an index."""
+    return slice(index.start + which.start, index.start + which.stop) if isinstance(index, slice) else index[which]
 
 
 def length(ids: Index) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.block import Block, Index, put_rows, rows_at
+from pyg_sar.block import Block, Index, put_rows, rows_at, rows_of
 from pyg_sar.exchange import Exchange
 from pyg_sar.memo import Memo
 
@@ -36,6 +36,32 @@ class Origin(NamedTuple):
     graph: ShardedGraph
     rows: Index
     looped: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class IdsWithLoops:
+    """Ids of the edges that stay, followed by one for the self-loop of each destination; as only dropout reads them,
+    they are made when they are asked for.
+
+    Args:
+        e_id: Ids of the edges, or None if they are ``0, 1, ...``.
+        keep: Which of the edges stay.
+        dst_id: An id of each destination.
+    """
+
+    e_id: Tensor | None
+    keep: Tensor
+    dst_id: Tensor
+
+    def make(self) -> Tensor:
+        """Return them; those of loops are negative, which no edge's are."""
+        kept = self.keep.nonzero().view(-1) if self.e_id is None else self.e_id[self.keep]
+        return torch.cat([kept, -1 - self.dst_id])
+
+    def to(self, device: torch.device | str) -> IdsWithLoops:
+        """Move them to ``device``."""
+        e_id = None if self.e_id is None else self.e_id.to(device)
+        return IdsWithLoops(e_id, self.keep.to(device), self.dst_id.to(device))
 
 
 class Seeds:
@@ -107,7 +133,7 @@ class ShardedGraph:
         exchange: Where the source rows live, see :mod:`pyg_sar.exchange`.
         remat: Whether backward fetches source rows again (mode 1) instead of keeping them (mode 2).
         n_id: Global ids of the local source rows, or None if they are ``0 ... num_src - 1``.
-        e_id: Global ids of the edges, or None if they are ``0 ... num_edges - 1``.
+        e_id: Global ids of the edges, or None if they are ``0 ... num_edges - 1`` (:func:`edge_ids`).
         seeds: Source of the seeds for attention dropout.
         dst: Which of the local source rows are the destinations: all of them, unless there is an ``origin``. None if
             sources and destinations are different sets of nodes, whatever their numbers.
@@ -121,7 +147,7 @@ class ShardedGraph:
     exchange: Exchange
     remat: bool = True
     n_id: Tensor | None = None
-    e_id: Tensor | None = None
+    e_id: Tensor | IdsWithLoops | None = None
     seeds: Seeds = field(default_factory=lambda: Seeds(0))
     dst: slice | None = field(kw_only=True)
     cached: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
@@ -166,15 +192,16 @@ class ShardedGraph:
         """Number of self-loops of every destination."""
 
         def count() -> Tensor:
-            rows = [block.row[self.loops_in(block)] for block in self.blocks]
-            return torch.bincount(torch.cat(rows), minlength=self.num_dst)
+            loops = [rows_of(block.rowptr, block.col, block.dst)[self.loops_in(block)] for block in self.blocks]
+            return torch.bincount(torch.cat(loops), minlength=self.num_dst)
 
         return self.derived("loops", count)
 
     def loops_in(self, block: Block) -> Tensor:
         """Return which edges of a block are self-loops."""
         assert self.dst is not None
-        return block.source == block.row + self.dst.start
+        found = [some.source == some.row + (self.dst.start + first) for first, some in block.ranges()]
+        return torch.cat(found) if found else block.col.bool()
 
     @property
     def source_degree(self) -> Tensor:
@@ -209,7 +236,7 @@ class ShardedGraph:
             blocks=tuple(blocks),
             num_dst=end - start,
             dst=None if self.dst is None else slice(self.dst.start + start, self.dst.start + end),
-            e_id=edges if self.e_id is None else rows_at(self.e_id, edges),
+            e_id=edges if self.e_id is None else edge_ids(self)[edges],
             origin=self.origin or Origin(self, slice(None)),
         )
 
@@ -219,7 +246,7 @@ class ShardedGraph:
 
     def ids_of(self, block: Block) -> Tensor:
         """Return the global ids of the edges of a block."""
-        return positions(block) if self.e_id is None else rows_at(self.e_id, block.edges)
+        return positions(block) if self.e_id is None else rows_at(edge_ids(self), block.edges)
 
     def is_cached(self, x: Tensor) -> bool:
         """Whether ``x`` is a cached input feature and has no gradient."""
@@ -269,7 +296,7 @@ class ShardedGraph:
     def _tensors(self) -> dict[str, list[Tensor]]:
         held = {
             "blocks": [getattr(b, f.name) for b in self.blocks for f in dataclasses.fields(b)],
-            "transposes": [b.__dict__.get("transpose") for b in self.blocks],
+            "transposes": [b.__dict__.get(name) for b in self.blocks for name in ("by_source", "perm")],
             "ids": [self.n_id, self.e_id],
             "serve": self.exchange.routes.serve,
             "cached": self.cached,
@@ -309,12 +336,14 @@ class ShardedGraph:
 def positions(block: Block) -> Tensor:
     """Return where the edges of a block are among those of the worker."""
     if isinstance(block.edges, Tensor):
-        return block.edges
+        return block.edges.long()
     return torch.arange(block.edges.start, block.edges.stop, device=block.col.device)
 
 
 def edge_ids(graph: ShardedGraph) -> Tensor:
     """Return the global ids of a graph's edges."""
+    if isinstance(graph.e_id, IdsWithLoops):
+        return graph.derived("edge ids", graph.e_id.make)
     return torch.arange(graph.num_edges, device=graph.device) if graph.e_id is None else graph.e_id
 
 

@@ -15,8 +15,20 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.block import Block, compress, cut, parts_of, places_in, put_rows, renumber, rows_at
-from pyg_sar.graph import ShardedGraph, edge_ids, positions
+from pyg_sar.block import (
+    MAX,
+    Block,
+    compress,
+    cut,
+    lead_over,
+    parts_of,
+    places_in,
+    put_rows,
+    renumber,
+    rows_at,
+    rows_of,
+)
+from pyg_sar.graph import IdsWithLoops, ShardedGraph, edge_ids, positions
 
 KEPT = 2, 64  # graphs with other edges, which layers make in every step: at least, and at most
 MAX_IN_DEGREE = 1 << 24  # with other edges, whose ids hold the destination's id above these bits
@@ -42,31 +54,47 @@ def _with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Tensor]:
     keep = torch.ones(graph.num_edges, dtype=torch.bool, device=graph.device)
     for block in graph.blocks:
         put_rows(keep, block.edges, ~graph.loops_in(block))
-    position = keep.cumsum(0) - 1
+    wide = graph.num_edges + graph.num_dst > MAX
+    position = keep.cumsum(0, dtype=torch.int64 if wide else torch.int32).sub_(1)
     num_kept = int(keep.sum())
     blocks = tuple(_loop_block(graph, block, keep, position, num_kept) for block in graph.blocks)
-    # Negative ids cannot collide with those of edges.
-    e_id = torch.cat([edge_ids(graph)[keep], -1 - _dst_ids(graph)])
+    e_id = edge_ids(graph) if isinstance(graph.e_id, IdsWithLoops) else graph.e_id
+    ids = IdsWithLoops(e_id, keep, _dst_ids(graph))
     origin = None if graph.origin is None else graph.origin._replace(looped=True)
-    return graph.replace(blocks=blocks, e_id=e_id, origin=origin), keep
+    return graph.replace(blocks=blocks, e_id=ids, origin=origin), keep
 
 
 def _loop_block(graph: ShardedGraph, block: Block, keep: Tensor, position: Tensor, num_kept: int) -> Block:
+    """Return the edges of a block that remain, each destination's followed by its loop if the block has its row."""
     assert graph.dst is not None
     ids = torch.arange(block.ids.start, block.ids.stop) if isinstance(block.ids, slice) else block.ids
     row = ids.to(graph.device) - graph.dst.start
     col = ((row >= 0) & (row < graph.num_dst)).nonzero().view(-1)  # source rows of this block that are destinations
-    stays = rows_at(keep, block.edges)
-    if col.numel() == 0 and isinstance(block.edges, slice):
+    if col.numel() == 0:  # nor has it loops that go
+        if isinstance(block.edges, Tensor):
+            return dataclasses.replace(block, edges=position[block.edges])
         start = num_kept if block.num_edges == 0 else int(position[block.edges.start])
         return dataclasses.replace(block, edges=slice(start, start + block.num_edges))
-    return Block.from_coo(
-        torch.cat([block.row[stays], row[col]]),
-        torch.cat([block.col[stays], col]),
-        block.ids,
-        block.num_src,
-        graph.num_dst,
-        torch.cat([rows_at(position, block.edges)[stays], num_kept + row[col]]),
+    row, stays = row[col], rows_at(keep, block.edges)
+    rest = slice(None) if bool(stays.all()) else stays.nonzero().view(-1)
+    counts = rows_at(rows_of(block.rowptr, block.col, block.dst), rest).bincount(minlength=graph.num_dst)
+    counts[row] += 1
+    rows = counts.nonzero().view(-1)
+    rowptr, dst = lead_over(rows, counts[rows], graph.num_dst, block.rowptr.dtype)
+    last = counts.cumsum(0)[row] - 1
+
+    def insert(old: Tensor, loops: Tensor) -> Tensor:
+        out = old.new_empty(old.numel() + loops.numel())
+        others = torch.ones_like(out, dtype=torch.bool).index_fill_(0, last, False)
+        return out.masked_scatter_(others, old).index_copy_(0, last, loops.to(out.dtype))
+
+    edges = rows_at(rows_at(position, block.edges), rest)
+    return dataclasses.replace(
+        block,
+        rowptr=rowptr,
+        col=insert(rows_at(block.col, rest).to(rowptr.dtype), col),
+        edges=insert(edges, num_kept + row),
+        dst=dst,
     )
 
 

@@ -2,15 +2,17 @@ r"""Edges in *runs*: those of a row that have the same type, which can be added 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_sar.block import Block, compress, ordinary_mode, rows_at, rows_of
+from pyg_sar.block import PIECE, Block, compress, ordinary_mode, rows_at, rows_of, some_of, sorting
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import empty, spmm_, zeros
 from pyg_sar.ops.reference import accumulator
@@ -96,17 +98,20 @@ class Runs:
 
         Types are those of forward's runs: a change of ``edge_type`` before backward concerns later calls alone.
         """
-        block, length = self.block, torch.cat([span.of_runs.ptr.diff() for span in self.ranges])
-        place = torch.cat([span.row + span.rows.start for span in self.ranges])
-        every = torch.arange(self.num_types, device=place.device)
-        types = torch.cat([span.each(every) for span in self.ranges])
-        row = place if block.dst is None else rows_at(block.dst, place)
-        row, types, sizes = (
-            t.repeat_interleave(length, 0, output_size=block.num_edges) for t in (row, types, self.sizes)
-        )
+        block, dtype = self.block, self.block.col.dtype
+        lengths = torch.cat([span.of_runs.ptr.diff() for span in self.ranges])
+        run = rows_of(F.pad(lengths.cumsum(0, dtype=dtype), (1, 0)), block.col)  # of each edge, in forward's order
         col = torch.cat([span.of_runs.col for span in self.ranges])
-        ranges, order, _ = sort(col, row.to(col.dtype), types, block.num_src, self.num_types)
-        return ranges, sizes[order]
+        run, ptr = run.index_select(0, sorting(col, block.num_src)), compress(col, block.num_src)
+        every = torch.arange(self.num_types, device=col.device)
+        types = torch.cat([span.each(every) for span in self.ranges])
+        row = torch.cat([span.row + span.rows.start for span in self.ranges])
+        row = (row if block.dst is None else rows_at(block.dst, row)).to(dtype)
+        ranges, sizes = [], []
+        for span, order in cut(ptr, self.num_types, lambda edges: (row[run[edges]], types[run[edges]])):
+            ranges.append(span)
+            sizes.append(self.sizes[run[span.edges]][order])
+        return ranges, torch.cat(sizes)
 
 
 def runs_of(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> dict[Block, Runs]:
@@ -115,48 +120,81 @@ def runs_of(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> dict[Bloc
     def make() -> dict[Block, Runs]:
         check_types(graph, edge_type, num_types)
         blocks = [block for block in graph.blocks if block.num_edges > 0]
-        if not blocks:
-            return {}
-        types = [rows_at(edge_type, block.edges) for block in blocks]
-        keys = [block.row * num_types + its for block, its in zip(blocks, types, strict=True)]
-        _, pair, count = torch.cat(keys).unique(return_inverse=True, return_counts=True)
-        sizes = count.int()[pair].split([block.num_edges for block in blocks])
-        found = {}
-        for block, its, size in zip(blocks, types, sizes, strict=True):
-            row = rows_of(block.rowptr, block.col)
-            ranges, order, first = sort(row, block.col, its, block.rowptr.numel() - 1, num_types)
-            found[block] = Runs(block, num_types, ranges, size[order[first]].unsqueeze(1))
-        return found
+        counts = PairCounts(graph, edge_type, num_types) if len(blocks) > 1 else None
+        return {block: _runs(block, edge_type, num_types, counts) for block in blocks}
 
     return graph.derived(("runs", num_types), make, of=edge_type)
 
 
-def sort(
-    row: Tensor, col: Tensor, edge_type: Tensor, num_rows: int, num_types: int
-) -> tuple[list[Range], Tensor, Tensor]:
-    """Cut rows into ranges, and sort edges by range, type and row, else as they are given; return their order, too, and
-    where the first edge of each run is.
+def _runs(block: Block, edge_type: Tensor, num_types: int, counts: PairCounts | None) -> Runs:
+    """Return the runs of a block, given how many edges each destination has of each type, unless all are in it."""
+
+    def read(edges: slice) -> tuple[Tensor, Tensor]:
+        return block.col[edges], rows_at(edge_type, some_of(block.edges, edges))
+
+    every, ranges, sizes = torch.arange(num_types, device=edge_type.device), [], []
+    for span, _ in cut(block.rowptr, num_types, read):
+        row = span.row + span.rows.start
+        ranges.append(span)
+        sizes.append(
+            span.of_runs.ptr.diff().int() if counts is None
+            else counts.of(row if block.dst is None else rows_at(block.dst, row), span.each(every))
+        )  # fmt: skip
+    return Runs(block, num_types, ranges, torch.cat(sizes).unsqueeze(1))
+
+
+class PairCounts:
+    """How many edges each destination of a worker has of each type.
+
+    Args:
+        graph: The graph.
+        edge_type: The type of each edge.
+        num_types: How many types there are.
     """
-    row, dtype = row.long(), col.dtype
-    most = row.bincount(minlength=num_rows).clamp_(max=num_types)  # runs of a row, at most
-    size = SCALE * max(SIZE if row.device.type == "cpu" else SIZE_ON_GPU, OF_TYPE * num_types)
-    number = ((most + 1).cumsum(0) - 1) // max(round(size), 1)
-    number = number.unique_consecutive(return_inverse=True)[1]  # of each row's range
-    key, order = torch.sort((number[row] * num_types + edge_type) * num_rows + row, stable=True)
-    key, length = key.unique_consecutive(return_counts=True)
-    run_row, run_type = key % num_rows, key // num_rows % num_types
-    counts_of = [number[of].bincount(minlength=int(number[-1]) + 1) for of in (slice(None), run_row, row)]
-    ranges, begin = [], [0, 0, 0]
-    for counts in torch.stack(counts_of, 1).tolist():
-        rows, runs, edges = (slice(b, b + n) for b, n in zip(begin, counts, strict=True))
-        begin = [rows.stop, runs.stop, edges.stop]
-        where, types = run_row[runs] - rows.start, compress(run_type[runs], num_types)
+
+    def __init__(self, graph: ShardedGraph, edge_type: Tensor, num_types: int) -> None:
+        self.num_types = num_types
+        number = graph.degree.cumsum(0).sub_(1).clamp_(min=0) // PIECE
+        ends = F.pad(number.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0)).tolist()
+        found = []
+        for start, end in pairwise(ends):
+            some = [block.rows(start, end) for block in graph.blocks]
+            keys = [(b.row + start) * num_types + rows_at(edge_type, b.edges) for b in some]
+            found.append(torch.cat(keys).unique(return_counts=True))
+        self.pairs, self.counts = map(torch.cat, zip(*found, strict=True))  # pairs in ascending order
+
+    def of(self, dst: Tensor, edge_type: Tensor) -> Tensor:
+        """Return the number for each of some destinations and types, which occur."""
+        return self.counts[torch.searchsorted(self.pairs, dst * self.num_types + edge_type)].int()
+
+
+def cut(ptr: Tensor, num_types: int, read: Callable[[slice], tuple[Tensor, Tensor]]) -> Iterator[tuple[Range, Tensor]]:
+    """Cut rows into ranges, and sort the edges of each by type and row, else as they are given.
+
+    Args:
+        ptr: Row pointer of the edges.
+        num_types: How many types there are.
+        read: Returns the other end and the type of some edges.
+
+    Returns:
+        An iterator over the ranges, and the order of the edges of each.
+    """
+    size = SCALE * max(SIZE if ptr.device.type == "cpu" else SIZE_ON_GPU, OF_TYPE * num_types)
+    most = ptr.diff().long().clamp_(max=num_types)  # runs of a row, at most
+    number = ((most + 1).cumsum(0) - 1) // max(round(size), 1)  # of each row's range
+    ends = F.pad(number.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0))
+    num_runs = 0
+    for (a, b), (c, d) in zip(pairwise(ends.tolist()), pairwise(ptr[ends].tolist()), strict=True):
+        col, edge_type = read(slice(c, d))
+        row = rows_of(ptr[a : b + 1] - c, col)
+        key, order = torch.sort(edge_type.long() * (b - a) + row, stable=True)
+        key, length = key.unique_consecutive(return_counts=True)
+        where, types = key % (b - a), compress(key // (b - a), num_types)
         by_row = where.argsort(stable=True)
-        filled = [(r, slice(a, b)) for r, (a, b) in enumerate(pairwise(types.tolist())) if a < b]
-        ranges.append(Range(
-            rows, edges, runs, filled, where.int(),
-            Csr(torch.cat([length.new_zeros(1), length[runs].cumsum(0)]).to(dtype), col[order[edges]]),
-            Csr(compress(where, counts[0]), by_row.int()),
+        filled = [(r, slice(i, k)) for r, (i, k) in enumerate(pairwise(types.tolist())) if i < k]
+        yield Range(
+            slice(a, b), slice(c, d), slice(num_runs, num_runs := num_runs + key.numel()), filled, where.int(),
+            Csr(F.pad(length.cumsum(0), (1, 0)).to(col.dtype), col[order]),
+            Csr(compress(where, b - a), by_row.int()),
             Csr(types, by_row.argsort().int()),
-        ))  # fmt: skip
-    return ranges, order, length.cumsum(0) - length
+        ), order  # fmt: skip

@@ -68,7 +68,18 @@ def test_transpose(sharded):
         assert torch.equal(dst, b.row[perm])
         source = torch.arange(b.num_src).repeat_interleave(ptr.diff())
         assert torch.equal(b.col[perm].long(), source)
-        assert b.transpose is b.transpose
+        assert all(one is other for one, other in zip(b.transpose, b.transpose, strict=True))
+        other = dataclasses.replace(b)
+        assert all(map(torch.equal, other.by_source, (ptr, dst)))
+        assert "perm" not in vars(other) and other.perm.equal(perm)
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 1000])
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_pieces_that_are_sorted_are_in_the_order_of_all(count, size):
+    numbers = torch.randint(size, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    order = block.sorting(numbers, size)  # 16 at a time, as :mod:`support.small_pieces` has it
+    assert order.dtype == torch.int32 and order.long().equal(numbers.argsort(stable=True))
 
 
 def test_rows_of_a_block(sharded):

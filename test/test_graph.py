@@ -42,7 +42,7 @@ def test_self_loops_are_replaced_by_one_each(sharded):
     assert torch.equal(looped.coo(), torch.cat([rest, nodes], 1))
     assert torch.equal(keep, edges()[0] != edges()[1])
     kept = keep.nonzero().view(-1)
-    assert torch.equal(looped.e_id, torch.cat([kept, -1 - torch.arange(NUM_NODES)]))
+    assert torch.equal(edge_ids(looped), torch.cat([kept, -1 - torch.arange(NUM_NODES)]))
     assert torch.equal(with_self_loops(looped)[0].coo(), looped.coo())
     assert contains_self_loops(edges()) and not contains_self_loops(rest)
 
@@ -50,7 +50,7 @@ def test_self_loops_are_replaced_by_one_each(sharded):
 def test_self_loops_of_ids_beyond_32_bits():
     it = shard(edges(), NUM_NODES, 2).graph
     it = it.replace(n_id=torch.arange(NUM_NODES) + 2**40, e_id=torch.arange(edges().size(1)) + 2**41)
-    e_id = with_self_loops(it)[0].e_id
+    e_id = edge_ids(with_self_loops(it)[0])
     assert e_id.dtype == torch.int64
     assert torch.equal(e_id[-NUM_NODES:], -1 - it.n_id)
     assert e_id.unique().numel() == e_id.numel()
@@ -270,8 +270,8 @@ def test_layers_with_wide_pointers(monkeypatch, name):
     conv = getattr(nn, name)(8, 4).double()
     x = torch.randn(NUM_NODES, 8, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(conv(x, edges()).square().sum(), x)
-    narrow = block.compress
-    monkeypatch.setattr(block, "compress", lambda row, n: narrow(row, n).long())
+    narrow = block.lead_over
+    monkeypatch.setattr(block, "lead_over", lambda rows, count, n, dtype: narrow(rows, count, n, torch.int64))
     for shards in (1, 3):
         it = shard(edges(), NUM_NODES, shards)
         assert all(b.rowptr.dtype == b.col.dtype == torch.int64 for b in it.graph.blocks)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyg_sar.block import ordinary_mode
 from pyg_sar.distributed.group import gather_objects
 from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.graph import Origin, ShardedGraph
+from pyg_sar.graph import Origin, ShardedGraph, edge_ids, positions
 from pyg_sar.watch import ordered, together
 
 
@@ -106,7 +106,7 @@ def layer_into(graph: ShardedGraph, rows: Tensor) -> tuple[ShardedGraph, Tensor,
     number = torch.full_like(used, -1, dtype=torch.int64)
     number[sources] = torch.arange(sources.numel(), device=rows.device)
     number[n:][used[n:]] = torch.arange(sources.numel(), sources.numel() + int(used[n:].sum()), device=rows.device)
-    edges = torch.cat([block.edges for block in chosen])  # type: ignore[misc]
+    edges = torch.cat([positions(block) for block in chosen])
     blocks, start = [], 0
     for block in chosen:
         blocks.append(block.renumber(number, slice(start, start := start + block.num_edges)))
@@ -117,7 +117,7 @@ def layer_into(graph: ShardedGraph, rows: Tensor) -> tuple[ShardedGraph, Tensor,
         dst=slice(0, rows.numel()),
         exchange=exchange.restrict(used[n:], served, number),
         n_id=sources if graph.n_id is None else graph.n_id[sources],
-        e_id=edges if graph.e_id is None else graph.e_id[edges],
+        e_id=edges if graph.e_id is None else edge_ids(graph)[edges],
         origin=Origin(graph, sources),
     )
     return layer, sources, edges

@@ -17,7 +17,7 @@ With several workers each walks its own chunks, with its halo rows at home, too 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -71,12 +71,14 @@ class Chunk:
         graph = self.graph
         if place.device == graph.device and not place.copies:
             return self
-        assert graph.e_id is not None
+        assert isinstance(graph.e_id, Tensor)
         blocks = []
         for block in graph.blocks:
-            moved: dict[str, Any] = {k: place.bring(t) for k, t in vars(block).items() if isinstance(t, Tensor)}
+            held = {f.name: getattr(block, f.name) for f in fields(block)}
+            moved: dict[str, Any] = {k: place.bring(t) for k, t in held.items() if isinstance(t, Tensor)}
             blocks.append(replace(block, **moved))
-            blocks[-1].__dict__["transpose"] = tuple(map(place.bring, block.transpose))
+            *by_source, perm = map(place.bring, block.transpose)
+            vars(blocks[-1]).update(by_source=tuple(by_source), perm=perm)
         exchange = graph.exchange.to(place.device)
         moved_graph = graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=place.bring(graph.e_id))
         pieces = [place.bring(ids) for ids in self.pieces]
@@ -180,7 +182,8 @@ def at_home(home: Home, it: Chunk) -> Chunk:
     blocks = []
     for block in it.graph.blocks:
         blocks.append(replace(block, **dict(zip(names, islice(kept, len(names)), strict=True))))
-        blocks[-1].__dict__["transpose"] = tuple(islice(kept, 3))
+        *by_source, perm = islice(kept, 3)
+        vars(blocks[-1]).update(by_source=tuple(by_source), perm=perm)
     return replace(it, graph=it.graph.replace(blocks=tuple(blocks), e_id=e_id), slots=slots, edges=edges)
 
 

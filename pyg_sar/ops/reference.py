@@ -88,7 +88,7 @@ def extremum_(
     best: Tensor, count: Tensor, ptr: Tensor, col: Tensor, x: Tensor, largest: bool, rows: Tensor | None = None
 ) -> None:
     """Merge the block: whoever is larger brings its count."""
-    row, values = rows_of(ptr, col, rows), x[col].to(best.dtype) * (1 if largest else -1)
+    row, values = rows_of(ptr, col, rows).long(), x[col].to(best.dtype) * (1 if largest else -1)
     here = segment_max(row, best.size(0), values)
     ties = segment_sum(row, best.size(0), (values == here[row]).to(count.dtype))
     new = torch.maximum(best, here)
@@ -98,7 +98,7 @@ def extremum_(
 
 def extremum_grad_(out: Tensor, ptr: Tensor, row: Tensor, x: Tensor, best: Tensor, share: Tensor) -> None:
     """Give each source its share of the extrema that it attains."""
-    src = rows_of(ptr, row)
+    src = rows_of(ptr, row).long()
     out += segment_sum(src, out.size(0), ((x[src] == best[row]) * share[row]).to(out.dtype))
 
 
@@ -132,7 +132,7 @@ def attention_(
     seed: int, dropout: float, head: int, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Merge the block into the running softmax."""
-    row, (num_dst, heads) = rows_of(ptr, col, rows), peak.shape
+    row, (num_dst, heads) = rows_of(ptr, col, rows).long(), peak.shape
     score = scores(row, col, key, query, edge, att, kind, parameter, heads)
     new = torch.maximum(peak, segment_max(row, num_dst, score))
     anchor = new.masked_fill(new == -torch.inf, 0)  # a destination without edges so far
@@ -160,7 +160,7 @@ def attention_grad_(
     Without ``inner``, the product of output and gradient, the block must hold all edges. Next to a coefficient of 1 all
     others are 0: no gradient passes its score, though rounding may leave a difference of two large products.
     """
-    row, heads = rows_of(ptr, col, rows), peak.size(1)
+    row, heads = rows_of(ptr, col, rows).long(), peak.size(1)
     d_keys = d_value if kind == GATV2 else d_key
     with torch.enable_grad():
         leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in (key, query, edge, att)]

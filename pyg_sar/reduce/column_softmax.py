@@ -111,7 +111,7 @@ class ColumnSoftmax(Reduce):
             torch.div(since(here, top), total, out=share).mul_(d_out)
             torch.sub(out.to(total.dtype), center, out=inner).mul_(share)
             sums = zeros(value, value.size(0), 2 * value.size(1))  # [N, 2 * F]
-            ptr, row, _ = block.transpose
+            ptr, row = block.by_source
             spmm_(sums, ptr, row, both, None, None, False)
             d_value, d_score = sums.chunk(2, 1)
             for span in spans(value):

@@ -56,7 +56,7 @@ class Extremum(Reduce):
         """Share the gradient among the edges that attain the extremum."""
         assert x is not None
         best, share = saved  # [M, F]
-        ptr, row, _ = block.transpose
+        ptr, row = block.by_source
         d_x = zeros(x, *x.shape, dtype=accumulator(x.dtype))  # [N, F]
         extremum_grad_(flat(d_x), ptr, row, flat(x), flat(best), flat(share))
         return d_x.to(x.dtype), Rows()

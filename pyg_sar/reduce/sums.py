@@ -88,7 +88,8 @@ class Sum(Reduce):
         (d_out,), d_x, d_weight = saved, None, None  # [M, F], or [M, sums, F]
         weight = per_head(rows.edge[0], accumulator(d_out.dtype)) if rows.edge else None  # [E, H]
         if needs.source:
-            ptr, row, perm = block.transpose
+            perm = None if weight is None else block.perm
+            ptr, row = block.by_source
             shape = d_out.shape[1:] if self.sums is None else d_out.shape[2:]
             heads = rows.edge[0].shape[1:] if self.adds_heads else ()
             d_x = d_out.new_empty(block.num_src, *heads, *shape)  # [N, F], or [N, H, F]

@@ -84,6 +84,6 @@ def keys(*values: Any) -> Iterator[tuple[Tensor, bool]]:
     """Yield the tensors by which origins are known, and whether that is a graph's."""
     for t in tensors(*values):
         if isinstance(t, EdgeNumbers):
-            yield from ((ids, True) for ids in (t._graph.n_id, t._graph.e_id) if ids is not None)
+            yield from ((ids, True) for ids in (t._graph.n_id, t._graph.e_id) if isinstance(ids, Tensor))
         else:
             yield t, False

@@ -1,17 +1,19 @@
-"""Small pieces: the blocks of the tests' graphs are cut as those of large graphs are."""
+"""Small pieces: the blocks of the tests' graphs are cut, and sorted, as those of large graphs are."""
 
 from contextlib import AbstractContextManager
 from unittest import mock
 
-from pyg_sar import pieces, runs
+from pyg_sar import block, pieces, runs
 
 ORDINARY = pieces.EDGES
 RANGES = {"SIZE": runs.SIZE, "SIZE_ON_GPU": runs.SIZE_ON_GPU, "OF_TYPE": runs.OF_TYPE}
 
 
 def make_small() -> None:
-    """Cut blocks that have more edges than source rows, and rows with many runs, from now on in this process."""
-    pieces.EDGES = 16
+    """Cut blocks that have more edges than source rows, and rows with many runs, and sort edges piece by piece, from
+    now on in this process.
+    """
+    pieces.EDGES = block.PIECE = runs.PIECE = 16
     runs.SIZE, runs.SIZE_ON_GPU, runs.OF_TYPE = 16, 16, 0
 
 

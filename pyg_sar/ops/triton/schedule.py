@@ -121,7 +121,7 @@ def share_out(ptr: Tensor, numbers: Tensor | None = None) -> Work:
     count = -(-degree[longest] // cut)
     pieces_ptr = torch.cat([count.new_zeros(1), count.cumsum(0)]).to(ptr.dtype)
     place = torch.arange(int(count.sum()), device=ptr.device, dtype=ptr.dtype)
-    hub = rows_of(pieces_ptr, place)
+    hub = rows_of(pieces_ptr, place).long()
     first = ptr[longest][hub] + (place - pieces_ptr[hub]) * cut
     last = torch.minimum(first + cut, ptr[longest + 1][hub])
     hubs = longest if numbers is None else numbers[longest].long()
