@@ -38,10 +38,17 @@ class Origin(NamedTuple):
     looped: bool = False
 
 
+class Ids:
+    """Ids of edges that are made when they are asked for: only dropout reads them."""
+
+    def make(self) -> Tensor:
+        """Return them."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class IdsWithLoops:
-    """Ids of the edges that stay, followed by one for the self-loop of each destination; as only dropout reads them,
-    they are made when they are asked for.
+class IdsWithLoops(Ids):
+    """Ids of the edges that stay, followed by one for the self-loop of each destination.
 
     Args:
         e_id: Ids of the edges, or None if they are ``0, 1, ...``.
@@ -54,14 +61,9 @@ class IdsWithLoops:
     dst_id: Tensor
 
     def make(self) -> Tensor:
-        """Return them; those of loops are negative, which no edge's are."""
+        """Join them; those of loops are negative, which no edge's are."""
         kept = self.keep.nonzero().view(-1) if self.e_id is None else self.e_id[self.keep]
         return torch.cat([kept, -1 - self.dst_id])
-
-    def to(self, device: torch.device | str) -> IdsWithLoops:
-        """Move them to ``device``."""
-        e_id = None if self.e_id is None else self.e_id.to(device)
-        return IdsWithLoops(e_id, self.keep.to(device), self.dst_id.to(device))
 
 
 class Seeds:
@@ -147,7 +149,7 @@ class ShardedGraph:
     exchange: Exchange
     remat: bool = True
     n_id: Tensor | None = None
-    e_id: Tensor | IdsWithLoops | None = None
+    e_id: Tensor | Ids | None = None
     seeds: Seeds = field(default_factory=lambda: Seeds(0))
     dst: slice | None = field(kw_only=True)
     cached: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
@@ -279,9 +281,10 @@ class ShardedGraph:
 
     def to(self, device: torch.device | str) -> ShardedGraph:
         """Move the index tensors to ``device``."""
-        ids = {k: None if getattr(self, k) is None else getattr(self, k).to(device) for k in ("n_id", "e_id")}
+        ids = self.n_id, None if self.e_id is None else edge_ids(self)
+        n_id, e_id = (None if t is None else t.to(device) for t in ids)
         blocks = tuple(block.to(device) for block in self.blocks)
-        return self.replace(blocks=blocks, exchange=self.exchange.to(device), **ids)
+        return self.replace(blocks=blocks, exchange=self.exchange.to(device), n_id=n_id, e_id=e_id)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that the topology holds, memory that is shared counted once.
@@ -342,7 +345,7 @@ def positions(block: Block) -> Tensor:
 
 def edge_ids(graph: ShardedGraph) -> Tensor:
     """Return the global ids of a graph's edges."""
-    if isinstance(graph.e_id, IdsWithLoops):
+    if isinstance(graph.e_id, Ids):
         return graph.derived("edge ids", graph.e_id.make)
     return torch.arange(graph.num_edges, device=graph.device) if graph.e_id is None else graph.e_id
 

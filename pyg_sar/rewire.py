@@ -28,7 +28,7 @@ from pyg_sar.block import (
     rows_at,
     rows_of,
 )
-from pyg_sar.graph import IdsWithLoops, ShardedGraph, edge_ids, positions
+from pyg_sar.graph import Ids, IdsWithLoops, ShardedGraph, edge_ids, positions
 
 KEPT = 2, 64  # graphs with other edges, which layers make in every step: at least, and at most
 MAX_IN_DEGREE = 1 << 24  # with other edges, whose ids hold the destination's id above these bits
@@ -58,7 +58,7 @@ def _with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Tensor]:
     position = keep.cumsum(0, dtype=torch.int64 if wide else torch.int32).sub_(1)
     num_kept = int(keep.sum())
     blocks = tuple(_loop_block(graph, block, keep, position, num_kept) for block in graph.blocks)
-    e_id = edge_ids(graph) if isinstance(graph.e_id, IdsWithLoops) else graph.e_id
+    e_id = edge_ids(graph) if isinstance(graph.e_id, Ids) else graph.e_id
     ids = IdsWithLoops(e_id, keep, _dst_ids(graph))
     origin = None if graph.origin is None else graph.origin._replace(looped=True)
     return graph.replace(blocks=blocks, e_id=ids, origin=origin), keep

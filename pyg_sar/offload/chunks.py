@@ -31,7 +31,7 @@ from pyg_sar.aggregate import aggregate
 from pyg_sar.autograd import autocast_as_now, once_differentiable
 from pyg_sar.block import Block, cut, length
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule, Sink
-from pyg_sar.graph import ShardedGraph
+from pyg_sar.graph import Ids, ShardedGraph
 from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
@@ -66,8 +66,10 @@ class Chunk:
     slots: list[Tensor] | None
     edges: Tensor
 
-    def at(self, place: Place) -> Chunk:
-        """Return the chunk where rows are computed on; what tensors of edges are found by stays."""
+    def at(self, place: Place, transposed: bool) -> Chunk:
+        """Return the chunk where rows are computed on, with the transposes of its blocks if backward will read them;
+        what tensors of edges are found by stays.
+        """
         graph = self.graph
         if place.device == graph.device and not place.copies:
             return self
@@ -77,13 +79,31 @@ class Chunk:
             held = {f.name: getattr(block, f.name) for f in fields(block)}
             moved: dict[str, Any] = {k: place.bring(t) for k, t in held.items() if isinstance(t, Tensor)}
             blocks.append(replace(block, **moved))
-            *by_source, perm = map(place.bring, block.transpose)
-            vars(blocks[-1]).update(by_source=tuple(by_source), perm=perm)
+            if transposed:
+                *by_source, perm = map(place.bring, block.transpose)
+                vars(blocks[-1]).update(by_source=tuple(by_source), perm=perm)
         exchange = graph.exchange.to(place.device)
-        moved_graph = graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=place.bring(graph.e_id))
+        moved_graph = graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=IdsAtHome(graph.e_id, place))
         pieces = [place.bring(ids) for ids in self.pieces]
         slots = None if self.slots is None else [place.bring(of_piece) for of_piece in self.slots]
         return replace(self, graph=moved_graph, pieces=pieces, slots=slots)
+
+
+@dataclass(frozen=True, eq=False)
+class IdsAtHome(Ids):
+    """Ids of edges that are brought to the device.
+
+    Args:
+        e_id: The ids.
+        place: Where they are brought.
+    """
+
+    e_id: Tensor
+    place: Place
+
+    def make(self) -> Tensor:
+        """Bring them."""
+        return self.place.bring(self.e_id)
 
 
 def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
@@ -346,7 +366,7 @@ class ByChunks(torch.autograd.Function):
                   for k, kind in enumerate(kinds) if kind == SOURCE and wanted[k]}  # fmt: skip
         sums: list[Any] = [totals[k].seen(place.home) if k in totals else None for k in range(len(kinds))]
         slots = Slots(place, sources.get(0), sums[0], meter)
-        for it in walk(place, graph, program, inputs):
+        for it in walk(place, graph, program, inputs, backward=True):
             values = [read(t, kind, it, place, program, sources.get(k), meter)
                       for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True))]  # fmt: skip
             d_out, exchange = given(it.span), AtHome(it, slots)
@@ -399,14 +419,16 @@ def zeros_like_sources(place: Place, graph: ShardedGraph, shape: torch.Size, dty
     return SourceRows(zeros[0], zeros[1] if len(zeros) > 1 else None)
 
 
-def walk(place: Place, graph: ShardedGraph, program: Program, inputs: Sequence[Any]) -> Iterator[Chunk]:
+def walk(
+    place: Place, graph: ShardedGraph, program: Program, inputs: Sequence[Any], backward: bool = False
+) -> Iterator[Chunk]:
     """Yield the chunks, and have what the next one reads of its own range read ahead."""
     every = chunks(place, graph, program.by_pieces)
     for it, following in zip(every, [*every[1:], None], strict=True):
         for t in inputs:
             if following is not None and isinstance(t, HostRows) and t.host is not None:
                 place.home.advise(t.host, *following.span)
-        yield it.at(place)
+        yield it.at(place, transposed=backward and program.by_pieces)
 
 
 def differentiate(

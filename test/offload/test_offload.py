@@ -26,7 +26,7 @@ from pyg_sar.offload.dropout import dropout_rows
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
-from pyg_sar.offload.rows import HostRows
+from pyg_sar.offload.rows import HostRows, Place
 from pyg_sar.offload.schedule import count_loads
 from pyg_sar.rewire import with_self_loops
 
@@ -633,6 +633,32 @@ def test_traffic(kind, keeps):
     assert (it.case, it.forward_loaded, it.forward_stored) == (1 + (kind == "gat"), rows + queries, 6 * n)
     again = rows + queries if kind == "gat" else 0  # in case 2 rows are read again
     assert (it.backward_loaded, it.backward_stored) == (again + 6 * n + rows, rows + queries)
+
+
+@pytest.mark.parametrize("kind", ["sage", "gat", "gat with dropout"])
+def test_no_index_is_brought_before_it_is_read(kind, monkeypatch):
+    """Forward brings no transposes, and only dropout has ids of edges brought."""
+    data, _ = inputs()
+    data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+    place = place_of(data.edge_index.graph, Home(None, torch.device("cpu"), None), 3)
+    data = move(data, place._replace(copies=True))
+    drop = 0.5 if kind == "gat with dropout" else 0.0
+    sage, gat = nn.SAGEConv(IN, 6, root_weight=False), nn.GATConv(IN, 6, add_self_loops=False, dropout=drop)
+    conv, brought, bring = (sage if kind == "sage" else gat).double(), set(), Place.bring
+    monkeypatch.setattr(Place, "bring", lambda self, t: (brought.add(t.data_ptr()), bring(self, t))[1])
+    loss = conv(data.x, data.edge_index)[data.mask].sum()
+    graphs = [it.graph for it in by_chunks.chunks(data.x.place, data.edge_index.graph, True)]
+    (blocks,) = zip(*(graph.blocks for graph in graphs), strict=True)
+
+    def which(*tensors):
+        return {t.data_ptr() in brought for t in tensors}
+
+    assert which(*(block.col for block in blocks)) == {True}
+    assert which(*(t for block in blocks for t in block.transpose)) == {False}
+    assert which(*(graph.e_id for graph in graphs)) == {drop > 0}
+    loss.backward()
+    assert which(*(t for block in blocks for t in block.transpose)) == {True}
+    assert which(*(graph.e_id for graph in graphs)) == {drop > 0}
 
 
 def test_chunks_are_in_the_order_that_loads_fewer():
