@@ -25,7 +25,7 @@ class Dropout {
   // What all columns of an id share.
   uint32_t word(int64_t position) const {
     const uint64_t id = uint64_t(id_[position]);
-    return mix(mix(uint32_t(id)) ^ uint32_t(id >> 32) ^ of_ids_);
+    return mix(mix(uint32_t(id) ^ of_ids_) ^ uint32_t(id >> 32) ^ of_ids_);
   }
   const uint32_t* of_columns() const { return of_columns_.data(); }
   uint32_t threshold() const { return threshold_; }

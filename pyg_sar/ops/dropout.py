@@ -60,7 +60,8 @@ def dropout_factors(e_id: Tensor, heads: int, p: float, seed: int, dtype: torch.
     numbers[0] = 1
     keys = mix(numbers)
     keys = mix(mix(keys ^ (seed & WORD)) ^ (seed >> 32 & WORD))
-    h = mix(mix(e_id & WORD) ^ (e_id >> 32 & WORD) ^ keys[0])
+    # The key goes before both halves of an id: ids that the first scrambling joins are others for each seed.
+    h = mix(mix(e_id & WORD ^ keys[0]) ^ (e_id >> 32 & WORD) ^ keys[0])
     bits = mix(h.unsqueeze(1) ^ keys[1:])
     keep = bits >= round(p * 2**32)
     return keep.to(dtype) / (1 - p) if p < 1 else keep.to(dtype) * 0

@@ -120,6 +120,27 @@ def test_ids_are_used_whole():
     assert len({tuple(r) for r in rows.tolist()}) == len(base)
 
 
+def unmix(h):
+    """The word that is scrambled to ``h``."""
+    first, second = (pow(factor, -1, 1 << 32) for factor in (0x7FEB352D, 0x846CA68B))
+    h = (h ^ (h >> 16)) * second & WORD
+    h = (h ^ (h >> 15) ^ (h >> 30)) * first & WORD
+    return h ^ (h >> 16)
+
+
+def test_no_two_edges_share_their_masks_for_ever():
+    """Beyond 2^32 edges, and with self-loops, some pairs of ids are scrambled to the same word of 32 bits: to others by
+    each seed, not to those that scrambling without a seed would join.
+    """
+    ids = list(range(100))
+    others = [[(high << 32) + unmix(mix_reference(k) ^ high) for k in ids] for high in (1, 2, WORD)]
+    assert [mix_reference(other & WORD) ^ 1 for other in others[0]] == [mix_reference(k) for k in ids]
+    for high in others:
+        high = torch.tensor([other - (1 << 64) * (other >> 63) for other in high])
+        for seed in range(5):
+            assert not (mask(torch.tensor(ids), seed, 64) == mask(high, seed, 64)).all(1).any()
+
+
 def test_mask_depends_on_id_and_seed_alone():
     ids = torch.randperm(1000)
     whole = dropout_factors(torch.arange(1000), 3, 0.4, 6, torch.float32)

@@ -163,7 +163,7 @@ def keys_of(seed_low, seed_high, first_head, h):
 def word_of(e_id, e, on, of_edges):
     """Return what all heads of an edge share."""
     ids = tl.load(e_id + e, on, 0)
-    return mix(mix(ids.to(tl.uint32)) ^ (ids >> 32).to(tl.uint32) ^ of_edges)
+    return mix(mix(ids.to(tl.uint32) ^ of_edges) ^ (ids >> 32).to(tl.uint32) ^ of_edges)
 
 
 @triton.jit
