@@ -24,7 +24,7 @@ from torch_geometric.utils import to_undirected
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.block import compress
+from pyg_sar.csr import compress
 from pyg_sar.data.datasets import community_graph
 from pyg_sar.offload.schedule import count_loads, greedy_order, overlaps, ranges, source_pieces
 

@@ -1,4 +1,4 @@
-r"""The edges from one source shard into a worker's destinations, and the arithmetic of their row numbers."""
+r"""The edges from one source shard into a worker's destinations, and the arithmetic of row numbers."""
 
 from __future__ import annotations
 
@@ -10,70 +10,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar.csr import compress, compress_doubly, index_type, piece_starts, rows_of, sorting
+
 Index = slice | Tensor
-MAX = torch.iinfo(torch.int32).max
 
 # For what is made once and kept: it must serve training even if it was first asked for in inference mode.
 ordinary_mode = torch.inference_mode(False)
 
-# A block holds the destinations with edges alone if they are fewer than one in so many. What they take, two numbers
-# each instead of one for every destination, is then at most half, and the kernels, which skip what they do not see,
-# are faster.
-SPARSE = 4
 NARROW = 8  # columns
-PIECE = 1 << 20  # edges that are sorted, or looked at, at a time, at least: what is made for them is some tens of MiB
-
-
-def compress(row: Tensor, num_rows: int) -> Tensor:
-    """Return the row pointer of row numbers once these are sorted, in int32 wherever the number of edges allows."""
-    ptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
-    torch.cumsum(torch.bincount(row, minlength=num_rows), 0, out=ptr[1:])
-    return ptr if row.numel() > MAX else ptr.int()
-
-
-def compress_doubly(row: Tensor, num_rows: int, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor | None]:
-    """Return the CSR row pointer of sorted row numbers, and None; or, if few rows occur, a row pointer over these
-    alone, and which they are. They are of type ``dtype``, or wider where numbers demand it.
-    """
-    rows, count = row.unique_consecutive(return_counts=True)
-    return lead_over(rows, count, num_rows, dtype)
-
-
-def lead_over(rows: Tensor, count: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return what :func:`compress_doubly` does, given the rows that occur and the number of edges of each."""
-    few = rows.numel() * SPARSE < num_rows
-    count = count if few else count.new_zeros(num_rows).index_copy_(0, rows.long(), count)
-    ptr = F.pad(count.cumsum(0), (1, 0))
-    dtype = torch.int64 if max(int(ptr[-1]), num_rows if few else 0) > MAX else dtype
-    return ptr.to(dtype), rows.to(dtype) if few else None
-
-
-def rows_of(ptr: Tensor, col: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Return the row of each edge, in the type of ``ptr``, given those that ``ptr`` leads over, unless they are all."""
-    rows = torch.arange(ptr.numel() - 1, dtype=ptr.dtype, device=ptr.device) if rows is None else rows
-    return rows.repeat_interleave(ptr.diff(), output_size=col.numel())
-
-
-def sorting(numbers: Tensor, count: int) -> Tensor:
-    """Return the order that sorts numbers below ``count``, stably, in their type.
-
-    It is that of ``argsort``, which takes 20 bytes for each number besides what it returns: sorted pieces are merged
-    by counting.
-    """
-    size = max(PIECE, count)
-    if numbers.numel() <= size:
-        return numbers.argsort(stable=True).to(numbers.dtype)
-    order, begin = torch.empty_like(numbers), compress(numbers, count)[:-1].long()
-    for k, piece in enumerate(numbers.split(size)):
-        some, which = piece.sort(stable=True)
-        counts = piece.bincount(minlength=count)
-        place = (begin - (counts.cumsum(0) - counts))[some] + torch.arange(some.numel(), device=some.device)
-        order[place] = which.to(order.dtype) + k * size
-        begin += counts
-    return order
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,18 +92,17 @@ class Block:
     def from_coo(cls, row: Tensor, col: Tensor, ids: Index, num_src: int, num_dst: int, edges: Tensor) -> Block:
         """Sort edges by destination, keeping the given order among the edges of one destination."""
         perm = torch.argsort(row, stable=True)
-        rowptr, dst = compress_doubly(row[perm], num_dst, torch.int64 if max(num_src, num_dst) > MAX else torch.int32)
-        edges = edges if edges.numel() == 0 or int(edges.max()) > MAX else edges.int()
-        return cls(rowptr, col[perm].to(rowptr.dtype), ids, num_src, edges[perm], num_dst, dst)
+        rowptr, dst = compress_doubly(row[perm], num_dst, index_type(max(num_src, num_dst)))
+        edges = edges[perm].to(index_type(int(edges.max()) if edges.numel() > 0 else 0))
+        return cls(rowptr, col[perm].to(rowptr.dtype), ids, num_src, edges, num_dst, dst)
 
     def ranges(self) -> Iterator[tuple[int, Block]]:
         """Yield the edges in their order, by ranges of destinations with about ``PIECE`` edges, or one with more: the
         first destination of each, and its block.
         """
-        starts = torch.arange(0, self.num_edges, PIECE, device=self.col.device)
-        first = torch.searchsorted(self.rowptr, starts.to(self.rowptr.dtype), right=True) - 1
-        first = (first if self.dst is None else self.dst[first]).unique_consecutive().tolist()
-        yield from ((start, self.rows(start, end)) for start, end in pairwise([*first, self.num_dst]))
+        first = piece_starts(self.rowptr, self.num_edges)
+        first = first if self.dst is None else self.dst[first]
+        yield from ((start, self.rows(start, end)) for start, end in pairwise([*first.tolist(), self.num_dst]))
 
     def rows(self, start: int, end: int) -> Block:
         """Return the edges into a range of destinations."""

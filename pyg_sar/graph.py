@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.block import Block, Index, put_rows, rows_at, rows_of
+from pyg_sar.block import Block, Index, put_rows, rows_at
+from pyg_sar.csr import rows_of
 from pyg_sar.exchange import Exchange
 from pyg_sar.memo import Memo
 
@@ -361,12 +362,12 @@ def _bytes(tensors: list[Tensor], seen: set[int]) -> int:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in graphs, blocks and collections."""
+    """Yield the tensors in graphs, in what is made of them, and in collections."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, ShardedGraph):
         yield from _tensors_in(value._tensors())
-    elif isinstance(value, Block):
+    elif dataclasses.is_dataclass(value):  # a block, runs, ids
         yield from _tensors_in(vars(value))
     elif isinstance(value, (Mapping, list, tuple)):
         for v in value.values() if isinstance(value, Mapping) else value:

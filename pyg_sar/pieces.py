@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pyg_sar import runs
+from pyg_sar import csr, runs
 from pyg_sar.block import Block, Index
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.reduce import Grads, Needs, Rows
@@ -60,13 +60,16 @@ def is_one_piece(graph: ShardedGraph) -> bool:
 
 @contextmanager
 def scaled(factor: float) -> Iterator[None]:
-    """Make pieces, and ranges of runs, smaller, as in a graph that is a smaller model of another one."""
+    """Make pieces, also those that are sorted, and ranges of runs, smaller, as in a graph that is a smaller model of
+    another one.
+    """
     global EDGES
-    before, EDGES, runs.SCALE = EDGES, max(round(EDGES * factor), 1), factor
+    before = EDGES, csr.PIECE
+    (EDGES, csr.PIECE), runs.SCALE = (max(round(size * factor), 1) for size in before), factor
     try:
         yield
     finally:
-        EDGES, runs.SCALE = before, 1.0
+        (EDGES, csr.PIECE), runs.SCALE = before, 1.0
 
 
 def pieces(graph: ShardedGraph, block: Block) -> Sequence[Piece]:

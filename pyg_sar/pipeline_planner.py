@@ -190,13 +190,14 @@ def run(
     blocks: list[torch.nn.Module], stage: slice, optimizer: Callable[..., torch.optim.Optimizer], chunks: int,
     x: Tensor, edge_index: Any,
 ) -> Tensor:  # fmt: skip
-    """Train a stage for a step, then count what another one needs."""
+    """Train a stage for two steps, of which the first fills history, and makes transposed blocks."""
     values, mine = packed(x), blocks[stage]
     if stage.start > 0:
         mine = [StageBefore(), *mine]
         with torch.no_grad():
             for block in blocks[: stage.start]:
                 values = packed(call(block, values, edge_index, ()))
+    given = sum(edge_index.graph.memory().values())
     with Live() as made:  # the graphs of chunks
         pipe = Pipeline(mine, edge_index, chunks=chunks)
     model = pipe.blocks
@@ -208,15 +209,12 @@ def run(
             return torch.stack([t.sum() for t in rows]).sum()
         return NextStage.apply(coming, chunks > 1, *rows)
 
-    peaks = []
     with Live(dry=True) as live:
-        for _ in range(2):  # the first one fills history, and makes transposed blocks
-            before, live.peak = live.now, live.now
+        for _ in range(2):
             pipe.step(unpacked(values), lambda out, rows: loss(*packed(out)))
             coming.clear()
             state.step()
             state.zero_grad()
-            peaks.append(live.peak - before)
     held = [*([x] if stage.start == 0 else []), *model.parameters(), *model.buffers()]
-    loaded = sum(edge_index.graph.memory().values()) + sum(t.nbytes for t in held) + made.now + live.now
-    return torch.tensor([loaded, peaks[1]], dtype=torch.float64)
+    loaded = given + sum(t.nbytes for t in held) + made.now + live.now
+    return torch.tensor([loaded, live.peak - live.now], dtype=torch.float64)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_sar import pieces
-from pyg_sar.block import compress_doubly
+from pyg_sar.csr import compress_doubly
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import Topology
 from pyg_sar.data.store import read_meta
@@ -58,7 +58,7 @@ class Need:
     workers: int  # number of workers
     mode: int  # 1 rematerialise, 2 keep, 3 one-shot
     loaded: int  # between steps: topology, features, labels, parameters and the state of the optimizer
-    step: int  # the peak of a step above that
+    step: int  # the peak of the first two steps above that
     received: int  # in a step
     kinds: dict[str, int]  # what the topology holds, see :meth:`ShardedGraph.memory`
 
@@ -130,9 +130,8 @@ def plan(
 ) -> list[Any]:
     r"""Tell the memory and traffic of training on a worker, for every mode, without graph and without other workers.
 
-    Call it in a process that is in no process group. It counts what the compiled kernels take, in a step after the
-    first, which makes what later ones keep and may take more. The model's output is taken for class scores of all
-    nodes.
+    Call it in a process that is in no process group. It counts what the compiled kernels take, in the first step, which
+    makes what later ones keep, and in the second. The model's output is taken for class scores of all nodes.
 
     Args:
         model (callable): Makes the model, of layers of :mod:`pyg_sar.nn`; it is called as
@@ -227,10 +226,15 @@ def make_inputs(
 def _run(
     model: Callable[[], torch.nn.Module], optimizer: Callable[..., Any], x: Tensor, edge_index: Any, *types: Tensor
 ) -> dict[str, int]:
-    """Train for a step, then count what another one needs."""
-    net, labels = model(), torch.arange(x.size(0))
+    """Train for two steps, of which the first makes transposed blocks, self-loops and the optimizer's state."""
+    net, labels, most = model(), torch.arange(x.size(0)), 0
     state = optimizer(net.parameters())
-    for _ in range(2):  # the first step makes transposed blocks, self-loops and the optimizer's state
+
+    def held() -> int:
+        return sum(edge_index.graph.memory().values()) + sum(t.nbytes for t in (x, *types, labels, *kept(net, state)))
+
+    for _ in range(2):
+        before = held()
         with Live(dry=True) as live, record_traffic(edge_index) as layers:
             out = net(x, edge_index, *types)
             F.cross_entropy(out, labels % out.size(1)).backward()
@@ -238,10 +242,8 @@ def _run(
             sum_gradients(net)
             state.step()
             state.zero_grad()
-    kinds = edge_index.graph.memory()
-    held = [x, *types, labels, *kept(net, state)]
-    loaded = sum(kinds.values()) + sum(t.nbytes for t in held)
-    return {"loaded": loaded, "step": live.peak, "received": received(layers), **kinds}
+        most = max(most, before + live.peak)
+    return {"loaded": held(), "step": most - held(), "received": received(layers), **edge_index.graph.memory()}
 
 
 def received(layers: Sequence[Traffic]) -> int:

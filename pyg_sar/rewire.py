@@ -15,19 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.block import (
-    MAX,
-    Block,
-    compress,
-    cut,
-    lead_over,
-    parts_of,
-    places_in,
-    put_rows,
-    renumber,
-    rows_at,
-    rows_of,
-)
+from pyg_sar.block import Block, cut, parts_of, places_in, put_rows, renumber, rows_at
+from pyg_sar.csr import compress, index_type, lead_over, rows_of
 from pyg_sar.graph import Ids, IdsWithLoops, ShardedGraph, edge_ids, positions
 
 KEPT = 2, 64  # graphs with other edges, which layers make in every step: at least, and at most
@@ -54,8 +43,7 @@ def _with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Tensor]:
     keep = torch.ones(graph.num_edges, dtype=torch.bool, device=graph.device)
     for block in graph.blocks:
         put_rows(keep, block.edges, ~graph.loops_in(block))
-    wide = graph.num_edges + graph.num_dst > MAX
-    position = keep.cumsum(0, dtype=torch.int64 if wide else torch.int32).sub_(1)
+    position = keep.cumsum(0, dtype=index_type(graph.num_edges + graph.num_dst)).sub_(1)
     num_kept = int(keep.sum())
     blocks = tuple(_loop_block(graph, block, keep, position, num_kept) for block in graph.blocks)
     e_id = edge_ids(graph) if isinstance(graph.e_id, Ids) else graph.e_id

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_sar.block import PIECE, Block, compress, ordinary_mode, rows_at, rows_of, some_of, sorting
+from pyg_sar.block import Block, ordinary_mode, rows_at, some_of
+from pyg_sar.csr import compress, piece_starts, rows_of, sorting
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import empty, spmm_, zeros
 from pyg_sar.ops.reference import accumulator
@@ -154,10 +155,8 @@ class PairCounts:
 
     def __init__(self, graph: ShardedGraph, edge_type: Tensor, num_types: int) -> None:
         self.num_types = num_types
-        number = graph.degree.cumsum(0).sub_(1).clamp_(min=0) // PIECE
-        ends = F.pad(number.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0)).tolist()
-        found = []
-        for start, end in pairwise(ends):
+        starts, found = piece_starts(F.pad(graph.degree.cumsum(0), (1, 0)), graph.num_edges), []
+        for start, end in pairwise([*starts.tolist(), graph.num_dst]):
             some = [block.rows(start, end) for block in graph.blocks]
             keys = [(b.row + start) * num_types + rows_at(edge_type, b.edges) for b in some]
             found.append(torch.cat(keys).unique(return_counts=True))

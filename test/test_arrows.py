@@ -12,6 +12,7 @@ ROOT = Path(pyg_sar.__file__).parent
 # From the lowest level to the highest. A file imports files of lower levels alone. 'folder.*' are all files of a folder
 # that no other level names; these may import each other, but not in a circle.
 LEVELS = """
+    csr
     autograd block caller running structure watch.__init__ distributed.traffic distributed.values durable
     distributed.notices
     distributed.group

@@ -11,8 +11,8 @@ from support.simulate import Cut, simulate
 from torch_geometric.nn import GINEConv
 from torch_geometric.utils import degree
 
-from pyg_sar import block, nn, shard
-from pyg_sar.block import Block, compress, compress_doubly
+from pyg_sar import csr, nn, shard
+from pyg_sar.block import Block
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
 from pyg_sar.distributed.process_group import silent_group
@@ -25,33 +25,10 @@ ALWAYS, NEVER = 0, 1 << 40  # whether blocks hold the destinations with edges al
 @pytest.fixture(params=[(n, when) for n in (1, 2, 5) for when in (ALWAYS, NEVER)], ids=str)
 def sharded(request, monkeypatch) -> ShardedGraph:
     shards, when = request.param
-    monkeypatch.setattr(block, "SPARSE", when)
+    monkeypatch.setattr(csr, "SPARSE", when)
     graph = shard(edges(), NUM_NODES, shards).graph
     assert all((b.dst is None) == (when == NEVER) for b in graph.blocks)
     return graph
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_compress(num_rows):
-    row = torch.arange(num_rows).repeat_interleave(torch.arange(num_rows) % 3)
-    ptr = compress(row, num_rows)
-    assert ptr.dtype == torch.int32
-    assert ptr.tolist() == [0, *torch.cumsum(torch.arange(num_rows) % 3, 0).tolist()]
-
-
-def test_row_pointers_lead_over_few_rows_alone():
-    for few in (4, 5):
-        row = torch.arange(few).repeat_interleave(3) * 4
-        ptr, rows = compress_doubly(row, 20)
-        if few == 5:
-            assert rows is None and ptr.equal(compress(row, 20))
-        else:
-            assert (ptr.tolist(), rows.tolist()) == ([0, 3, 6, 9, 12], [0, 4, 8, 12])
-        assert ptr.dtype == torch.int32 and compress_doubly(row, 20, torch.int64)[0].dtype == torch.int64
-    ptr, rows = compress_doubly(row[:0], 20)
-    assert (ptr.tolist(), rows.tolist()) == ([0], [])
-    ptr, rows = compress_doubly(row + 2**40, 2**41)
-    assert ptr.dtype == rows.dtype == torch.int64 and rows.tolist() == [2**40 + k for k in range(0, 20, 4)]
 
 
 def test_edges_of_a_graph(sharded):
@@ -74,14 +51,6 @@ def test_transpose(sharded):
         assert "perm" not in vars(other) and other.perm.equal(perm)
 
 
-@pytest.mark.parametrize("count", [0, 1, 16, 17, 1000])
-@pytest.mark.parametrize("size", [1, 7, 40])
-def test_pieces_that_are_sorted_are_in_the_order_of_all(count, size):
-    numbers = torch.randint(size, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    order = block.sorting(numbers, size)  # 16 at a time, as :mod:`support.small_pieces` has it
-    assert order.dtype == torch.int32 and order.long().equal(numbers.argsort(stable=True))
-
-
 def test_rows_of_a_block(sharded):
     for b in sharded.blocks:
         for start, end in ((0, 61), (0, 0), (61, 61), (7, 30)):
@@ -98,7 +67,7 @@ def test_chosen_rows_of_a_block(sharded):
         row, torch.tensor([5, 1, 7, 0, 0, 60]), slice(0, NUM_NODES), NUM_NODES, NUM_NODES, row.argsort()
     )
     none = Block.from_coo(row[:0], row[:0], slice(0, 0), 0, NUM_NODES, row[:0])
-    assert few.dst is not None or block.SPARSE > NUM_NODES
+    assert few.dst is not None or csr.SPARSE > NUM_NODES
     for part in (*sharded.blocks, few, none):
         for rows in (torch.tensor([44, 3, 60, 5]), torch.arange(NUM_NODES), torch.empty(0, dtype=torch.long)):
             chosen = part.choose(rows)
@@ -147,7 +116,7 @@ def results(make, roles, workers, mode):
 def test_layers_compute_the_same_bits(monkeypatch, name, workers, mode):
     found = []
     for when in (ALWAYS, NEVER):
-        monkeypatch.setattr(block, "SPARSE", when)
+        monkeypatch.setattr(csr, "SPARSE", when)
         found.append(results(*LAYERS[name], workers, mode))
     assert len(found[0]) == len(found[1]) >= 3 * workers
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -172,25 +141,19 @@ def test_topology_is_proportional_to_own_rows_and_edges():
 # Sizes beyond 2^31 by arithmetic.
 
 
-class Long(torch.Tensor):
-    """Row numbers of more edges than int32 can count."""
-
-    def numel(self):
-        return 2**31
-
-
 def test_transposes_have_the_type_of_blocks(monkeypatch):
     """Also where rows, and not edges, are many."""
     row, col = torch.tensor([0, 1, 5]), torch.tensor([3, 0, 1])
     for num_src, num_dst in ((4, 6), (4, 20), (20, 6)):
-        monkeypatch.setattr(block, "MAX", 10)
-        made = block.Block.from_coo(row, col, slice(0, num_src), num_src, num_dst, torch.arange(3))
+        monkeypatch.setattr(csr, "MAX", 10)
+        made = Block.from_coo(row, col, slice(0, num_src), num_src, num_dst, torch.arange(3))
         expected = torch.int32 if max(num_src, num_dst) <= 10 else torch.int64
         assert {t.dtype for t in (made.rowptr, made.col, *made.transpose)} == {expected}
 
 
-def test_pointers_are_wide_for_many_edges():
-    few = torch.tensor([0, 0, 2])
-    ptr = compress(few.as_subclass(Long), 3)
-    assert ptr.dtype == torch.int64
-    assert ptr.tolist() == [0, 2, 2, 3]
+def test_places_of_edges_are_narrow_where_they_can_be(monkeypatch):
+    monkeypatch.setattr(csr, "MAX", 10)
+    row, col = torch.tensor([0, 1, 5]), torch.tensor([3, 0, 1])
+    for first, expected in ((0, torch.int32), (8, torch.int32), (9, torch.int64)):
+        made = Block.from_coo(row, col, slice(0, 4), 4, 6, first + torch.arange(3))
+        assert made.edges.dtype == expected and made.edges.tolist() == [first, first + 1, first + 2]

@@ -10,7 +10,7 @@ from support.simulate import simulate
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.utils import contains_self_loops, degree, remove_self_loops
 
-from pyg_sar import ShardedEdgeIndex, block, nn, rewire, shard
+from pyg_sar import ShardedEdgeIndex, csr, nn, rewire, shard
 from pyg_sar.block import Block
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
@@ -270,8 +270,8 @@ def test_layers_with_wide_pointers(monkeypatch, name):
     conv = getattr(nn, name)(8, 4).double()
     x = torch.randn(NUM_NODES, 8, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(conv(x, edges()).square().sum(), x)
-    narrow = block.lead_over
-    monkeypatch.setattr(block, "lead_over", lambda rows, count, n, dtype: narrow(rows, count, n, torch.int64))
+    narrow = csr.lead_over
+    monkeypatch.setattr(csr, "lead_over", lambda rows, count, n, dtype: narrow(rows, count, n, torch.int64))
     for shards in (1, 3):
         it = shard(edges(), NUM_NODES, shards)
         assert all(b.rowptr.dtype == b.col.dtype == torch.int64 for b in it.graph.blocks)

@@ -37,25 +37,24 @@ def model(kind):
 
 
 def trained(group, folder, kind, stages, parts, chunks):
-    """Bytes that travel in the second step, its peak, and what was held before it, of one worker."""
+    """Bytes that travel in the second step, what is held after it, and the peak of both above that, of one worker."""
     mesh = mesh_of(torch.arange(stages * parts).view(stages, parts))
     if mesh is None:
         return None
     data = pyg_sar.load(folder, group=mesh.get_group("graph"), remat=False)
-    graph = data.edge_index.graph
+    given = sum(data.edge_index.graph.memory().values())
     with Live() as live:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*stages most wait where there are only")
             pipe = pyg_sar.Pipeline(model(kind), data.edge_index, mesh, chunks)
         optimizer = torch.optim.Adam(pipe.parameters())
         for _ in range(2):
-            before, live.peak = live.now, live.now
             with pipe.record() as seen:
                 pipe.step(data.x, lambda out, rows: sum(t.sum() for t in (out if isinstance(out, tuple) else (out,))))
             optimizer.step()
             optimizer.zero_grad()
-    held = before + sum(graph.memory().values()) + (data.x.nbytes if mesh.get_local_rank("stage") == 0 else 0)
-    return received([seen.between]), received(seen.within), seen.parameters, held, live.peak - before
+    held = given + live.now + (data.x.nbytes if mesh.get_local_rank("stage") == 0 else 0)
+    return received([seen.between]), received(seen.within), seen.parameters, held, live.peak - live.now
 
 
 @pytest.fixture(scope="module")

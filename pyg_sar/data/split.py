@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyg_sar.block import compress, compress_doubly
+from pyg_sar.csr import compress, compress_doubly
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_sar.block import MAX, rows_of
+from pyg_sar.csr import index_type, rows_of
 from pyg_sar.ops.dropout import dropout_factors
 
 ADDITIVE, GATV2, DOT = range(3)
@@ -80,7 +80,7 @@ def row_products_(out: Tensor, x: Tensor, y: Tensor) -> None:
     """Write the product of each row of ``x`` and that of ``y``, head by head: of edges from each row to itself."""
     if x.shape != y.shape:
         raise RuntimeError(f"Expected rows of the same shape (got {list(x.shape)} and {list(y.shape)})")
-    ids = torch.arange(x.size(0) + 1, dtype=torch.int64 if x.size(0) > MAX else torch.int32, device=x.device)
+    ids = torch.arange(x.size(0) + 1, dtype=index_type(x.size(0)), device=x.device)
     torch.ops.pyg_sar.sddmm_(out, ids, ids[:-1], x, y)
 
 

@@ -1,11 +1,13 @@
 """Small pieces: the blocks of the tests' graphs are cut, and sorted, as those of large graphs are."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
-from pyg_sar import block, pieces, runs
+from pyg_sar import csr, pieces, runs
 
 ORDINARY = pieces.EDGES
+PIECE = csr.PIECE
 RANGES = {"SIZE": runs.SIZE, "SIZE_ON_GPU": runs.SIZE_ON_GPU, "OF_TYPE": runs.OF_TYPE}
 
 
@@ -13,10 +15,12 @@ def make_small() -> None:
     """Cut blocks that have more edges than source rows, and rows with many runs, and sort edges piece by piece, from
     now on in this process.
     """
-    pieces.EDGES = block.PIECE = runs.PIECE = 16
+    pieces.EDGES = csr.PIECE = 16
     runs.SIZE, runs.SIZE_ON_GPU, runs.OF_TYPE = 16, 16, 0
 
 
-def ordinary_ranges() -> AbstractContextManager:
+@contextmanager
+def ordinary_ranges() -> Iterator[None]:
     """Cut no rows of small graphs, where memory is counted: thousands of ranges would take minutes."""
-    return mock.patch.multiple(runs, **RANGES)
+    with mock.patch.multiple(runs, **RANGES), mock.patch.object(csr, "PIECE", PIECE):
+        yield

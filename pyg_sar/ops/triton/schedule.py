@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.block import rows_of
+from pyg_sar.csr import rows_of
 
 # A hub has more than so many edges, and more than so many times the mean, so that there are fewer pieces than rows; but
 # a few long rows are cut, too. Pieces of 512 take as long as a tenth of all rows, pieces of 128 many more launches.

@@ -1,0 +1,74 @@
+r"""Row pointers (CSR), and sorting by counting: piece by piece, so that never all edges are sorted at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX = torch.iinfo(torch.int32).max
+# A block holds the destinations with edges alone if they are fewer than one in so many. What they take, two numbers
+# each instead of one for every destination, is then at most half, and the kernels, which skip what they do not see,
+# are faster.
+SPARSE = 4
+PIECE = 1 << 20  # edges that are sorted, or looked at, at a time, at least: what is made for them is some tens of MiB
+
+
+def index_type(most: int) -> torch.dtype:
+    """Return the type of numbers up to ``most``: int32 where that will do."""
+    return torch.int64 if most > MAX else torch.int32
+
+
+def compress(row: Tensor, num_rows: int) -> Tensor:
+    """Return the row pointer of row numbers once these are sorted, in int32 wherever the number of edges allows."""
+    ptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
+    torch.cumsum(torch.bincount(row, minlength=num_rows), 0, out=ptr[1:])
+    return ptr.to(index_type(row.numel()))
+
+
+def compress_doubly(row: Tensor, num_rows: int, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor | None]:
+    """Return the CSR row pointer of sorted row numbers, and None; or, if few rows occur, a row pointer over these
+    alone, and which they are. They are of type ``dtype``, or wider where numbers demand it.
+    """
+    rows, count = row.unique_consecutive(return_counts=True)
+    return lead_over(rows, count, num_rows, dtype)
+
+
+def lead_over(rows: Tensor, count: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return what :func:`compress_doubly` does, given the rows that occur and the number of edges of each."""
+    few = rows.numel() * SPARSE < num_rows
+    count = count if few else count.new_zeros(num_rows).index_copy_(0, rows.long(), count)
+    ptr = F.pad(count.cumsum(0), (1, 0))
+    dtype = torch.promote_types(dtype, index_type(max(int(ptr[-1]), num_rows if few else 0)))
+    return ptr.to(dtype), rows.to(dtype) if few else None
+
+
+def rows_of(ptr: Tensor, col: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return the row of each edge, in the type of ``ptr``, given those that ``ptr`` leads over, unless they are all."""
+    rows = torch.arange(ptr.numel() - 1, dtype=ptr.dtype, device=ptr.device) if rows is None else rows
+    return rows.repeat_interleave(ptr.diff(), output_size=col.numel())
+
+
+def piece_starts(ptr: Tensor, num_edges: int) -> Tensor:
+    """Return the first row of ranges with about ``PIECE`` edges, or of one with more; what is before has none."""
+    starts = torch.arange(0, num_edges, PIECE, dtype=ptr.dtype, device=ptr.device)
+    return (torch.searchsorted(ptr, starts, right=True) - 1).unique_consecutive()
+
+
+def sorting(numbers: Tensor, count: int) -> Tensor:
+    """Return the order that sorts numbers below ``count``, stably, in their type.
+
+    It is that of ``argsort``, which takes 20 bytes for each number besides what it returns: sorted pieces are merged
+    by counting.
+    """
+    size = max(PIECE, count)
+    if numbers.numel() <= size:
+        return numbers.argsort(stable=True).to(numbers.dtype)
+    order, begin = torch.empty_like(numbers), compress(numbers, count)[:-1].long()
+    for k, piece in enumerate(numbers.split(size)):
+        some, which = piece.sort(stable=True)
+        counts = piece.bincount(minlength=count)
+        place = (begin - (counts.cumsum(0) - counts))[some] + torch.arange(some.numel(), device=some.device)
+        order[place] = which.to(order.dtype) + k * size
+        begin += counts
+    return order
