@@ -331,3 +331,26 @@ def test_ranges_of_shards_beyond_single_precision():
 def test_bad_edge_types(types, says):
     with pytest.raises(ValueError, match=says):
         by_type(shard(torch.tensor([[0, 1], [1, 2]]), 3, 2).graph, types, 5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept"),
+    [
+        (nn.SAGEConv(4, 4), {"blocks": 4, "transposes": 4}),
+        (nn.GCNConv(4, 4), {"blocks": 4, "derived": 13}),  # columns and places, which edges stay, and a transpose
+        (nn.GATConv(4, 4), {"blocks": 4, "derived": 17}),
+        (nn.GATConv(4, 4, dropout=0.5), {"blocks": 4, "derived": 25}),
+        (nn.GATConv(4, 4, add_self_loops=False), {"blocks": 4, "transposes": 8}),
+    ],
+    ids=lambda it: type(it).__name__ if isinstance(it, torch.nn.Module) else "",
+)
+def test_bytes_an_edge_takes(layer, kept):
+    """Besides its id, of which a loaded graph has 8, in the file until somebody reads them."""
+    num_nodes, num_edges = 100, 100_000
+    edge_index = torch.randint(num_nodes, (2, num_edges), generator=torch.Generator().manual_seed(0))
+    (topology,) = split(edge_index, *[torch.zeros(num_nodes, dtype=torch.int64)] * 2, 1)
+    graph = assemble(topology, 0)
+    layer(torch.randn(num_nodes, 4, requires_grad=True), ShardedEdgeIndex(graph)).sum().backward()
+    found = {kind: count / num_edges for kind, count in graph.memory().items()}
+    expected = dict.fromkeys(found, 0) | {"ids": 8} | kept
+    assert found == pytest.approx(expected, abs=0.2)
