@@ -60,7 +60,7 @@ def _loop_block(graph: ShardedGraph, block: Block, keep: Tensor, position: Tenso
     col = ((row >= 0) & (row < graph.num_dst)).nonzero().view(-1)  # source rows of this block that are destinations
     if col.numel() == 0:  # nor has it loops that go
         if isinstance(block.edges, Tensor):
-            return dataclasses.replace(block, edges=position[block.edges])
+            return dataclasses.replace(block, edges=rows_at(position, block.edges))
         start = num_kept if block.num_edges == 0 else int(position[block.edges.start])
         return dataclasses.replace(block, edges=slice(start, start + block.num_edges))
     row, stays = row[col], rows_at(keep, block.edges)

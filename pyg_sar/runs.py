@@ -106,8 +106,8 @@ class Runs:
         run, ptr = run.index_select(0, sorting(col, block.num_src)), compress(col, block.num_src)
         every = torch.arange(self.num_types, device=col.device)
         types = torch.cat([span.each(every) for span in self.ranges])
-        row = torch.cat([span.row + span.rows.start for span in self.ranges])
-        row = (row if block.dst is None else rows_at(block.dst, row)).to(dtype)
+        row = torch.cat([span.row.to(dtype) + span.rows.start for span in self.ranges])
+        row = row if block.dst is None else rows_at(block.dst, row)
         ranges, sizes = [], []
         for span, order in cut(ptr, self.num_types, lambda edges: (row[run[edges]], types[run[edges]])):
             ranges.append(span)
@@ -135,7 +135,7 @@ def _runs(block: Block, edge_type: Tensor, num_types: int, counts: PairCounts | 
 
     every, ranges, sizes = torch.arange(num_types, device=edge_type.device), [], []
     for span, _ in cut(block.rowptr, num_types, read):
-        row = span.row + span.rows.start
+        row = span.row.long() + span.rows.start
         ranges.append(span)
         sizes.append(
             span.of_runs.ptr.diff().int() if counts is None
@@ -164,7 +164,7 @@ class PairCounts:
 
     def of(self, dst: Tensor, edge_type: Tensor) -> Tensor:
         """Return the number for each of some destinations and types, which occur."""
-        return self.counts[torch.searchsorted(self.pairs, dst * self.num_types + edge_type)].int()
+        return self.counts[torch.searchsorted(self.pairs, dst.long() * self.num_types + edge_type)].int()
 
 
 def cut(ptr: Tensor, num_types: int, read: Callable[[slice], tuple[Tensor, Tensor]]) -> Iterator[tuple[Range, Tensor]]:

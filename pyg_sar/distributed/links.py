@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_sar.block import cut
@@ -20,6 +21,7 @@ from pyg_sar.exchange import Exchange, Local, Routes
 from pyg_sar.graph import Seeds, ShardedGraph
 
 Ids = Tensor | tuple[Tensor, Tensor]
+IDS = 1 << 20  # that workers ask each other for at a time
 
 
 def shard_links(edge_label_index: Tensor, n_id: Ids, group: Any = None) -> tuple[ShardedEdgeIndex, Tensor]:
@@ -120,23 +122,29 @@ class Directory:
 
 
 def ask(asked: Tensor, directory: Directory, group: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return the worker that owns each of the ids that are asked for, and the local rows that each worker asks for."""
+    """Return the worker that owns each of the ids that are asked for, and the local rows that each worker asks for.
+
+    Some ids at a time: those of all workers would be as many as there are nodes, or more.
+    """
     counts = all_gather(torch.tensor([asked.numel()], device=asked.device), group).view(-1, 1)
-    most = int(counts.max())
-    sent = torch.full((most,), -1, dtype=torch.int64, device=asked.device)
-    sent[: asked.numel()] = asked
-    by_worker = all_gather(sent, group)
-    rank = rank_of(group)
-    rows = directory.rows(by_worker)
-    owners = all_reduce(torch.where(rows >= 0, rank + 1, 0), group) - 1
-    lost = by_worker[(owners < 0) & (torch.arange(most, device=asked.device) < counts)]
-    if lost.numel() > 0:
-        raise ValueError(
-            f"[rank {rank}] Sources of 'edge_label_index' are no nodes of any worker, such as "
-            f"{lost.unique()[:5].tolist()}. Expected global ids, which 'n_id' holds."
-        )
-    serve = [r[r >= 0] for r in rows] if grouped(group) else []
-    return owners[rank, : asked.numel()], serve
+    rank, most, size = rank_of(group), int(counts.max()), max(IDS // len(counts), 1)
+    owner, serve = [asked[:0]], [[asked[:0]] for _ in counts]
+    for start in range(0, most, size):
+        place = torch.arange(start, min(start + size, most), device=asked.device)
+        some = asked[start : start + size]
+        by_worker = all_gather(F.pad(some, (0, len(place) - len(some)), value=-1), group)
+        rows = directory.rows(by_worker)
+        owners = all_reduce(torch.where(rows >= 0, rank + 1, 0), group) - 1
+        lost = by_worker[(owners < 0) & (place < counts)]
+        if lost.numel() > 0:
+            raise ValueError(
+                f"[rank {rank}] Sources of 'edge_label_index' are no nodes of any worker, such as "
+                f"{lost.unique()[:5].tolist()}. Expected global ids, which 'n_id' holds."
+            )
+        owner.append(owners[rank, : len(some)])
+        for mine, of_worker in zip(serve, rows, strict=True):
+            mine.append(of_worker[of_worker >= 0])
+    return torch.cat(owner), [torch.cat(mine) for mine in serve] if grouped(group) else []
 
 
 def negative_sampling(

@@ -1,6 +1,7 @@
 """Link prediction: pairs of nodes on several workers against one process."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch_geometric.nn as gnn
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 
 import pyg_sar
+from pyg_sar.distributed import links
 from pyg_sar.nn import convert
 
 
@@ -67,6 +69,26 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_take_pairs_for_edges(pool, name):
     pool.run(3, check_layers, MODELS[name])
+
+
+def check_asked(group):
+    """Few ids travel at a time, however many are asked for, and what comes of it is what one message of all gives."""
+    found, gathered, gather = [], [], links.all_gather
+    mine = share(group, edges(), assignment("random", group.size()))
+    for at_once in (12, 1 << 20):
+        with mock.patch.multiple(
+            links, IDS=at_once, all_gather=lambda t, group: (gathered.append(t.numel()), gather(t, group))[1]
+        ):
+            index, _ = pyg_sar.shard_links(pairs(), mine.src, group)
+        routes = index.graph.exchange.routes
+        found.append([index.graph.coo(), *routes.serve, torch.tensor(routes.num_src)])
+    assert all(map(torch.equal, *found))
+    whole = gathered.pop()
+    assert max(gathered) <= 12 // group.size() < whole
+
+
+def test_few_ids_travel_at_a_time(pool):
+    pool.run(3, check_asked)
 
 
 def check(group, decoder, method):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from pyg_sar import csr, pieces, runs
+from pyg_sar.distributed import links
 
 ORDINARY = pieces.EDGES
 PIECE = csr.PIECE
@@ -12,10 +13,10 @@ RANGES = {"SIZE": runs.SIZE, "SIZE_ON_GPU": runs.SIZE_ON_GPU, "OF_TYPE": runs.OF
 
 
 def make_small() -> None:
-    """Cut blocks that have more edges than source rows, and rows with many runs, and sort edges piece by piece, from
-    now on in this process.
+    """Cut blocks that have more edges than source rows, and rows with many runs, sort edges and ask for ids piece by
+    piece, from now on in this process.
     """
-    pieces.EDGES = csr.PIECE = 16
+    pieces.EDGES = csr.PIECE = links.IDS = 16
     runs.SIZE, runs.SIZE_ON_GPU, runs.OF_TYPE = 16, 16, 0
 
 
