@@ -115,6 +115,11 @@ class Block:
         rowptr, col = self.rowptr[low : high + 1] - first, self.col[first:last]
         return dataclasses.replace(self, rowptr=rowptr, col=col, edges=edges, num_dst=end - start, dst=dst)
 
+    def loops(self, start: int) -> Tensor:
+        """Return which edges are self-loops, given the local-first number of the first destination."""
+        found = [some.source == some.row + (start + first) for first, some in self.ranges()]
+        return torch.cat(found) if found else self.col.bool()
+
     def choose(self, rows: Tensor) -> Block:
         """Return the edges into some destinations, which become destinations 0, 1, ... in the order given."""
         place, end = rows, rows + 1

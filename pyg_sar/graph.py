@@ -47,26 +47,6 @@ class Ids:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, eq=False)
-class IdsWithLoops(Ids):
-    """Ids of the edges that stay, followed by one for the self-loop of each destination.
-
-    Args:
-        e_id: Ids of the edges, or None if they are ``0, 1, ...``.
-        keep: Which of the edges stay.
-        dst_id: An id of each destination.
-    """
-
-    e_id: Tensor | None
-    keep: Tensor
-    dst_id: Tensor
-
-    def make(self) -> Tensor:
-        """Join them; those of loops are negative, which no edge's are."""
-        kept = self.keep.nonzero().view(-1) if self.e_id is None else self.e_id[self.keep]
-        return torch.cat([kept, -1 - self.dst_id])
-
-
 class Seeds:
     """RNG seeds that are the same on every worker, because every worker draws from it in the same order.
 
@@ -195,16 +175,12 @@ class ShardedGraph:
         """Number of self-loops of every destination."""
 
         def count() -> Tensor:
-            loops = [rows_of(block.rowptr, block.col, block.dst)[self.loops_in(block)] for block in self.blocks]
-            return torch.bincount(torch.cat(loops), minlength=self.num_dst)
+            assert self.dst is not None
+            start = self.dst.start
+            rows = [rows_of(b.rowptr, b.col, b.dst)[b.loops(start)] for b in self.blocks]
+            return torch.bincount(torch.cat(rows), minlength=self.num_dst)
 
         return self.derived("loops", count)
-
-    def loops_in(self, block: Block) -> Tensor:
-        """Return which edges of a block are self-loops."""
-        assert self.dst is not None
-        found = [some.source == some.row + (self.dst.start + first) for first, some in block.ranges()]
-        return torch.cat(found) if found else block.col.bool()
 
     @property
     def source_degree(self) -> Tensor:

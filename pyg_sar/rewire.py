@@ -1,11 +1,10 @@
-r"""Graphs made of graphs: with self-loops, with other edges, by edge type, and several joined to one.
+r"""Graphs made of graphs: with other edges, by edge type, and several joined to one.
 
 Each is made once and kept by the graph that it is made of (:meth:`~pyg_sar.graph.ShardedGraph.derived`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,82 +15,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.block import Block, cut, parts_of, places_in, put_rows, renumber, rows_at
-from pyg_sar.csr import compress, index_type, lead_over, rows_of
-from pyg_sar.graph import Ids, IdsWithLoops, ShardedGraph, edge_ids, positions
+from pyg_sar.csr import compress
+from pyg_sar.graph import ShardedGraph, edge_ids, positions
 
 KEPT = 2, 64  # graphs with other edges, which layers make in every step: at least, and at most
 MAX_IN_DEGREE = 1 << 24  # with other edges, whose ids hold the destination's id above these bits
-
-
-def with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Tensor]:
-    """Replace self-loops by exactly one at every destination.
-
-    The edges of the new graph are the remaining ones in their order, followed by one loop for each destination.
-
-    Returns:
-        The new graph, and a mask of the old edges that remain.
-    """
-    if graph.bipartite:
-        raise ValueError(
-            f"Self-loops need one set of nodes, but this sharded graph joins {graph.num_src} sources with "
-            f"{graph.num_dst} destinations. Construct the layer with 'add_self_loops=False'."
-        )
-    return graph.derived("self-loops", lambda: _with_self_loops(graph))
-
-
-def _with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Tensor]:
-    keep = torch.ones(graph.num_edges, dtype=torch.bool, device=graph.device)
-    for block in graph.blocks:
-        put_rows(keep, block.edges, ~graph.loops_in(block))
-    position = keep.cumsum(0, dtype=index_type(graph.num_edges + graph.num_dst)).sub_(1)
-    num_kept = int(keep.sum())
-    blocks = tuple(_loop_block(graph, block, keep, position, num_kept) for block in graph.blocks)
-    e_id = edge_ids(graph) if isinstance(graph.e_id, Ids) else graph.e_id
-    ids = IdsWithLoops(e_id, keep, _dst_ids(graph))
-    origin = None if graph.origin is None else graph.origin._replace(looped=True)
-    return graph.replace(blocks=blocks, e_id=ids, origin=origin), keep
-
-
-def _loop_block(graph: ShardedGraph, block: Block, keep: Tensor, position: Tensor, num_kept: int) -> Block:
-    """Return the edges of a block that remain, each destination's followed by its loop if the block has its row."""
-    assert graph.dst is not None
-    ids = torch.arange(block.ids.start, block.ids.stop) if isinstance(block.ids, slice) else block.ids
-    row = ids.to(graph.device) - graph.dst.start
-    col = ((row >= 0) & (row < graph.num_dst)).nonzero().view(-1)  # source rows of this block that are destinations
-    if col.numel() == 0:  # nor has it loops that go
-        if isinstance(block.edges, Tensor):
-            return dataclasses.replace(block, edges=rows_at(position, block.edges))
-        start = num_kept if block.num_edges == 0 else int(position[block.edges.start])
-        return dataclasses.replace(block, edges=slice(start, start + block.num_edges))
-    row, stays = row[col], rows_at(keep, block.edges)
-    rest = slice(None) if bool(stays.all()) else stays.nonzero().view(-1)
-    counts = rows_at(rows_of(block.rowptr, block.col, block.dst), rest).bincount(minlength=graph.num_dst)
-    counts[row] += 1
-    rows = counts.nonzero().view(-1)
-    rowptr, dst = lead_over(rows, counts[rows], graph.num_dst, block.rowptr.dtype)
-    last = counts.cumsum(0)[row] - 1
-
-    def insert(old: Tensor, loops: Tensor) -> Tensor:
-        out = old.new_empty(old.numel() + loops.numel())
-        others = torch.ones_like(out, dtype=torch.bool).index_fill_(0, last, False)
-        return out.masked_scatter_(others, old).index_copy_(0, last, loops.to(out.dtype))
-
-    edges = rows_at(rows_at(position, block.edges), rest)
-    return dataclasses.replace(
-        block,
-        rowptr=rowptr,
-        col=insert(rows_at(block.col, rest).to(rowptr.dtype), col),
-        edges=insert(edges, num_kept + row),
-        dst=dst,
-    )
-
-
-def loops_apart(graph: ShardedGraph) -> tuple[Tensor, Tensor]:
-    """Return the positions of the edges that are no self-loops, and of those that are; a mask would have the host wait
-    for the device in every step.
-    """
-    _, keep = with_self_loops(graph)
-    return graph.derived("loops apart", lambda: (keep.nonzero().view(-1), (~keep).nonzero().view(-1)))
 
 
 def regroup(graph: ShardedGraph, coo: Tensor) -> ShardedGraph:
@@ -127,7 +55,7 @@ def _regroup(graph: ShardedGraph, coo: Tensor) -> ShardedGraph:
             f"A destination has {most} in-edges after edges were added or left out, but at most {MAX_IN_DEGREE} are "
             f"possible there. Do this before 'partition'."
         )
-    e_id = _dst_ids(graph)[row] * MAX_IN_DEGREE + place
+    e_id = dst_ids(graph)[row] * MAX_IN_DEGREE + place
     # Whether edges are new is a matter of each worker: what is kept of cached features must not depend on it.
     return graph.replace(blocks=blocks, e_id=e_id, cached=WeakIdKeyDictionary())
 
@@ -256,7 +184,7 @@ def _join(graphs: Sequence[ShardedGraph], first: Sequence[int], num_dst: int) ->
     )
 
 
-def _dst_ids(graph: ShardedGraph) -> Tensor:
+def dst_ids(graph: ShardedGraph) -> Tensor:
     """Return ids of the destinations that no other worker has; those of another set of nodes have the least id of their
     in-edges.
     """

@@ -23,6 +23,7 @@ LEVELS = """
     memo
     graph
     rewire cached
+    loops
     runs
     reduce.*
     sources pieces

@@ -17,7 +17,8 @@ from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
 from pyg_sar.distributed.process_group import silent_group
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.rewire import regroup, with_self_loops
+from pyg_sar.loops import with_self_loops
+from pyg_sar.rewire import regroup
 
 ALWAYS, NEVER = 0, 1 << 40  # whether blocks hold the destinations with edges alone
 

@@ -19,6 +19,7 @@ from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
 from pyg_sar import nn, offload, ops
+from pyg_sar.loops import with_self_loops
 from pyg_sar.nn.convert import convert
 from pyg_sar.offload import chunks as by_chunks
 from pyg_sar.offload import slots
@@ -28,7 +29,6 @@ from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
 from pyg_sar.offload.rows import HostRows, Place
 from pyg_sar.offload.schedule import count_loads
-from pyg_sar.rewire import with_self_loops
 
 CHUNKS = [1, 2, 5, 17]
 

@@ -9,13 +9,14 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from pyg_sar.aggregate import aggregate
+from pyg_sar.block import rows_at
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.loops import with_self_loops
 from pyg_sar.nn.conv.message_passing import add
 from pyg_sar.nn.shifted import shifted
 from pyg_sar.ops.dropout import nothing_drops
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.reduce import ProjectedSoftmax, Softmax, divisor, head_groups
-from pyg_sar.rewire import loops_apart, with_self_loops
 from pyg_sar.sources import ProjectedRows
 
 
@@ -88,16 +89,15 @@ def pack(values: Tensor, keys: Tensor, heads: int, groups: list[slice], dim: int
 
 def replace_self_loops(graph: ShardedGraph, edge_attr: Tensor | None, fill: Any) -> tuple[ShardedGraph, Tensor | None]:
     """Give every node exactly one self-loop, whose features are ``fill`` or reduced from the other edges, as in PyG."""
-    looped, _ = with_self_loops(graph)
+    looped, loops = with_self_loops(graph)
     if edge_attr is None:
         return looped, None
-    kept, _ = loops_apart(graph)
-    rest, n = edge_attr.index_select(0, kept), graph.num_dst
+    n, shape = graph.num_dst, edge_attr.shape[1:]
     if isinstance(fill, str):
-        loops = scatter(rest, graph.row[kept], 0, n, fill)
+        own = scatter(rows_at(edge_attr, loops.kept), graph.row[loops.kept], 0, n, fill)
     elif isinstance(fill, Tensor):
-        fill = fill.to(rest)
-        loops = (fill if fill.dim() == rest.dim() else fill.unsqueeze(0)).expand(n, *rest.shape[1:])
+        fill = fill.to(edge_attr)
+        own = (fill if fill.dim() == edge_attr.dim() else fill.unsqueeze(0)).expand(n, *shape)
     else:
-        loops = rest.new_full((n, *rest.shape[1:]), 1.0 if fill is None else fill)
-    return looped, torch.cat([rest, loops])
+        own = edge_attr.new_full((n, *shape), 1.0 if fill is None else fill)
+    return looped, loops.join(edge_attr, own)

@@ -9,11 +9,13 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.aggregate import SUMS, reduce_rows
+from pyg_sar.block import rows_at
+from pyg_sar.csr import rows_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.loops import with_self_loops
 from pyg_sar.nn.conv.message_passing import MessagePassing, add, affine, multiply, project
 from pyg_sar.nn.replay.call import PAIR, check_destinations
-from pyg_sar.rewire import loops_apart, with_self_loops
 
 
 class WeightedSum(MessagePassing):
@@ -94,7 +96,10 @@ def degree(graph: ShardedGraph, edge_weight: Tensor | None, dtype: torch.dtype) 
             "made of. Normalise the weights of the whole graph once ('pyg-sar partition --gcn-norm') and construct the "
             "layer with 'normalize=False'."
         )
-    return edge_weight.new_zeros(graph.num_dst).scatter_add(0, graph.row, edge_weight)
+    total = edge_weight.new_zeros(graph.num_dst)
+    for block in graph.blocks:
+        total.index_add_(0, rows_of(block.rowptr, block.col, block.dst), rows_at(edge_weight, block.edges))
+    return total
 
 
 def add_remaining_self_loops(
@@ -105,14 +110,13 @@ def add_remaining_self_loops(
     As in PyG, ``fill`` counts only where there are edge weights. Of several loops the last one counts, as in PyG on a
     CPU; a GPU writes in any order.
     """
-    looped, _ = with_self_loops(graph)
+    looped, loops = with_self_loops(graph)
     if edge_weight is None:
         return looped, None
-    kept, old = loops_apart(graph)
-    loops = edge_weight.new_full((graph.num_dst,), fill)
-    row = graph.row[old]
-    loops = loops.index_put((row,), LastOf.apply(edge_weight.index_select(0, old), row, graph.num_dst))
-    return looped, torch.cat([edge_weight.index_select(0, kept), loops])
+    old, row = loops.replaced
+    weight = edge_weight.new_full((graph.num_dst,), fill)
+    weight = weight.index_put((row,), LastOf.apply(edge_weight.index_select(0, old), row, graph.num_dst))
+    return looped, loops.join(edge_weight, weight)
 
 
 class LastOf(torch.autograd.Function):
