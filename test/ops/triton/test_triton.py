@@ -36,8 +36,8 @@ def test_single_precision():
     """The error of every operator on all blocks and shapes is at most twice that of the reference."""
     # With one source, gradients of scores cancel: what is left is rounding in any precision.
     shapes = [(name, shape) for name, shape in ALL if BLOCKS[name][1] > 1 and sum(BLOCKS[name][0])]
-    # Each call on one or two of them: all calls on all of them take nine minutes.
-    assert check_precision(gpu.OPS, torch.float32, 1, shapes, step=8) > 100
+    # Each call on five of them or more, as few may be off by chance: all calls on all of them take nine minutes.
+    assert check_precision(gpu.OPS, torch.float32, 4, shapes, step=8) > 100
 
 
 @pytest.mark.grid
