@@ -89,12 +89,27 @@ class Block:
         return *self.by_source, perm
 
     @classmethod
-    def from_coo(cls, row: Tensor, col: Tensor, ids: Index, num_src: int, num_dst: int, edges: Tensor) -> Block:
-        """Sort edges by destination, keeping the given order among the edges of one destination."""
-        perm = torch.argsort(row, stable=True)
-        rowptr, dst = compress_doubly(row[perm], num_dst, index_type(max(num_src, num_dst)))
-        edges = edges[perm].to(index_type(int(edges.max()) if edges.numel() > 0 else 0))
-        return cls(rowptr, col[perm].to(rowptr.dtype), ids, num_src, edges, num_dst, dst)
+    def from_coo(
+        cls, row: Tensor, col: Tensor, ids: Index, num_src: int, num_dst: int, edges: Tensor | None = None
+    ) -> Block:
+        """Sort edges by destination, keeping the given order among the edges of one destination.
+
+        Args:
+            row: Destination of each edge.
+            col: Its source row within the shard.
+            ids: As for the block.
+            num_src: As for the block.
+            num_dst: As for the block.
+            edges: Where the worker's edge tensors hold it; None if these are all of its edges, in their order.
+        """
+        perm = sorting(row.to(index_type(max(num_dst, row.numel()))), num_dst)
+        rowptr, dst = compress_doubly(row, num_dst, index_type(max(num_src, num_dst)))
+        if edges is None:
+            places = perm
+        else:
+            places = edges.to(index_type(int(edges.max()) if edges.numel() > 0 else 0)).index_select(0, perm)
+        col = col.to(rowptr.dtype).index_select(0, perm)
+        return cls(rowptr, col, ids, num_src, places, num_dst, dst)
 
     def ranges(self) -> Iterator[tuple[int, Block]]:
         """Yield the edges in their order, by ranges of destinations with about ``PIECE`` edges, or one with more: the
@@ -157,13 +172,17 @@ def renumber(ids: Index, number: Tensor) -> Index:
     return slice(first, last + 1) if last - first + 1 == new.numel() else new
 
 
-def cut(edge_index: Tensor, part: Tensor, ids: Sequence[Index], num_dst: int) -> tuple[Block, ...]:
-    """Cut edges into blocks by the shard of their sources, of which ``ids`` holds the rows."""
+def cut(edge_index: Tensor, part: Tensor | None, ids: Sequence[Index], num_dst: int) -> tuple[Block, ...]:
+    """Cut edges into blocks by the shard of their sources, of which ``ids`` holds the rows; a single one has all."""
+    src, dst = edge_index
+    if len(ids) == 1:
+        return (Block.from_coo(dst, places_in(ids[0], src), ids[0], length(ids[0]), num_dst),)
+    assert part is not None
     blocks = []
     for q, i in enumerate(ids):
         edges = (part == q).nonzero().view(-1)
-        src, dst = edge_index[:, edges]
-        blocks.append(Block.from_coo(dst, places_in(i, src), i, length(i), num_dst, edges))
+        row, col = dst.index_select(0, edges), places_in(i, src.index_select(0, edges))
+        blocks.append(Block.from_coo(row, col, i, length(i), num_dst, edges))
     return tuple(blocks)
 
 
@@ -177,7 +196,9 @@ def parts_of(rows: Tensor, ids: Sequence[Index], num_rows: int) -> Tensor:
 
 def places_in(ids: Index, rows: Tensor) -> Tensor:
     """Return where rows stand among those of ascending numbers ``ids``."""
-    return rows - ids.start if isinstance(ids, slice) else torch.searchsorted(ids, rows)
+    if isinstance(ids, slice):
+        return rows - ids.start if ids.start else rows
+    return torch.searchsorted(ids, rows)
 
 
 def rows_at(t: Tensor, index: Index) -> Tensor:

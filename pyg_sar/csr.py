@@ -27,10 +27,15 @@ def compress(row: Tensor, num_rows: int) -> Tensor:
 
 
 def compress_doubly(row: Tensor, num_rows: int, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor | None]:
-    """Return the CSR row pointer of sorted row numbers, and None; or, if few rows occur, a row pointer over these
-    alone, and which they are. They are of type ``dtype``, or wider where numbers demand it.
+    """Return the row pointer of row numbers once these are sorted, and None; or, if few rows occur, a row pointer over
+    these alone, and which they are. They are of type ``dtype``, or wider where numbers demand it.
     """
-    rows, count = row.unique_consecutive(return_counts=True)
+    if row.numel() < num_rows:
+        rows, count = row.unique(return_counts=True)
+    else:
+        count = row.bincount(minlength=num_rows)
+        rows = count.nonzero().view(-1)
+        count = count[rows]
     return lead_over(rows, count, num_rows, dtype)
 
 

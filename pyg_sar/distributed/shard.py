@@ -47,7 +47,8 @@ def shard(
     if assignment is None:
         ends = [num_src * k // num_parts for k in range(num_parts + 1)]
         ids: list[Index] = [slice(a, b) for a, b in pairwise(ends)]
-        part = torch.bucketize(edge_index[0].contiguous(), torch.tensor(ends[1:], device=edge_index.device), right=True)
+        bounds = torch.tensor(ends[1:], device=edge_index.device)
+        part = None if num_parts == 1 else torch.bucketize(edge_index[0].contiguous(), bounds, right=True)
     else:
         check_assignment(assignment, num_src, num_parts)
         ids = [(assignment == q).nonzero().view(-1) for q in range(num_parts)]
