@@ -55,7 +55,12 @@ class Block:
     @property
     def row(self) -> Tensor:
         """Destination of each edge; derived anew at every use because it is as long as the edges."""
-        return rows_of(self.rowptr, self.col, self.dst).long()
+        return self.narrow_row.long()
+
+    @property
+    def narrow_row(self) -> Tensor:
+        """The same in the type of ``rowptr``."""
+        return rows_of(self.rowptr, self.col, self.dst)
 
     @property
     def degree(self) -> Tensor:
@@ -79,7 +84,7 @@ class Block:
     def by_source(self) -> tuple[Tensor, Tensor]:
         """The transpose, CSR by source: row pointer, and destination of each edge."""
         perm = self.__dict__["perm"] if "perm" in self.__dict__ else sorting(self.col, self.num_src)
-        row = rows_of(self.rowptr, self.col, self.dst).index_select(0, perm)
+        row = self.narrow_row.index_select(0, perm)
         return compress(self.col, self.num_src).to(row.dtype), row
 
     @property

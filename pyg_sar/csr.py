@@ -63,8 +63,8 @@ def piece_starts(ptr: Tensor, num_edges: int) -> Tensor:
 def sorting(numbers: Tensor, count: int) -> Tensor:
     """Return the order that sorts numbers below ``count``, stably, in their type.
 
-    It is that of ``argsort``, which takes 20 bytes for each number besides what it returns: sorted pieces are merged
-    by counting.
+    It is that of ``argsort``, which takes several times the memory of what it returns: sorted pieces are merged by
+    counting.
     """
     size = max(PIECE, count)
     if numbers.numel() <= size:

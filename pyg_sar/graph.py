@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.block import Block, Index, put_rows, rows_at
-from pyg_sar.csr import rows_of
 from pyg_sar.exchange import Exchange
 from pyg_sar.memo import Memo
 
@@ -39,8 +38,8 @@ class Origin(NamedTuple):
     looped: bool = False
 
 
-class Ids:
-    """Ids of edges that are made when they are asked for: only dropout reads them."""
+class EdgeIds:
+    """EdgeIds of edges that are made when they are asked for: only dropout reads them."""
 
     def make(self) -> Tensor:
         """Return them."""
@@ -130,7 +129,7 @@ class ShardedGraph:
     exchange: Exchange
     remat: bool = True
     n_id: Tensor | None = None
-    e_id: Tensor | Ids | None = None
+    e_id: Tensor | EdgeIds | None = None
     seeds: Seeds = field(default_factory=lambda: Seeds(0))
     dst: slice | None = field(kw_only=True)
     cached: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
@@ -177,7 +176,7 @@ class ShardedGraph:
         def count() -> Tensor:
             assert self.dst is not None
             start = self.dst.start
-            rows = [rows_of(b.rowptr, b.col, b.dst)[b.loops(start)] for b in self.blocks]
+            rows = [block.narrow_row[block.loops(start)] for block in self.blocks]
             return torch.bincount(torch.cat(rows), minlength=self.num_dst)
 
         return self.derived("loops", count)
@@ -322,7 +321,7 @@ def positions(block: Block) -> Tensor:
 
 def edge_ids(graph: ShardedGraph) -> Tensor:
     """Return the global ids of a graph's edges."""
-    if isinstance(graph.e_id, Ids):
+    if isinstance(graph.e_id, EdgeIds):
         return graph.derived("edge ids", graph.e_id.make)
     return torch.arange(graph.num_edges, device=graph.device) if graph.e_id is None else graph.e_id
 

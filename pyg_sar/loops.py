@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.block import Block, Index, ordinary_mode, rows_at
-from pyg_sar.csr import index_type, lead_over, rows_of
-from pyg_sar.graph import Ids, ShardedGraph, edge_ids, positions
+from pyg_sar.csr import index_type, lead_over
+from pyg_sar.graph import EdgeIds, ShardedGraph, edge_ids, positions
 from pyg_sar.rewire import dst_ids
 
 
@@ -36,7 +36,7 @@ def _with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Loops]:
     for block in graph.blocks:
         new = loops.add(block)
         blocks.append(dataclasses.replace(new, edges=slice(first, first := first + new.num_edges)))
-    e_id = edge_ids(graph) if isinstance(graph.e_id, Ids) else graph.e_id
+    e_id = edge_ids(graph) if isinstance(graph.e_id, EdgeIds) else graph.e_id
     ids = IdsWithLoops(e_id, dst_ids(graph), loops)
     origin = None if graph.origin is None else graph.origin._replace(looped=True)
     return graph.replace(blocks=tuple(blocks), e_id=ids, origin=origin), loops
@@ -93,7 +93,7 @@ class Loops:
             return None
         row, old = row[col], block.loops(self.start)
         rest = (~old).nonzero().view(-1) if bool(old.any()) else slice(None)
-        counts = rows_at(rows_of(block.rowptr, block.col, block.dst), rest).bincount(minlength=self.num_dst)
+        counts = rows_at(block.narrow_row, rest).bincount(minlength=self.num_dst)
         counts[row] += 1
         return Added(row, col, rest, counts)
 
@@ -133,7 +133,7 @@ class Loops:
         for block in self.blocks:
             old = block.loops(self.start).nonzero().view(-1)
             places.append(positions(block)[old])
-            rows.append(rows_of(block.rowptr, block.col, block.dst)[old].long())
+            rows.append(block.narrow_row[old].long())
         place, order = torch.cat(places).sort()
         return place, torch.cat(rows)[order]
 
@@ -147,11 +147,11 @@ class Loops:
 
 
 @dataclass(frozen=True, eq=False)
-class IdsWithLoops(Ids):
-    """Ids of edges, and of self-loops.
+class IdsWithLoops(EdgeIds):
+    """EdgeIds of edges, and of self-loops.
 
     Args:
-        e_id: Ids of the edges without the loops, or None if they are ``0, 1, ...``.
+        e_id: EdgeIds of the edges without the loops, or None if they are ``0, 1, ...``.
         dst_id: An id of each destination.
         loops: Which edges there are.
     """

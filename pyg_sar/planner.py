@@ -243,7 +243,8 @@ def _run(
             state.step()
             state.zero_grad()
         most = max(most, before + live.peak)
-    return {"loaded": held(), "step": most - held(), "received": received(layers), **edge_index.graph.memory()}
+    loaded = held()
+    return {"loaded": loaded, "step": most - loaded, "received": received(layers), **edge_index.graph.memory()}
 
 
 def received(layers: Sequence[Traffic]) -> int:

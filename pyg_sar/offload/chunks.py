@@ -31,7 +31,7 @@ from pyg_sar.aggregate import aggregate
 from pyg_sar.autograd import autocast_as_now, once_differentiable
 from pyg_sar.block import Block, cut, length
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule, Sink
-from pyg_sar.graph import Ids, ShardedGraph
+from pyg_sar.graph import EdgeIds, ShardedGraph
 from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
@@ -90,8 +90,8 @@ class Chunk:
 
 
 @dataclass(frozen=True, eq=False)
-class IdsAtHome(Ids):
-    """Ids of edges that are brought to the device.
+class IdsAtHome(EdgeIds):
+    """EdgeIds of edges that are brought to the device.
 
     Args:
         e_id: The ids.

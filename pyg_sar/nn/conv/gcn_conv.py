@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pyg_sar.aggregate import SUMS, reduce_rows
 from pyg_sar.block import rows_at
-from pyg_sar.csr import rows_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.loops import with_self_loops
@@ -98,7 +97,7 @@ def degree(graph: ShardedGraph, edge_weight: Tensor | None, dtype: torch.dtype) 
         )
     total = edge_weight.new_zeros(graph.num_dst)
     for block in graph.blocks:
-        total.index_add_(0, rows_of(block.rowptr, block.col, block.dst), rows_at(edge_weight, block.edges))
+        total.index_add_(0, block.narrow_row, rows_at(edge_weight, block.edges))
     return total
 
 
