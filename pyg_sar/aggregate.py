@@ -160,8 +160,9 @@ class WaitForGrads(torch.autograd.Function):
 
 
 def reduce_rows(
-    graph: ShardedGraph, x: Tensor | LocalRows, aggr: str | None, weight: Tensor | None = None, node_dim: int = 0
-) -> Tensor:
+    graph: ShardedGraph, x: Tensor | LocalRows, aggr: str | None, weight: Tensor | None = None, node_dim: int = 0,
+    scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Aggregate (weighted) source rows by one of PyG's simple aggregations.
 
     Args:
@@ -170,43 +171,49 @@ def reduce_rows(
         aggr: One of ``SIMPLE``.
         weight: Weight of each edge, for sums and means.
         node_dim: The dimension of the nodes.
+        scale: What sums and means are multiplied by, a constant for each destination.
 
     Returns:
         torch.Tensor: The aggregated rows, counted by dimension ``node_dim``.
     """
-    return reduce_rows_async(graph, x, aggr, weight, node_dim).wait()
+    return reduce_rows_async(graph, x, aggr, weight, node_dim, scale).wait()
 
 
 def reduce_rows_async(
-    graph: ShardedGraph, x: Tensor | LocalRows, aggr: str | None, weight: Tensor | None = None, node_dim: int = 0
-) -> Pending:
+    graph: ShardedGraph, x: Tensor | LocalRows, aggr: str | None, weight: Tensor | None = None, node_dim: int = 0,
+    scale: Tensor | None = None,
+) -> Pending:  # fmt: skip
     """Start :func:`reduce_rows`, which takes the same arguments, and return what ends it (:func:`aggregate_async`)."""
     source = x if isinstance(x, LocalRows) else LocalRows(x)
     first = node_dim % source.x.dim() == 0
     if isinstance(source, ProjectedRows):
         if first and weight is None:
-            return aggregate_async(graph, simple(graph, aggr, None), source)
+            return aggregate_async(graph, simple(graph, aggr, None, scale), source)
         source = LocalRows(source.project())
     x = source.x
-    if weight is None and graph.is_cached(x):  # what is summed up is kept, and not its rows
+    if weight is scale is None and graph.is_cached(x):  # what is summed up is kept, and not its rows
         detached = x.detach()  # of which nothing is kept
         out = graph.recall(x, graph, (aggr, node_dim), lambda: reduce_rows(graph, detached, aggr, None, node_dim))
         return Pending(None, out=out)
     if weight is not None:
         x = x.to(torch.promote_types(x.dtype, weight.dtype))
     edge = () if weight is None else (weight,)
-    pending = aggregate_async(graph, simple(graph, aggr, weight), x if first else x.movedim(node_dim, 0), edge=edge)
+    reduce = simple(graph, aggr, weight, scale)
+    pending = aggregate_async(graph, reduce, x if first else x.movedim(node_dim, 0), edge=edge)
     pending.dim = 0 if first else node_dim
     return pending
 
 
-def simple(graph: ShardedGraph, aggr: str | None, weight: Tensor | None) -> Reduce:
-    """Return the reduction of one of PyG's simple aggregations, with weights of edges if there are any."""
+def simple(
+    graph: ShardedGraph, aggr: str | None, weight: Tensor | None = None, scale: Tensor | None = None
+) -> Reduce:  # fmt: skip
+    """Return the reduction of one of PyG's simple aggregations, see :func:`reduce_rows`."""
     if aggr in ("max", "min"):
         return Extremum(1 if aggr == "max" else -1)
     learn = weight is not None and weight.requires_grad
     overwrite = len(graph.blocks) == 1 and graph.num_edges > 0
-    return Sum(learn_weight=learn, overwrite=overwrite, count=graph.degree if aggr == "mean" else None)
+    count = graph.degree if aggr == "mean" else None
+    return Sum(learn_weight=learn, overwrite=overwrite, count=count, scale=scale)
 
 
 def check(graph: ShardedGraph, x: Tensor, rows: Rows) -> None:

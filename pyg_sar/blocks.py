@@ -87,20 +87,29 @@ def balanced_cut(
         ValueError: If there are fewer blocks than stages.
     """
     even_cut(len(blocks), stages)
-    modes = [block.training for block in blocks]
-    for _ in range(2):
-        values, seconds = packed(x), []
-        with torch.no_grad():
-            for block in blocks:
-                start = time.perf_counter()
-                values = packed(call(block.eval(), values, edge_index, edges))
-                seconds.append(time.perf_counter() - start)
-    for block, mode in zip(blocks, modes, strict=True):
-        block.train(mode)
+    modes = [(module, module.training) for block in blocks for module in block.modules()]
+    try:
+        for _ in range(2):
+            values, seconds = packed(x), []
+            with torch.no_grad():
+                for block in blocks:
+                    start = now(values)
+                    values = packed(call(block.eval(), values, edge_index, edges))
+                    seconds.append(now(values) - start)
+    finally:
+        for module, mode in modes:
+            module.training = mode
     worst = torch.tensor(seconds)
     for name in ("graph", "stage") if mesh is not None else ():
         worst = global_max(worst, mesh.get_group(name))
     return least_maximum(worst.tolist(), stages)
+
+
+def now(values: Values) -> float:
+    """Return the time, once devices have made these tensors."""
+    for device in {t.device for t in values if t.is_cuda}:
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def least_maximum(seconds: Sequence[float], stages: int) -> list[int]:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_sar.block import Block, Index, put_rows, rows_at
+from pyg_sar.block import Block, Index, ordinary_mode, put_rows, rows_at
 from pyg_sar.exchange import Exchange
 from pyg_sar.memo import Memo
 
@@ -39,11 +40,35 @@ class Origin(NamedTuple):
 
 
 class EdgeIds:
-    """EdgeIds of edges that are made when they are asked for: only dropout reads them."""
+    """Ids of edges that are made when they are asked for, and kept: only dropout reads them."""
+
+    @cached_property
+    @ordinary_mode
+    def ids(self) -> Tensor:
+        """The ids."""
+        return self.make()
 
     def make(self) -> Tensor:
         """Return them."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class SomeIds(EdgeIds):
+    """Ids of some edges.
+
+    Args:
+        e_id: Those of all edges, or None if they are ``0, 1, ...``.
+        edges: Where these have them.
+    """
+
+    e_id: Tensor | EdgeIds | None
+    edges: Tensor
+
+    def make(self) -> Tensor:
+        """Choose them."""
+        every = self.e_id.ids if isinstance(self.e_id, EdgeIds) else self.e_id
+        return self.edges if every is None else every[self.edges]
 
 
 class Seeds:
@@ -214,7 +239,7 @@ class ShardedGraph:
             blocks=tuple(blocks),
             num_dst=end - start,
             dst=None if self.dst is None else slice(self.dst.start + start, self.dst.start + end),
-            e_id=edges if self.e_id is None else edge_ids(self)[edges],
+            e_id=SomeIds(self.e_id, edges),
             origin=self.origin or Origin(self, slice(None)),
         )
 
@@ -267,7 +292,8 @@ class ShardedGraph:
 
         ``blocks``, their ``transposes`` (made in the first backward pass), ``ids`` of nodes and edges, the rows to
         ``serve``, what is kept of ``cached`` features, and all that was ``derived`` (degrees, self-loops, one-shot
-        blocks, edge types, reversed and joined graphs), with what was derived of that.
+        blocks, edge types, reversed and joined graphs), with what was derived of that; but not the chunks of
+        :func:`pyg_sar.offload`, which are at home with the rows, even if that is in memory.
         """
         seen: set[int] = set()
         return {kind: _bytes(tensors, seen) for kind, tensors in self._tensors().items()}
@@ -322,7 +348,7 @@ def positions(block: Block) -> Tensor:
 def edge_ids(graph: ShardedGraph) -> Tensor:
     """Return the global ids of a graph's edges."""
     if isinstance(graph.e_id, EdgeIds):
-        return graph.derived("edge ids", graph.e_id.make)
+        return graph.e_id.ids
     return torch.arange(graph.num_edges, device=graph.device) if graph.e_id is None else graph.e_id
 
 

@@ -148,10 +148,10 @@ class Loops:
 
 @dataclass(frozen=True, eq=False)
 class IdsWithLoops(EdgeIds):
-    """EdgeIds of edges, and of self-loops.
+    """Ids of edges, and of self-loops.
 
     Args:
-        e_id: EdgeIds of the edges without the loops, or None if they are ``0, 1, ...``.
+        e_id: Ids of the edges without the loops, or None if they are ``0, 1, ...``.
         dst_id: An id of each destination.
         loops: Which edges there are.
     """

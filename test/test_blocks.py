@@ -47,6 +47,23 @@ class Slow(torch.nn.Module):
         return self.norm(x)
 
 
+def test_modes_of_blocks_stay():
+    block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    block[1].eval()
+    it = pyg_sar.shard(torch.tensor([[0, 1], [1, 0]]), 2)
+    assert balanced_cut([block, block], torch.ones(2, 4), it, 1) == [2]
+    assert block.training and block[0].training and not block[1].training
+
+    class Fails(torch.nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    blocks = [block, Fails()]
+    with pytest.raises(ZeroDivisionError):
+        balanced_cut(blocks, torch.ones(2, 4), it, 1)
+    assert block.training and not block[1].training and blocks[1].training
+
+
 def measured(group, folder, seconds):
     mesh = mesh_of(torch.arange(2).view(2, 1))
     if mesh is None:

@@ -187,7 +187,7 @@ def test_rows_of_a_graph(sharded):
             some, rows = it.rows(start, end), it.edge_rows(start, end)
             assert some.exchange is it.exchange and some.num_edges == rows.numel() == it.degree[start:end].sum()
             assert torch.equal(some.coo(), it.coo()[:, rows] - torch.tensor([[0], [start]]))
-            assert torch.equal(some.e_id, edge_ids(it)[rows])
+            assert torch.equal(edge_ids(some), edge_ids(it)[rows])
             assert torch.equal(some.source_degree, it.degree)
             assert torch.equal(some.dst_rows(torch.arange(NUM_NODES)), torch.arange(start, end))
             looped = with_self_loops(some)[0]

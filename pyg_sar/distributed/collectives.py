@@ -17,7 +17,7 @@ from pyg_sar.distributed import notices
 from pyg_sar.distributed.agreement import SHAPES, agree, compare, describe, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
 from pyg_sar.ops.reference import accumulator
-from pyg_sar.watch import SAME, gives, stepped
+from pyg_sar.watch import SAME, gives, is_rows, stepped
 from pyg_sar.watch.counts import refuse_tables
 
 
@@ -211,11 +211,19 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
 
     Raises:
         RuntimeError: On every worker, if the names, shapes or types of parameters differ between workers.
-        ValueError: If parameters of lazy layers have no shape yet, or a module was made for ``data.num_nodes`` nodes.
+        ValueError: If parameters of lazy layers have no shape yet, a module was made for ``data.num_nodes`` nodes, or a
+            buffer holds rows of nodes or edges.
     """
     if not grouped(group):
         return
     refuse_tables(module)
+    for name, buffer in module.named_buffers():
+        if is_rows(buffer) and not is_local(buffer):
+            raise ValueError(
+                f"[rank {workers.rank_of(group)}] The buffer '{name}' of shape {list(buffer.shape)} has a row for each "
+                f"node or edge of this worker, and would get those of rank 0. Keep it as an attribute "
+                f"('self.{name.rpartition('.')[2]} = ...') or pass it to 'forward'."
+            )
     every = dict([*module.named_parameters(), *module.named_buffers()])
     if lazy := [name for name, t in every.items() if is_lazy(t)]:
         raise ValueError(

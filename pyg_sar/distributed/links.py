@@ -13,7 +13,7 @@ from torch import Tensor
 from pyg_sar.block import cut
 from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max, grouped
-from pyg_sar.distributed.group import rank_of, size_of
+from pyg_sar.distributed.group import host, rank_of, size_of
 from pyg_sar.distributed.peers import Peers
 from pyg_sar.distributed.transfer import Channel
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -77,9 +77,27 @@ def shard_links(edge_label_index: Tensor, n_id: Ids, group: Any = None) -> tuple
     exchange: Exchange = Peers(routes, Channel(group)) if serve else Local(Routes.local(routes.ids, src_id.device))
     dst = None if isinstance(n_id, tuple) else slice(0, dst_id.numel())
     graph = ShardedGraph(
-        blocks, src_id.numel(), dst_id.numel(), exchange, n_id=src_id, e_id=mine, seeds=Seeds(0), dst=dst
-    )
+        blocks, src_id.numel(), dst_id.numel(), exchange, n_id=src_id, e_id=mine, dst=dst,
+        seeds=seeds(edge_label_index, group),
+    )  # fmt: skip
     return ShardedEdgeIndex(graph), mine
+
+
+def seeds(pairs: Tensor, group: Any) -> Seeds:
+    """Return seeds for a graph of pairs: those that PyTorch draws, or, of several workers, ones that all of them share
+    and that differ for other pairs and at another state of its generator. That state stays: scripts for one process
+    draw nothing here.
+    """
+    if size_of(group) == 1:
+        return Seeds(None)
+    generator = torch.Generator().set_state(torch.get_rng_state())
+    seed = int(torch.randint(1 << 62, (), generator=generator, device="cpu")) ^ (checksum(pairs) << 29)
+    return Seeds(int(global_max(torch.tensor(seed, device=host(group)), group)))
+
+
+def checksum(ids: Tensor) -> int:
+    """Return a number of 32 bits that tells ids from others."""
+    return zlib.crc32(ids.cpu().contiguous().numpy().tobytes())
 
 
 def check_owned(count: int, pairs: Tensor, group: Any) -> None:
@@ -95,8 +113,7 @@ def check_owned(count: int, pairs: Tensor, group: Any) -> None:
 
 def own_rows(node_id: Tensor, n_id: Tensor, group: Any = None) -> Tensor:
     """Return which of the nodes of global ids, the same on all workers, are local rows, those of the ids ``n_id``."""
-    found = zlib.crc32(node_id.cpu().numpy().tobytes())
-    agree("the ids of nodes", [f"{node_id.numel()} with checksum {found:08x}"], group)
+    agree("the ids of nodes", [f"{node_id.numel()} with checksum {checksum(node_id):08x}"], group)
     rows = Directory(n_id).rows(node_id)
     return rows[rows >= 0]
 

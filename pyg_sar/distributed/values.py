@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
@@ -79,6 +80,8 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Return what JSON can hold, and put tensors aside."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, np.generic):
+        return _described(value.item(), tensors)
     if isinstance(value, int) and not isinstance(value, Enum):  # such as the number of nodes of loaded data
         return int(value)
     if isinstance(value, Tensor):

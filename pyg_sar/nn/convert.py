@@ -19,7 +19,7 @@ from pyg_sar.nn.conv.gen_conv import GENConv
 from pyg_sar.nn.conv.gin_conv import GINConv
 from pyg_sar.nn.conv.han_conv import HANConv
 from pyg_sar.nn.conv.hgt_conv import HGTConv
-from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.message_passing import DRIVERS, MessagePassing, own_driver
 from pyg_sar.nn.conv.rgcn_conv import FastRGCNConv, RGCNConv
 from pyg_sar.nn.conv.sage_conv import SAGEConv
 from pyg_sar.nn.conv.transformer_conv import TransformerConv
@@ -136,7 +136,7 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
         why = reason(layer)
         if why:
             return None, why
-        name = own_method(cls)
+        name = next((name for name in DRIVERS if own_driver(cls, name)), "")
         return (cls, f"runs one-shot (it has a '{name}' of its own)") if name else (streaming(cls), "")
     if issubclass(cls, Readout):
         return cls, "reads out the rows of all workers"
@@ -155,16 +155,6 @@ def in_evaluation(layer: torch.nn.Module) -> str:
         return ", or call 'eval()' before 'convert'" if mode and not reason(layer) else ""
     finally:
         layer.training = mode
-
-
-def own_method(cls: type) -> str:
-    """Return which of PyG's entry points a class has its own version of, if it does; PyG generates some."""
-    for base in cls.__mro__[: cls.__mro__.index(torch_geometric.nn.MessagePassing)]:
-        for name in ("propagate", "edge_updater"):
-            method = base.__dict__.get(name)
-            if method is not None and method.__module__ != f"{base.__module__}_{base.__name__}_{name}":
-                return name
-    return ""
 
 
 def outer_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:

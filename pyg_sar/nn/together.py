@@ -54,13 +54,11 @@ def given_here() -> Iterator[tuple[list[Any], list[Any]]]:
 
 
 def edges_in(name: str, value: Any) -> Iterator[Any]:
-    """Yield the edges that an argument holds: one called ``edge_index`` or ``edge_index_dict``, or a ``Data``."""
+    """Yield the edges that an argument holds: one whose name begins with ``edge_index`` or ``adj``, or a ``Data``."""
     if isinstance(value, BaseData):
         yield from (store["edge_index"] for store in value.edge_stores if "edge_index" in store)
-    elif name == "edge_index_dict" and isinstance(value, dict):
-        yield from value.values()
-    elif name in ("edge_index", "adj_t") and value is not None:
-        yield value
+    elif name.startswith(("edge_index", "adj")) and value is not None:
+        yield from value.values() if isinstance(value, dict) else (value,)
 
 
 _here = threading.local()  # how many functions are running that look at all rows by themselves

@@ -31,7 +31,7 @@ from pyg_sar.aggregate import aggregate
 from pyg_sar.autograd import autocast_as_now, once_differentiable
 from pyg_sar.block import Block, cut, length
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule, Sink
-from pyg_sar.graph import EdgeIds, ShardedGraph
+from pyg_sar.graph import ShardedGraph, SomeIds
 from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
@@ -57,14 +57,18 @@ class Chunk:
             order, or slots.
         pieces: The local-first numbers of the rows of each piece, ascending.
         slots: The slots that these rows are in, or None.
-        edges: Where the worker's edge tensors hold the edges.
     """
 
     span: tuple[int, int]
     graph: ShardedGraph
     pieces: list[Tensor]
     slots: list[Tensor] | None
-    edges: Tensor
+
+    @property
+    def ids(self) -> SomeIds:
+        """The ids of the edges."""
+        assert isinstance(self.graph.e_id, SomeIds)
+        return self.graph.e_id
 
     def at(self, place: Place, transposed: bool) -> Chunk:
         """Return the chunk where rows are computed on, with the transposes of its blocks if backward will read them;
@@ -73,7 +77,6 @@ class Chunk:
         graph = self.graph
         if place.device == graph.device and not place.copies:
             return self
-        assert isinstance(graph.e_id, Tensor)
         blocks = []
         for block in graph.blocks:
             held = {f.name: getattr(block, f.name) for f in fields(block)}
@@ -83,27 +86,35 @@ class Chunk:
                 *by_source, perm = map(place.bring, block.transpose)
                 vars(blocks[-1]).update(by_source=tuple(by_source), perm=perm)
         exchange = graph.exchange.to(place.device)
-        moved_graph = graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=IdsAtHome(graph.e_id, place))
+        e_id = IdsBrought(self.ids.e_id, self.ids.edges, place)
+        moved_graph = graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=e_id)
         pieces = [place.bring(ids) for ids in self.pieces]
         slots = None if self.slots is None else [place.bring(of_piece) for of_piece in self.slots]
         return replace(self, graph=moved_graph, pieces=pieces, slots=slots)
 
 
+class IdsAtHome(SomeIds):
+    """Ids of some edges that are not kept: those of all chunks are as long as the edges."""
+
+    @property
+    def ids(self) -> Tensor:
+        """The ids, made anew."""
+        return self.make()
+
+
 @dataclass(frozen=True, eq=False)
-class IdsAtHome(EdgeIds):
-    """EdgeIds of edges that are brought to the device.
+class IdsBrought(SomeIds):
+    """Ids of some edges that are brought to the device.
 
     Args:
-        e_id: The ids.
         place: Where they are brought.
     """
 
-    e_id: Tensor
     place: Place
 
     def make(self) -> Tensor:
         """Bring them."""
-        return self.place.bring(self.e_id)
+        return self.place.bring(super().make())
 
 
 def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
@@ -183,7 +194,7 @@ def chunk(
         exchange=Local(Routes.local(places)),
         n_id=pieces[0],  # nothing that runs on a chunk asks for global ids
     )
-    return at_home(home, Chunk(span, few, pieces, slots, graph.edge_rows(*span)))
+    return at_home(home, Chunk(span, few, pieces, slots))
 
 
 def at_home(home: Home, it: Chunk) -> Chunk:
@@ -193,18 +204,18 @@ def at_home(home: Home, it: Chunk) -> Chunk:
     if not home.apart:
         return it
     names = ("rowptr", "col", "ids", "edges", "dst")
-    tensors = [it.edges, it.graph.e_id, *(it.slots or ())]
+    tensors = [it.ids.edges, *(it.slots or ())]
     for block in it.graph.blocks:
         tensors += [*(getattr(block, name) for name in names), *block.transpose]
     kept = iter(home.keep(tensors))
-    edges, e_id = islice(kept, 2)
+    e_id = IdsAtHome(it.ids.e_id, next(kept))
     slots = None if it.slots is None else list(islice(kept, len(it.slots)))
     blocks = []
     for block in it.graph.blocks:
         blocks.append(replace(block, **dict(zip(names, islice(kept, len(names)), strict=True))))
         *by_source, perm = islice(kept, 3)
         vars(blocks[-1]).update(by_source=tuple(by_source), perm=perm)
-    return replace(it, graph=it.graph.replace(blocks=tuple(blocks), e_id=e_id), slots=slots, edges=edges)
+    return replace(it, graph=it.graph.replace(blocks=tuple(blocks), e_id=e_id), slots=slots)
 
 
 class AtHome(Local):
@@ -460,7 +471,7 @@ def read(
         rows = rows[it.span[0] : it.span[1]]
         meter(loaded=rows.nbytes)
     elif kind == EDGE:
-        rows = rows.index_select(0, it.edges)
+        rows = rows.index_select(0, it.ids.edges)
     return rows if kind == PARAMETER else place.bring(rows)
 
 
@@ -482,7 +493,7 @@ def add_up(
         place.home.wrote(total, *it.span)
         meter(stored=grad.nbytes)
     else:
-        total.index_copy_(0, it.edges, grad.to(total.device, total.dtype))
+        total.index_copy_(0, it.ids.edges, grad.to(total.device, total.dtype))
     return total
 
 

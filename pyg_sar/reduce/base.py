@@ -183,4 +183,9 @@ def flat(x: Tensor) -> Tensor:
 
 def divisor(count: Tensor, like: Tensor) -> Tensor:
     """Return what turns sums over as many rows into means: counts, in a type that holds them."""
-    return count.clamp(min=1).to(accumulator(like.dtype)).view(-1, *[1] * (like.dim() - 1))
+    return factor(count.clamp(min=1), like)
+
+
+def factor(numbers: Tensor, like: Tensor) -> Tensor:
+    """Return a number for each row of another tensor, in the type in which these are summed."""
+    return numbers.to(accumulator(like.dtype)).view(-1, *[1] * (like.dim() - 1))

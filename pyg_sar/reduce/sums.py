@@ -11,7 +11,7 @@ from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import sddmm_, spmm_, zeros
 from pyg_sar.ops.reference import accumulator
-from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile, column_tiles, divisor, flat
+from pyg_sar.reduce.base import Grads, Needs, Reduce, Rows, Tile, column_tiles, divisor, factor, flat
 
 
 class Sum(Reduce):
@@ -26,20 +26,22 @@ class Sum(Reduce):
             not with ``sums``.
         overwrite: Whether there is a single block, which has edges: then sums are written once, over any memory.
         count: What the sum of each destination is divided by (if it is more than 1), for means.
+        scale: What it is multiplied by, a constant ``[M]``.
     """
 
     def __init__(
         self, learn_weight: bool = False, sums: int | None = None, overwrite: bool = False,
-        count: Tensor | None = None, adds_heads: bool = False,
+        count: Tensor | None = None, adds_heads: bool = False, scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         assert sums is None or not adds_heads
         self.needs_source, self.sums, self.overwrite, self.count = learn_weight, sums, overwrite, count
-        self.adds_heads = adds_heads
+        self.adds_heads, self.scale = adds_heads, scale
 
     def into(self, graph: ShardedGraph, start: int, end: int) -> Sum:
-        """Return the sum with the counts of these destinations."""
+        """Return the sum with the counts and factors of these destinations."""
         other = copy.copy(self)
         other.count = None if self.count is None else self.count[start:end].to(graph.device)
+        other.scale = None if self.scale is None else self.scale[start:end].to(graph.device)
         other.overwrite = len(graph.blocks) == 1 and graph.num_edges > 0
         return other
 
@@ -58,9 +60,9 @@ class Sum(Reduce):
 
     def writes(self, dtype: torch.dtype) -> bool:
         """Whether sums are written in the type of rows, in which they may be too large where it is half precision and
-        their means are not.
+        what is made of them is not.
         """
-        return self.overwrite and (self.count is None or dtype == accumulator(dtype))
+        return self.overwrite and (self.count is self.scale is None or dtype == accumulator(dtype))
 
     def step(self, state: Tensor, block: Block, x: Tensor, rows: Rows) -> Tensor:
         """Add the block."""
@@ -75,11 +77,15 @@ class Sum(Reduce):
         """Round once."""
         if self.count is not None:
             state.div_(divisor(self.count, state))
+        if self.scale is not None:
+            state.mul_(factor(self.scale, state))
         return state.to(dtype), ()
 
     def prepare(self, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor, ...]:
         """Return the gradient of the sum."""
-        return (d_out if self.count is None else (d_out / divisor(self.count, d_out)).to(d_out.dtype),)
+        d_sum = d_out if self.count is None else d_out / divisor(self.count, d_out)
+        d_sum = d_sum if self.scale is None else d_sum * factor(self.scale, d_sum)
+        return (d_sum.to(d_out.dtype),)
 
     def grad(
         self, block: Block, x: Tensor | None, rows: Rows, saved: tuple[Tensor, ...], d_out: Tensor, needs: Needs

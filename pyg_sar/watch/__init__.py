@@ -89,6 +89,12 @@ def same(tensor: Tensor) -> bool:
     return kind is not None and kind.what == SAME
 
 
+def is_rows(tensor: Tensor) -> bool:
+    """Whether a tensor is known to have a row for each node or edge of this worker, within the first steps."""
+    kind = None if (watch := current()) is None else watch.kind(tensor)
+    return kind is not None and kind.what == ROWS
+
+
 def loaded(data: Any, rows: Iterable[tuple[Tensor, int, Any]], ids: Iterable[Tensor]) -> None:
     """Report what loaded data has: tensors with a row for each node or edge of this worker, with the dimension that
     counts these, and the types of these nodes, or of the edges' ends; and numbers of nodes in the whole graph.

@@ -69,6 +69,7 @@ LAYER_NORMS = names("layer_norm rms_norm")
 ADDS = names("add sub cat stack hstack vstack where lerp addcmul addcdiv")
 DIVIDES = {"div": 1, "rdiv": 0, "reciprocal": 0}  # where the divisor stands
 ARITHMETIC = {*ADDS, *DIVIDES, *names("mul pow rpow maximum minimum")}
+PAIRED = names("cosine_similarity pairwise_distance mse_loss l1_loss smooth_l1_loss huber_loss")
 MIXES = {*ARITHMETIC, *names("getitem index_select gather")}
 FACTORS = {(0, 1): "matmul mm bmm mv dot vdot inner linear outer", (1, 0): "rmatmul", (1, 2): "addmm addmv baddbmm"}
 PRODUCTS = {name: places for places, text in FACTORS.items() for name in text.split()}
@@ -150,6 +151,7 @@ def of_rows(call: Call, out: Tensor) -> Kind | None:
     if SHARE in call.whats and name in MIXES:
         raise Local(f"'{name}' makes use {SUMMED}", SUM_UP)
     refuse_table(call)
+    refuse_pairs(call)
     of_two = name in ("max", "min") and isinstance(call.arg(1, "other"), Tensor)
     if name in REDUCTIONS and call.rows(call.arg(0, "input")) is not None and not of_two:
         return reduced(call, out)
@@ -181,6 +183,14 @@ def refuse_table(call: Call) -> None:
                 f"this worker, which are others on each worker, while all have the same parameters"
             )
             raise Local(why, TABLE)
+
+
+def refuse_pairs(call: Call) -> None:
+    """Refuse to join each row to each other one, by dimensions of their own."""
+    if call.name in (ARITHMETIC | PAIRED) - STACKS:
+        behind = {t.dim() - k.dim for t, k in call.kinds if k is not None and k.what == ROWS and t.size(k.dim) > 1}
+        if len(behind) > 1:
+            raise Local(f"combines every row with every other one ('{call.name}') {OVER}", BEFORE)
 
 
 def aligned(call: Call, out: Tensor) -> Kind | None:

@@ -1,5 +1,6 @@
 """Link prediction: pairs of nodes on several workers against one process."""
 
+import itertools
 from functools import partial
 from unittest import mock
 
@@ -197,3 +198,31 @@ def infer(group):
 
 def test_inference(pool):
     pool.run(3, infer)
+
+
+def masks(group):
+    """What a layer makes of three graphs of the same pairs, of which the second has another order, and their seeds."""
+    n_id = torch.arange(NUM_NODES)
+    if group is not None:
+        torch.manual_seed(group.rank())
+        n_id = share(group, edges(), assignment("random", group.size())).src
+    layer = convert(gnn.GATConv(8, 4, dropout=0.5, add_self_loops=False), group).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.fill_(0.1)
+    x = torch.ones(NUM_NODES, 8, dtype=torch.float64)[n_id]
+    state = torch.get_rng_state()
+    graphs = [pyg_sar.shard_links(it, n_id, group)[0] for it in (pairs(), pairs().flip(1))]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1)
+    graphs.append(pyg_sar.shard_links(pairs(), n_id, group)[0])
+    seeds = [graph.graph.seeds.seed for graph in graphs]
+    return [layer(x, graph) for graph in graphs], seeds
+
+
+def test_graphs_of_pairs_do_not_drop_alike(pool):
+    results = pool.run(3, masks)
+    for outs, _ in (masks(None), *results):
+        assert not any(torch.equal(one, other) for one, other in itertools.combinations(outs, 2))
+    (_, seeds), *_ = results
+    assert len(set(seeds)) == 3 and all(found == seeds for _, found in results)

@@ -4,6 +4,7 @@ import pickle
 import random
 from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -39,6 +40,11 @@ def test_values_come_back(value, tmp_path):
     same(values.from_bytes(values.to_bytes(value)), value)
     values.write(tmp_path / "file", value)
     same(values.read(tmp_path / "file"), value)
+
+
+def test_numbers_of_numpy():
+    found = values.from_bytes(values.to_bytes([np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)]))
+    assert found == [0.5, 0.5, 3, True] and list(map(type, found)) == [float, float, int, bool]
 
 
 def test_tensors_of_one_memory():

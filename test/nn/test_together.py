@@ -40,6 +40,13 @@ class ByType(torch.nn.Module):
         return self.conv(x_dict, edge_index_dict)["v"]
 
 
+class ByAnotherName(Net):
+    """Edges are not called 'edge_index'."""
+
+    def forward(self, x, adj):
+        return super().forward(x, adj)
+
+
 class Pools(torch.nn.Module):
     def forward(self, x, edge_index, library=nn, **group):
         pools = library.global_add_pool, library.global_mean_pool, library.global_max_pool
@@ -51,6 +58,7 @@ def modules():
     torch.manual_seed(0)
     for norm in (torch.nn.BatchNorm1d(8), gnn.BatchNorm(8), gnn.GraphNorm(8), gnn.PairNorm(), gnn.InstanceNorm(8)):
         yield Net(norm), lambda x, it: (x, it)
+    yield ByAnotherName(gnn.GraphNorm(8)), lambda x, it: (x, it)
     yield OfData(gnn.BatchNorm(8)), lambda x, it: (Data(x=x, edge_index=it),)
     yield ByType(), lambda x, it: ({"v": x}, {V: it})
 

@@ -576,11 +576,11 @@ def test_files_are_closed(tmp_path):
         open_files.append(len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else count)
     assert len(set(open_files)) == 1
     chunks = by_chunks.chunks(data.x.place, with_self_loops(data.edge_index.graph)[0], True)
-    homes = {it.edges.untyped_storage().data_ptr() for it in chunks}
+    homes = {it.ids.edges.untyped_storage().data_ptr() for it in chunks}
     for it in chunks:
         (block,) = it.graph.blocks
-        for t in (it.graph.e_id, block.rowptr, block.col, *block.transpose):
-            assert t.untyped_storage().data_ptr() == it.edges.untyped_storage().data_ptr()
+        for t in (it.ids.edges, block.rowptr, block.col, *block.transpose):
+            assert t.untyped_storage().data_ptr() == it.ids.edges.untyped_storage().data_ptr()
     assert len(homes) == 3 and data.x.place.home.held > 0 and list(tmp_path.iterdir()) == []
 
 
@@ -655,10 +655,23 @@ def test_no_index_is_brought_before_it_is_read(kind, monkeypatch):
 
     assert which(*(block.col for block in blocks)) == {True}
     assert which(*(t for block in blocks for t in block.transpose)) == {False}
-    assert which(*(graph.e_id for graph in graphs)) == {drop > 0}
+    assert which(*(graph.e_id.edges for graph in graphs)) == {drop > 0}
     loss.backward()
     assert which(*(t for block in blocks for t in block.transpose)) == {True}
-    assert which(*(graph.e_id for graph in graphs)) == {drop > 0}
+    assert which(*(graph.e_id.edges for graph in graphs)) == {drop > 0}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("home", ["memory", "files"])
+def test_ids_are_made_where_messages_are_dropped(home, dropout, tmp_path):
+    data = small(3, home=str(tmp_path) if home == "files" else None)
+    convs = [nn.GATConv(IN, 4, dropout=dropout).double()] + [nn.GCNConv(IN, 4).double()] * (dropout == 0)
+    for conv in convs:
+        conv(data.x, data.edge_index)[data.mask].sum().backward()
+    looped = with_self_loops(data.edge_index.graph)[0]
+    graphs = looped, *(it.graph for it in by_chunks.chunks(data.x.place, looped, True))
+    made = ["ids" in vars(graph.e_id) for graph in graphs]
+    assert made == [dropout > 0, *[dropout > 0 and home == "memory"] * 3]
 
 
 def test_chunks_are_in_the_order_that_loads_fewer():

@@ -183,6 +183,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an edge mean": (lambda d: d.edge_attr.mean(), "takes 'mean'"),
     "means of groups": (lambda d: scatter(d.x, d.batch, 0, 2, "mean"), "'scatter'.*(makes use|takes '(div|clamp)')"),
     "all pairs": (lambda d: d.x @ d.x.t(), "every row with every other one"),
+    "differences of all pairs": (lambda d: d.x[:, None] - d.x[None], "every other one .'sub'"),
+    "products of all pairs": (lambda d: d.x.unsqueeze(1) * net(d).sum(1)[None, :, None], "every other one .'mul'"),
+    "angles of all pairs": (lambda d: F.cosine_similarity(d.x[:, None], d.x[None], dim=-1), "every other one"),
     "attention among nodes": (lambda d: torch.nn.MultiheadAttention(8, 2)(d.x, d.x, d.x), "attention"),
     "a readout into a layer": (lambda d: LINEAR(d.x.sum(0)), "joins"),
     "batchmean": (
@@ -437,6 +440,16 @@ def test_what_a_model_averages_is_refused_before(parts: str, work: Callable[[Any
     for error in outcomes(f"{parts}/one", work):
         assert isinstance(error, NotImplementedError)
         assert "averages its losses over nodes and pairs of nodes" in str(error) and "pyg_sar.nn.convert" in str(error)
+
+
+def test_a_buffer_of_rows_is_not_that_of_rank_0(parts: str) -> None:
+    def work(data: Any) -> None:
+        model = torch.nn.Linear(8, 4)
+        model.register_buffer("features", data.x.clone())
+        pyg_sar.broadcast_parameters(model)
+
+    for error in outcomes(f"{parts}/one", work):
+        assert isinstance(error, ValueError) and "The buffer 'features' of shape [20, 8] has a row for" in str(error)
 
 
 @pytest.mark.parametrize("name", REFUSED)

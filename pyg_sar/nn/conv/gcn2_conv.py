@@ -8,8 +8,7 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.aggregate import reduce_rows
-from pyg_sar.nn.conv.gcn_conv import WeightedSum, normalised
+from pyg_sar.nn.conv.gcn_conv import WeightedSum, normalised, normalised_sums, sum_type
 
 
 class GCN2Conv(WeightedSum, torch_geometric.nn.GCN2Conv):
@@ -38,7 +37,7 @@ class GCN2Conv(WeightedSum, torch_geometric.nn.GCN2Conv):
         if graph is None:
             return super().forward(x, x_0, edge_index, edge_weight)
         graph, edge_weight, scale = normalised(graph, edge_weight, 1.0 if self.add_self_loops else None, x.dtype)
-        out = reduce_rows(graph, x * scale, self.aggr, edge_weight, self.node_dim) * graph.dst_rows(scale)
+        out = normalised_sums(self, graph, edge_weight, scale, x * scale.to(sum_type(x, edge_weight)))
         out, x_0 = (1 - self.alpha) * out, self.alpha * x_0[: out.size(0)]
         keep, change = 1 - self.beta, self.beta
         if self.weight2 is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from pyg_sar.aggregate import SIMPLE
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear
-from pyg_sar.nn.conv.one_block import has_kernels, one_block, sizes
+from pyg_sar.nn.conv.one_block import has_kernels, one_block, rows_in, sizes
 from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.dispatch import replay
 from pyg_sar.operations import sharded
@@ -23,6 +24,7 @@ from pyg_sar.refusals import fail, for_layer, refuse_table, wrong_rows
 from pyg_sar.watch import ROWS, gives, together
 from pyg_sar.whole_graph import reason
 
+DRIVERS = ("propagate", "edge_updater")
 OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 EDGE_TENSORS = ("edge_weight", "edge_attr", "edge_type")  # as PyG's layers call them
 
@@ -42,6 +44,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     """
 
     streamable: tuple[str, ...] = ()  # the aggregations that have a streaming form
+    takes_ids = False  # whether integers may stand for rows
     # Where 'forward' takes 'edge_index' and tensors with a row for each edge.
     edge_arguments: ClassVar[dict[str, int]] = {}
 
@@ -49,9 +52,9 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         super().__init_subclass__(**kwargs)
         # PyG replaces inherited methods by generated ones when a class is first constructed; only what stands in the
         # class's own dictionary survives.
-        for name in ("propagate", "edge_updater"):
-            if name not in cls.__dict__:
-                setattr(cls, name, getattr(MessagePassing, name))
+        for name in DRIVERS:
+            setattr(cls, name, own_driver(cls, name) or getattr(MessagePassing, name))
+        cls._orig_propagate = cls._jinja_propagate = cls.propagate  # which PyG binds for explanations, and after them
         names = list(inspect.signature(cls.forward).parameters)[1:]
         cls.edge_arguments = {name: k for k, name in enumerate(names) if name in ("edge_index", *EDGE_TENSORS)}
 
@@ -71,17 +74,21 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         """Run the layer as it is."""
         return self(*args, **kwargs)
 
-    def streamed(self, edge_index: Any, x: Any, size: Any = None) -> ShardedGraph | None:
-        """Return the graph over which this call can stream source rows ``x``, a tensor or a pair, if there is one."""
+    def streamed(self, edge_index: Any, x: Any, size: Any = None, whole: bool = True) -> ShardedGraph | None:
+        """Return the graph over which this call can stream source rows ``x``, a tensor or a pair, if there is one; for
+        the ``whole`` layer or its :meth:`propagate` alone.
+        """
         sharded = isinstance(edge_index, ShardedEdgeIndex)
         if (sharded and not edge_index.streams) or (not sharded and not has_kernels(edge_index, x)):
             return None
         cls: Any = type(self)
-        own = overridden(cls) or any(name in self.__dict__ for name in OWN)
+        own = overridden(cls) or any(name in self.__dict__ for name in OWN) or (whole and drives(cls))
         if own or has_message_hooks(self) or self.flow != FLOW or self.aggr not in self.streamable:
             return None
+        if not self.takes_ids and not all(t is None or t.is_floating_point() for t in rows_in(x)):
+            return None
         if sharded:
-            refuse_table(edge_index._graph, *(x if isinstance(x, PAIR) else (x,)))
+            refuse_table(edge_index._graph, *rows_in(x))
         return edge_index.graph if sharded else one_block(edge_index, sizes(x, size, self.node_dim))
 
     def pair(self, x: Any, edge_index: Any) -> Any:
@@ -131,7 +138,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
     def propagated(self, edge_index: Any, size: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the result of :meth:`propagate` if it can stream."""
         if type(self).stream is not MessagePassing.stream and self.streams(kwargs):
-            graph = self.streamed(edge_index, kwargs.get("x"), size)
+            graph = self.streamed(edge_index, kwargs.get("x"), size, whole=False)
             if graph is not None:
                 return self.stream(graph, **kwargs)
         return replay(Call(self, kwargs), edge_index, size) if isinstance(edge_index, ShardedEdgeIndex) else None
@@ -206,6 +213,22 @@ def overridden(cls: type) -> bool:
     """Whether a subclass has a message or aggregation of its own, which PyG's code runs one-shot."""
     base = next(c for c in cls.__mro__ if c.__module__.startswith("torch_geometric."))
     return any(getattr(cls, name) is not getattr(base, name) for name in OWN)
+
+
+def own_driver(cls: type, name: str) -> Callable | None:
+    """Return a class's own version of ``propagate`` or ``edge_updater``, if it has one; PyG generates some."""
+    ours = MessagePassing.__dict__[name]
+    for base in cls.__mro__[: cls.__mro__.index(torch_geometric.nn.MessagePassing)]:
+        method = base.__dict__.get(name)
+        if method is not None and method.__module__ != f"{base.__module__}_{base.__name__}_{name}":
+            return None if method is ours else method
+    return None
+
+
+@functools.cache
+def drives(cls: type) -> bool:
+    """Whether a class has one of its own, which ``forward`` must call."""
+    return any(own_driver(cls, name) for name in DRIVERS)
 
 
 def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:

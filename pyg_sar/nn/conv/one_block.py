@@ -25,9 +25,12 @@ def has_kernels(edge_index: Any, x: Any) -> bool:
     """Whether an ordinary ``edge_index`` can be streamed by compiled kernels, and a graph of it pays."""
     if type(edge_index) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    rows = [t for t in (x if isinstance(x, PAIR) else (x,)) if t is not None]
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # of 'torch.func', which has no kernels
+        return False
+    rows = [t for t in rows_in(x) if t is not None]
     return (
         edge_index.layout == torch.strided
+        and edge_index.dtype == torch.int64
         and (ops.KERNELS if edge_index.is_cpu else edge_index.is_cuda and ops.gpu() is not reference)
         and not edge_index.is_inference()  # nobody counts its changes
         and len(rows) > 0
@@ -35,6 +38,11 @@ def has_kernels(edge_index: Any, x: Any) -> bool:
         and all(t.device == edge_index.device for t in rows)
         and (edge_index.is_cpu or pays(edge_index))
     )
+
+
+def rows_in(x: Any) -> tuple[Any, ...]:
+    """Return rows of sources and, of a pair, of destinations."""
+    return tuple(x) if isinstance(x, PAIR) else (x,)
 
 
 def pays(edge_index: Tensor) -> bool:

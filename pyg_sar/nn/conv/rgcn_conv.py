@@ -56,6 +56,7 @@ class RGCNConv(MessagePassing, torch_geometric.nn.RGCNConv):
     """
 
     streamable = SIMPLE
+    takes_ids = True
     adds_to_zeros = True  # of the default type, as PyG's
 
     def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@ r"""GraphSAGE."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch.nn.functional as F
@@ -55,7 +56,12 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         before = self.aggr in SUMS and not graph.is_cached(x_src) and not widens
         rows = ProjectedRows(x_src, weight) if before else x_src
         pending = reduce_rows_async(graph, rows, self.aggr, node_dim=self.node_dim)
-        root = self.root(x_dst, bias)
+        try:
+            root = self.root(x_dst, bias)
+        except Exception:  # that by which a checkpoint stops, for example: what is under way must arrive
+            with suppress(Exception):
+                pending.wait()
+            raise
         out = pending.wait() if before else linear(pending.wait(), weight)
         if root is not None:
             out = add(root, out)

@@ -54,19 +54,22 @@ def choose(call: Call, graph: ShardedGraph, size: Any) -> Strategy:
 
 
 def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
-    """Whether a layer would still do what a kernel does in its place.
+    """Whether a layer would still do what a kernel does in its place, or has sums that are linear in a softmax.
 
-    Its code may depend on anything that changed meanwhile, of which no version number tells. So a layer that runs by a
-    kernel, unless all edges are one piece, is probed at every call: its ``propagate`` runs twice or so on the 23 edges
-    of the probe graph, which takes 1 to 2 ms on a CPU, however large the graph is. The layers of :mod:`pyg_sar.nn` need
-    no probe.
+    Its code may depend on anything that changed meanwhile, of which no version number tells. So such a layer, unless
+    all edges are one piece, is probed at every call: its ``propagate`` runs twice or so on the 23 edges of the probe
+    graph, which takes 1 to 2 ms on a CPU, however large the graph is. What counts are operations and not numbers, by
+    which workers might differ. Other strategies notice by themselves what they cannot do. The layers of
+    :mod:`pyg_sar.nn` need no probe.
     """
-    if strategy.name != "kernel" or is_one_piece(graph):
+    if strategy.name not in ("kernel", "softmax") or is_one_piece(graph):
         return True
     try:
         with isolated(call.layer, graph.device):
             probe = Probe(Problem(call, graph, strategy.edge))
             probe.explore()
+            if strategy.name == "softmax":
+                return probe.operations() == strategy.program.operations
             return probe.kernel() is strategy.weighted
     except Exception:  # whatever it is, the layer's code will raise it again
         return False

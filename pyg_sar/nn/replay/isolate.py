@@ -175,18 +175,19 @@ class Lost:
 def substituted(
     layer: torch.nn.Module, parameters: Sequence[Tensor], copies: Sequence[Tensor]
 ) -> Iterator[list[Tensor]]:
-    """Have a layer read copies of its parameters, whose hooks shall not see the gradient of a block; yield these, and
-    parameters of others as they are.
+    """Have a layer read copies of its parameters, whose hooks shall not see the gradient of a block, or of buffers;
+    yield these, and parameters of others as they are.
     """
     by_id = {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
-    slots = [(m, name, p) for m in layer.modules() for name, p in m._parameters.items() if id(p) in by_id]
-    own = {id(p) for *_, p in slots}
+    held: list[tuple[torch.nn.Module, Any]] = [(m, d) for m in layer.modules() for d in (m._parameters, m._buffers)]
+    slots = [(m, d, name, t) for m, d in held for name, t in d.items() if id(t) in by_id]
+    own = {id(t) for *_, t in slots}
     try:
-        for module, name, p in slots:
-            module._parameters[name] = by_id[id(p)]  # type: ignore[assignment]
+        for _, d, name, t in slots:
+            d[name] = by_id[id(t)]
         yield [by_id[id(p)] if id(p) in own else p for p in parameters]
     finally:
-        for module, name, p in slots:
-            module._parameters[name] = p
+        for _, d, name, t in slots:
+            d[name] = t
         for module in {module for module, *_ in slots if isinstance(module, torch.nn.RNNBase)}:
             module._init_flat_weights()  # a list of them

@@ -48,10 +48,7 @@ class Pass(Reduce):
         """Raise for a reduction that was not there, or was another one, when the layer was probed."""
         known = self.found.get(k)
         if known is None or (known.op, known.like.shape[1:]) != (found.op, found.like.shape[1:]):
-            raise RuntimeError(
-                f"'{type(self.runner.layer).__name__}' reduces something else than when it was first called. Make a "
-                f"new layer where its code changes, or use one that is not converted."
-            )
+            raise self.runner.changed()
 
     def known(self, rows: Rows, saved: tuple[Tensor, ...] = ()) -> dict[int, Tensor]:
         """Return the results of other reductions."""
@@ -90,7 +87,7 @@ class Pass(Reduce):
             else:
                 found.add_to(state[k], block)
 
-        self.runner.run_block(block, x, rows, cut, known=self.known(rows))
+        self.runner.run_block(block, x, rows, cut, self.keys, known=self.known(rows))
 
     def finish(self, state: dict[int, Any], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return results side by side, and how many entries attain extrema; without any these are 0."""
@@ -202,6 +199,8 @@ class SoftmaxPass(Pass):
             return own.to(found.like.dtype)
 
         self.runner.run_block(block, x, rows, cut, known=self.known(rows))
+        if len(new) < len(state):
+            raise self.runner.changed()
         row_max = torch.maximum(state[self.row_max], new[self.row_max])
         finite = row_max.masked_fill(row_max == -torch.inf, 0)
         old = (state[self.row_max] - finite).exp_().masked_fill_(count == 0, 1)

@@ -178,7 +178,19 @@ class Probe:
             program.hidden += self.hidden([out], begin)
         elif not program.groups:
             raise NotStreamable("it has no reduction by destination")
-        program.drops = self.runner.dropped
+        program.drops, program.operations = self.runner.dropped, self.operations()
+
+    def operations(self) -> list[str]:
+        """Return the names of the operations that messages were made by, in the order of autograd's graph."""
+        stack: list[Any] = [m.grad_fn for m in self.messages]
+        names, seen = [], set()
+        while stack:
+            node = stack.pop()
+            names.append("" if node is None else node.name())
+            if node is not None and node not in seen:
+                seen.add(node)
+                stack += [following for following, _ in node.next_functions]
+        return names
 
     def value(self, found: Reduction) -> Tensor:
         """Return a result."""
@@ -274,6 +286,8 @@ def close(found: Tensor, expected: Tensor) -> bool:
     tol = TOLERANCE.get(expected.dtype, 0.1)
     if torch.is_autocast_enabled(expected.device.type):
         tol = max(tol, 0.1)
+    if expected.is_complex():
+        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
     found, expected = found.detach().double(), expected.detach().double()
     scale = expected.nan_to_num(0, 0, 0).abs().max().item() if expected.numel() else 0.0
     return torch.allclose(found, expected, rtol=tol, atol=tol * (scale + 1e-3), equal_nan=True)

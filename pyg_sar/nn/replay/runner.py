@@ -8,7 +8,7 @@ layer makes of the aggregate comes of a last run, on padding edges.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ class Program:
         unused: Parameters of the layer that its ``propagate`` did not read, which get no gradient unless it does.
         unread: Names of arguments, and which one of a pair, of which results do not depend: they get no gradient.
         drops: Whether messages are dropped out.
+        operations: The operations that messages were made by.
         updated: What becomes of edges if the call updates them, without any.
     """
 
@@ -47,6 +48,7 @@ class Program:
     unused: list[Tensor] = field(default_factory=list)
     unread: frozenset[tuple[str, int]] = frozenset()
     drops: bool = False
+    operations: list[str] = field(default_factory=list)
     updated: Tensor | None = None
 
 
@@ -93,16 +95,35 @@ class Runner:
         x = self.inputs.packed(self.graph.num_src)
         return x.detach() if self.source_unread else x, dst, edge, [*const, *self.parameters]
 
-    def run_block(self, block: Block, x: Tensor, rows: Rows, cut: Any, **how: Any) -> Any:
-        """Run on the edges of a block, to the end of the aggregation at most; return what becomes of edges."""
+    def run_block(
+        self, block: Block, x: Tensor, rows: Rows, cut: Any, keys: Sequence[int] = (), **how: Any
+    ) -> Any:
+        """Run on the edges of a block, to the end of the aggregation at most; return what becomes of edges.
+
+        Raises:
+            RuntimeError: If a result is asked for that is not known, before all reductions ``keys`` were met.
+        """
         mask = self.mask(lambda: self.graph.ids_of(block)) if self.drops else None
         tables, kwargs = self.arguments(self.inputs.unpacked(x), [t[block.ids] for t in self.tables], rows)
         how |= {"tables": tables, "backwards": self.call.backwards, "shared": self.shared(rows)}
         trace = Trace(block.row, block.col.long(), block.num_dst, cut=cut, mask=mask, **how)
         size = block.num_src, block.num_dst
-        with self.drawing_nothing(), suppress(Stop):
-            return self.run(trace, trace.edges, kwargs, size, self.call.updates, update=_stop)
-        return None
+        with self.drawing_nothing():
+            try:
+                return self.run(trace, trace.edges, kwargs, size, self.call.updates, update=_end)
+            except End:
+                return None
+            except Stop:
+                if not trace.met.issuperset(keys):
+                    raise self.changed() from None
+                return None
+
+    def changed(self) -> RuntimeError:
+        """Return the error for a layer whose reductions are others than when it was probed."""
+        return RuntimeError(
+            f"'{type(self.layer).__name__}' reduces something else than when it was first called. Make a new layer "
+            f"where its code changes, or use one that is not converted."
+        )
 
     def run_chunk(
         self, edges: Tensor, ids: Tensor, x: Tensor, table: Sequence[Tensor], rows: Rows, num_dst: int
@@ -296,8 +317,12 @@ def _padded(t: Tensor) -> Tensor:
     return torch.cat([t, t.new_zeros(1, *t.shape[1:])])
 
 
-def _stop(*args: Any, **kwargs: Any) -> None:
-    raise Stop
+class End(Stop):
+    """Nothing is left of an aggregation."""
+
+
+def _end(*args: Any, **kwargs: Any) -> None:
+    raise End
 
 
 def _unexpected(k: int, found: Reduction) -> None:

@@ -253,6 +253,7 @@ class Trace(Dropout):
         self.edges = row.new_empty(()).expand(2, row.numel())  # what stands for 'edge_index'
         self.ends = (row, col) if backwards else (col, row)
         self.count = 0
+        self.met: set[int] = set()  # reductions of what is known
         self.kinds = WeakIdKeyDictionary()  # of tensors that are not what they seem
         self.kinds[self.edges], self.kinds[row], self.kinds[col] = "edges", "row", "col"
         self.zeros = WeakIdKeyDictionary()  # tensors that were zero at some version
@@ -356,12 +357,13 @@ class Trace(Dropout):
 
     def answer(self, k: int, found: Reduction, target: Tensor) -> Tensor:
         """Return the result of the ``k``-th reduction, or ``target``, from now on unknown."""
+        if k not in self.known and self.kinds.get(found.src) == "unknown":
+            raise Stop
+        self.met.add(k)
         if k in self.known:
             if k in self.expose:
                 self.cut(k, found)
             return self.known[k].movedim(0, found.dim)
-        if self.kinds.get(found.src) == "unknown":
-            raise Stop
         value = self.cut(k, found)
         if value is not None:
             return value.movedim(0, found.dim)

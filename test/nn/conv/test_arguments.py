@@ -304,3 +304,92 @@ def test_medians_where_the_first_node_has_no_edges(name):
         it[1, 0] = 0
     expected = conv(x, it)
     torch.testing.assert_close(nn.convert(conv)(x, shard(it, N, 3)), expected, rtol=0, atol=1e-10)
+
+
+HALF = (torch.float16, torch.bfloat16)
+NORMALISED = {
+    "GCNConv": lambda library: library.GCNConv(2, 2, bias=False),
+    "GCN2Conv": lambda library: library.GCN2Conv(2, alpha=0.1),
+}
+
+
+def into_node_0(count):
+    return torch.stack([torch.arange(1, count), torch.zeros(count - 1, dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", NORMALISED)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_degrees_of_weights_in_half_precision(name, parts, dtype):
+    """A sum of ones in half precision ends at 256 or 2048."""
+    n, make = 5000, NORMALISED[name]
+    it, weight = into_node_0(n), torch.ones(n - 1, dtype=dtype)
+    x = torch.ones(n, 2, dtype=torch.float64)
+    args = () if name == "GCNConv" else (x,)
+    expected = with_seed(lambda: make(gnn).double())(x, *args, it, weight.double())
+    found = with_seed(lambda: make(nn).double())(x, *args, shard(it, n, parts), weight)
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("name", NORMALISED)
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_sums_beyond_half_precision(name, parts, learns):
+    """What degrees are taken of may be more than 65504, in-degrees and sums of rows."""
+    n, make = 70_001, NORMALISED[name]
+    it, weight, x = into_node_0(n), torch.ones(n - 1, dtype=torch.float16), torch.full((n, 2), 10.0)
+    args = () if name == "GCNConv" else (x,)
+    expected = with_seed(lambda: make(gnn))(x, *args, it)
+    layer = with_seed(lambda: make(nn)).half()
+    args = tuple(t.half() for t in args)
+    weight.requires_grad_(learns)
+    out = layer(x.half(), *args, shard(it, n, parts) if parts else it, weight if learns else None)
+    torch.testing.assert_close(out.float(), expected, rtol=5e-3, atol=1e-3)
+    if learns:
+        out[0].sum().backward()
+        assert weight.grad.isfinite().all() and weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", NORMALISED)
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_weights_that_are_no_numbers_of_edges(name, parts):
+    layer, x, it = NORMALISED[name](nn), torch.randn(N, 2), shard(edges(), N, parts) if parts else edges()
+    args = () if name == "GCNConv" else (x,)
+    for weight in (torch.ones(NUM_EDGES, dtype=torch.int64), torch.ones(NUM_EDGES, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=rf"'edge_weight' of {weight.dtype}"):
+            layer(x, *args, it, weight)
+    for normalize in (True, False):
+        layer.normalize = normalize
+        with pytest.raises(ValueError, match=rf"one weight for each edge.*\[{NUM_EDGES}, 2\]"):
+            layer(x, *args, it, torch.ones(NUM_EDGES, 2))
+
+
+@pytest.mark.parametrize("driver", ["propagate", "edge_updater"])
+@pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv", "GATv2Conv", "TransformerConv", "GINConv"])
+def test_a_propagate_of_ones_own(name, driver):
+    """It is called, also by a class that inherits it."""
+    if driver == "edge_updater" and name not in ("GATConv", "GATv2Conv"):
+        pytest.skip("it updates no edges")
+
+    def subclass(library):
+        def twice(self, *args, **kwargs):
+            return 2 * getattr(super(own, self), driver)(*args, **kwargs)
+
+        own = type(f"Twice{name}", (getattr(library, name),), {driver: twice})
+        args = (torch.nn.Linear(8, 8),) if name == "GINConv" else (8, 8)
+        return type(f"More{name}", (own,), {})(*args).double()
+
+    x = torch.randn(N, 8, dtype=torch.float64)
+    expected = with_seed(lambda: subclass(gnn))(x, edges())
+    layer = with_seed(lambda: subclass(nn))
+    for it in (edges(), shard(edges(), N, 1), shard(edges(), N, 3)):
+        torch.testing.assert_close(layer(x, it), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex128])
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_rows_that_are_no_real_numbers(dtype, parts):
+    x = torch.randint(5, (N, 4)).to(dtype)
+    expected = gnn.GINConv(torch.nn.Identity())(x, edges())
+    found = nn.GINConv(torch.nn.Identity())(x, shard(edges(), N, parts) if parts else edges())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

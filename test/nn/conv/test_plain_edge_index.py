@@ -245,3 +245,24 @@ def test_on_a_gpu(monkeypatch, streamed, name):
         close(outs[0], outs[1], name)
         close(leaves[0].grad, leaves[1].grad, name)
     assert streamed and not any(streamed[0] != each for each in streamed)
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv"])
+def test_edges_of_another_type(name):
+    """PyG's own code takes them."""
+    ours, theirs = twins(name, 8, 4)
+    x = features(NUM_NODES, 8)
+    close(ours(x, edges().int()), theirs(x, edges()), "output")
+
+
+def test_functions_of_parameters():
+    """Of 'torch.func', which has no rule for the kernels' gradients."""
+    ours, theirs = twins("GCNConv", 8, 4)
+    x, grads = features(NUM_NODES, 8), []
+    for layer in (ours, theirs):
+        def loss(parameters, layer=layer):
+            return torch.func.functional_call(layer, parameters, (x, edges())).square().sum()
+
+        grads.append(torch.func.grad(loss)(dict(layer.named_parameters())))
+    for name, grad in grads[0].items():
+        close(grad, grads[1][name], name)

@@ -11,11 +11,12 @@ from support import conv_zoo
 from support.cases import some
 from support.conv_zoo import CASES
 from support.nasty_graph import NUM_NODES, assignment, backward, close, edges, share
-from torch_geometric.utils import softmax
+from torch_geometric.utils import scatter, softmax
 
 import pyg_sar
 from pyg_sar.nn import MessagePassing, convert, describe
 from pyg_sar.nn.replay.choose import STRATEGIES
+from pyg_sar.nn.replay.probe import EDGES
 from pyg_sar.nn.replay.trace import Trace
 from pyg_sar.pieces import pieces
 
@@ -155,7 +156,8 @@ def test_messages_are_made_for_a_piece_of_a_block(monkeypatch):
     run(layer, 3).sum().backward()
     graph = pyg_sar.shard(edges(), NUM_NODES, 3).graph
     counts = [piece.block.num_edges for block in graph.blocks for piece in pieces(graph, block)]
-    assert seen == [*counts, 97, *counts] and len(counts) > 3  # the end runs on padding edges
+    probed = [EDGES] * 4  # whether it still is a softmax
+    assert seen == [*probed, *counts, 97, *counts] and len(counts) > 3  # the end runs on padding edges
 
 
 def test_what_a_message_keeps_is_not_that_of_a_block():
@@ -404,3 +406,102 @@ def test_what_is_read_later_is_not_left_out(aggr, reads):
     layer.reads = [0, reads]
     with pytest.raises(RuntimeError, match=r"did not read when it was first called.* a new layer"):
         grads(layer, it, slice(None), edge, x)
+
+
+class Gated(gnn.MessagePassing):
+    """Attention and what comes beside it, which does nothing at first."""
+
+    def __init__(self, beside):
+        super().__init__(aggr="sum")
+        self.lin, self.gamma, self.beside = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.zeros(1)), beside
+        self.step = 0
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=self.lin(x), step=self.step)
+
+    def message(self, x_i, x_j, index, size_i, step):
+        shares = softmax((x_i * x_j).sum(-1, keepdim=True), index, num_nodes=size_i)
+        return self.beside(self, shares, step) * x_j
+
+
+BESIDE = {
+    "a weight": lambda self, shares, step: shares + self.gamma,
+    "a threshold": lambda self, shares, step: (shares - self.gamma).relu(),
+    "later steps": lambda self, shares, step: torch.where(shares > 0.2, shares, 0.0) if step > 1 else shares,
+    "an attribute": lambda self, shares, step: shares.sqrt() if self.step > 1 else shares,
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_shares_of_a_softmax_that_are_changed_later(beside):
+    torch.manual_seed(0)
+    layer = Gated(BESIDE[beside])
+    converted = convert(copy.deepcopy(layer))
+    for step in range(4):
+        for it in (layer, converted):
+            it.step = step
+            it.gamma.data.fill_(0.1 * step)
+        found, expected = run(converted, 3), run(layer, 0)
+        close(found, expected, f"step {step}", 1e-5)
+        for one, other in zip(*(torch.autograd.grad(out.square().sum(), tuple(it.parameters()), allow_unused=True)
+                                for out, it in ((found, converted), (expected, layer))), strict=True):  # fmt: skip
+            assert (one is None) == (other is None)
+            if one is not None:
+                close(one, other, f"gradient, step {step}", 1e-4)
+
+
+class Centered(gnn.MessagePassing):
+    """Two reductions, of which the second one may need the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.center = False
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x)
+
+    def aggregate(self, inputs, index, dim_size):
+        total = scatter(inputs, index, 0, dim_size, "sum")
+        return total + scatter((inputs - total[index] * self.center if self.center else inputs).tanh(), index, 0,
+                               dim_size, "sum")  # fmt: skip
+
+
+def test_reductions_that_need_each_other_later():
+    layer = convert(Centered())
+    close(run(layer, 3), run(layer, 0), "at first", 1e-5)
+    layer.center = True
+    with pytest.raises(RuntimeError, match=r"'Centered' reduces something else than when it was first called"):
+        run(layer, 3)
+
+
+class Mixed(gnn.MessagePassing):
+    """What it adds to each node at its end is of all nodes, once its weight is not zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j.tanh()
+
+    def update(self, out):
+        return out + self.gamma * (out - out.mean(0))
+
+
+def test_nodes_that_are_mixed_later():
+    with pytest.raises(NotImplementedError, match=r"'Mixed' cannot run on a share of the graph"):
+        run(convert(Mixed()), 3)
+
+
+def test_layers_stream_after_an_explanation():
+    layers = [convert(gnn.GINConv(torch.nn.Linear(8, 8))), convert(gnn.EdgeConv(torch.nn.Linear(16, 8)))]
+    it = pyg_sar.shard(edges(), NUM_NODES, 3)
+    for layer in layers:
+        for explain in (True, False):
+            layer.explain = explain
+        with pyg_sar.record_traffic(it) as told:
+            layer(torch.randn(NUM_NODES, 8, requires_grad=True), it).sum().backward()
+        assert [one.case for one in told] in ([1], [2])
