@@ -95,9 +95,7 @@ class Runner:
         x = self.inputs.packed(self.graph.num_src)
         return x.detach() if self.source_unread else x, dst, edge, [*const, *self.parameters]
 
-    def run_block(
-        self, block: Block, x: Tensor, rows: Rows, cut: Any, keys: Sequence[int] = (), **how: Any
-    ) -> Any:
+    def run_block(self, block: Block, x: Tensor, rows: Rows, cut: Any, keys: Sequence[int] = (), **how: Any) -> Any:
         """Run on the edges of a block, to the end of the aggregation at most; return what becomes of edges.
 
         Raises:

@@ -260,6 +260,7 @@ def test_functions_of_parameters():
     ours, theirs = twins("GCNConv", 8, 4)
     x, grads = features(NUM_NODES, 8), []
     for layer in (ours, theirs):
+
         def loss(parameters, layer=layer):
             return torch.func.functional_call(layer, parameters, (x, edges())).square().sum()
 
