@@ -57,8 +57,8 @@ def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
     """Whether a layer would still do what a kernel does in its place, or has sums that are linear in a softmax.
 
     Its code may depend on anything that changed meanwhile, of which no version number tells. So such a layer, unless
-    all edges are one piece, is probed at every call: its ``propagate`` runs twice or so on the 23 edges of the probe
-    graph, which takes 1 to 2 ms on a CPU, however large the graph is. What counts are operations and not numbers, by
+    all edges are one piece, is probed at every call: its ``propagate`` runs once or twice on the 23 edges of the probe
+    graph, which takes 1 to 3 ms on a CPU, however large the graph is. What counts are operations and not numbers, by
     which workers might differ. Other strategies notice by themselves what they cannot do. The layers of
     :mod:`pyg_sar.nn` need no probe.
     """
@@ -67,9 +67,9 @@ def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
     try:
         with isolated(call.layer, graph.device):
             probe = Probe(Problem(call, graph, strategy.edge))
-            probe.explore()
             if strategy.name == "softmax":
-                return probe.operations() == strategy.program.operations
+                return probe.operations(strategy.program) == strategy.program.operations
+            probe.explore()
             return probe.kernel() is strategy.weighted
     except Exception:  # whatever it is, the layer's code will raise it again
         return False
@@ -149,6 +149,7 @@ def by_blocks(problem: Problem) -> Iterator[Strategy]:
         aggr = KERNELS[type(problem.layer.aggr_module)]
         yield Strategy("kernel", edge=problem.edge, aggr=aggr, weighted=weighted)
     if not updates and probe.is_softmax():
+        probe.program.operations = probe.operations(probe.program)
         yield Strategy("softmax", edge=problem.edge, program=probe.program)
     yield Strategy("passes", edge=problem.edge, program=probe.program)
 

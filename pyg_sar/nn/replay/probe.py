@@ -178,11 +178,18 @@ class Probe:
             program.hidden += self.hidden([out], begin)
         elif not program.groups:
             raise NotStreamable("it has no reduction by destination")
-        program.drops, program.operations = self.runner.dropped, self.operations()
+        program.drops = self.runner.dropped
 
-    def operations(self) -> list[str]:
-        """Return the names of the operations that messages were made by, in the order of autograd's graph."""
-        stack: list[Any] = [m.grad_fn for m in self.messages]
+    def operations(self, program: Program) -> list[str]:
+        """Return the names of the operations that messages are made by, in the order of autograd's graph, given all
+        results but the last ones, of any value.
+        """
+        found: dict[int, Reduction] = {}
+        likes = {k: program.found[k].like for group in program.groups[:-1] for k in group}
+        known = {k: like.new_ones(self.block.num_dst, *like.shape[1:]) for k, like in likes.items()}
+        how: dict[str, Any] = {"known": known, "expose": tuple(known)}
+        self.runner.run_block(self.block, self.x, self.rows, found.__setitem__, **how)
+        stack: list[Any] = [found[k].src.grad_fn for k in sorted(found)]
         names, seen = [], set()
         while stack:
             node = stack.pop()

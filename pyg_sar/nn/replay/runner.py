@@ -38,7 +38,7 @@ class Program:
         unused: Parameters of the layer that its ``propagate`` did not read, which get no gradient unless it does.
         unread: Names of arguments, and which one of a pair, of which results do not depend: they get no gradient.
         drops: Whether messages are dropped out.
-        operations: The operations that messages were made by.
+        operations: Of a softmax, the operations that messages are made by.
         updated: What becomes of edges if the call updates them, without any.
     """
 

@@ -156,8 +156,8 @@ def test_messages_are_made_for_a_piece_of_a_block(monkeypatch):
     run(layer, 3).sum().backward()
     graph = pyg_sar.shard(edges(), NUM_NODES, 3).graph
     counts = [piece.block.num_edges for block in graph.blocks for piece in pieces(graph, block)]
-    probed = [EDGES] * 4  # whether it still is a softmax
-    assert seen == [*probed, *counts, 97, *counts] and len(counts) > 3  # the end runs on padding edges
+    # It is looked at again, whether it still is a softmax; the end runs on padding edges.
+    assert seen == [EDGES, *counts, 97, *counts] and len(counts) > 3
 
 
 def test_what_a_message_keeps_is_not_that_of_a_block():
