@@ -13,6 +13,7 @@ Nothing is pickled: :mod:`torch.distributed.checkpoint` would pickle what it kno
 from __future__ import annotations
 
 import json
+import operator
 import os
 import random
 import shutil
@@ -75,6 +76,7 @@ def save_checkpoint(
     folder, rank = Path(path), rank_of(group)
     if keep < 1:
         raise ValueError(f"Expected 'keep' to be 1 or more (got {keep})")
+    epoch = operator.index(epoch)
     stage, shared_optimizer = _stage(model, pipe, optimizer)
     local = _LocalRows(model, shared_optimizer)
 
@@ -271,6 +273,11 @@ class Checkpoints:
 
 def _stage(model: torch.nn.Module | None, pipe: Any, optimizer: Any) -> tuple[dict[str, Any], Any]:
     """Return how to get and set what a worker of a pipeline has for itself, and the optimizer if all have it alike."""
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"Expected one optimizer (got {type(optimizer).__name__}); the state of another one can be a keyword, such "
+            f"as 'second=other.state_dict()'"
+        )
     if pipe is None:
         return {}, optimizer
     if model is not None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar import watch
+from pyg_sar import running, watch
 from pyg_sar.blocks import Values, call, packed, unpacked
 from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_reduce, sum_gradients
@@ -371,7 +371,7 @@ class Pipeline:
             with self.timed("forward", it):
                 out = self.run(given, self.edge_index, edges, it)
                 if stages.last:
-                    with watch.allow_local():  # it is this worker's share
+                    with watch.allow_local(), running.in_loss_fn():
                         loss = loss_fn(unpacked(out), span)
                     check_loss(loss)
                     total += loss.detach().double()

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-# The `layer` of this thread, whether its parameters are `told`, and whether its rows are those of a `chunk`
+# The `layer` of this thread, whether its parameters are `told`, whether its rows are those of a `chunk`, and whether a
+# `loss` of a pipeline is being made.
 _here = threading.local()
 LAYERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 LAZY: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models of which parameters had no values when they ran
@@ -99,6 +100,21 @@ def on_chunk() -> Iterator[None]:
 def chunked() -> bool:
     """Whether a chunk is running."""
     return getattr(_here, "chunk", False)
+
+
+@contextmanager
+def in_loss_fn() -> Iterator[None]:
+    """Say that what runs within the context makes a pipeline's loss of this worker's share."""
+    _here.loss = True
+    try:
+        yield
+    finally:
+        _here.loss = False
+
+
+def makes_share() -> bool:
+    """Whether such a loss is being made."""
+    return getattr(_here, "loss", False)
 
 
 def named_range(*words: str) -> AbstractContextManager[Any]:

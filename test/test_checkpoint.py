@@ -435,3 +435,19 @@ def test_processes_that_are_forked_later_end(tmp_path):
         assert not checkpoints.told
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_is_given_is_looked_at_before_files_are_written(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)] * 2
+    for call in (
+        lambda: pyg_sar.save_checkpoint(tmp_path, model=model, optimizer=optimizers),
+        lambda: pyg_sar.load_checkpoint(tmp_path, model=model, optimizer=optimizers),
+    ):
+        with pytest.raises(TypeError, match=r"Expected one optimizer \(got list\)"):
+            call()
+    with pytest.raises(TypeError, match="integer"):
+        pyg_sar.save_checkpoint(tmp_path, model=model, epoch=0.5)
+    assert list(tmp_path.iterdir()) == []
+    pyg_sar.save_checkpoint(tmp_path, model=model, epoch=np.int64(3))
+    assert pyg_sar.load_checkpoint(tmp_path, model=model)["epoch"] == 3

@@ -126,6 +126,16 @@ def test_steps_that_are_wrong():
         alone(data.edge_index, 3, blocks=[Shorter()]).step(data.x, lambda out, rows: out.sum())
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_losses_of_all_workers(chunks):
+    """A pipeline adds up those of chunks and workers, which 'global_mean' has done for the latter."""
+    data = inputs()
+    pipe = alone(data.edge_index, chunks)
+    with pytest.raises(ValueError, match=r"A pipeline adds up what 'loss_fn' returns.*instead of 'global_mean'"):
+        pipe.step(data.x, lambda out, rows: pyg_sar.global_mean(out.square().sum(1)))
+    assert pyg_sar.global_mean(torch.ones(3)) == 1
+
+
 class Uneven(torch.nn.Module):
     """Aggregates twice for long chunks."""
 

@@ -261,8 +261,11 @@ class _Sorter:
                 yield from found.items()
             elif storable(value, self.rows.values()):
                 yield (key,), value
+            elif key in ROWS and isinstance(value, Tensor) and value.layout != torch.strided:
+                raise ValueError(f"'{name}' is a {value.layout} tensor. Store '{key}.to_dense()', or remove it.")
             else:
-                warn(f"'{name}' ({type(value).__name__}) is left out: only tensors are stored.")
+                kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
+                warn(f"'{name}' ({kind}) is left out: only dense tensors of numbers are stored.")
 
     def told(self, path: Path, value: Any, what: str, dim: int | None) -> Attribute | None:
         """Return what the user has told, and ids and pairs of ids by their names."""

@@ -259,6 +259,8 @@ def _read_npz(path: Path) -> Data:
     elif {"edge_src", "edge_dst"} <= arrays.keys():
         edges = np.stack([arrays.pop("edge_src"), arrays.pop("edge_dst")])
     elif {"indptr", "indices"} <= arrays.keys():
+        if {"format", "shape", "data"} <= arrays.keys():
+            _of_scipy(arrays)
         arrays.setdefault("num_nodes", np.asarray(arrays["indptr"].size - 1))
         edges = _from_csr(arrays.pop("indptr"), arrays.pop("indices"))
     else:
@@ -272,6 +274,17 @@ def _read_npz(path: Path) -> Data:
     for key, value in arrays.items():
         data[key] = torch.from_numpy(value) if value.dtype.kind in "biuf" else value
     return data
+
+
+def _of_scipy(arrays: dict[str, np.ndarray]) -> None:
+    """Have a matrix of ``scipy.sparse.save_npz`` be edges, and weights of these."""
+    kind, shape = arrays.pop("format").item(), arrays.pop("shape").tolist()
+    kind = kind.decode() if isinstance(kind, bytes) else kind
+    if kind != "csr" or len({*shape}) != 1:
+        raise ValueError(
+            f"it is a matrix of format {kind!r} and shape {shape}, expected 'csr' and as many columns as rows."
+        )
+    arrays["edge_weight"] = arrays.pop("data")
 
 
 def _from_csr(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray:

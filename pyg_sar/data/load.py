@@ -89,8 +89,9 @@ def load(
     try:
         if prefetch < 0:
             raise ValueError(f"Expected 'prefetch' to be 0 or more (got {prefetch})")
-        if comm_dtype is not None and not comm_dtype.is_floating_point:
+        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
             raise ValueError(f"Expected 'comm_dtype' to be a floating-point type (got {comm_dtype})")
+        torch.empty(0, device=device)  # which there may not be
         shard = read_part(path, rank, mmap=mmap)
         mine |= {"identity": shard.identity, "num_parts": shard.num_parts}
         topologies = [rows.topology for rows in shard.edges.values()]

@@ -164,19 +164,13 @@ class _Graph:
 
 def _read(data: Any, levels: dict[str, str]) -> _Graph:
     """Check a graph, and tell what its attributes are, and what PyG's data sets would compute of them."""
-    if not isinstance(data, (Data, HeteroData)):
-        raise TypeError(
-            f"Expected a torch_geometric.data.Data or HeteroData, got {type(data).__name__}, which is not supported."
-        )
-    data = copy.copy(data)
+    data = _checked(data)
     if isinstance(data, HeteroData):
         nodes, edges, rest = dict(data.node_items()), dict(data.edge_items()), data._global_store
     else:
         nodes, edges, rest = {NODE: data._store}, {EDGE: data._store}, data._store
     stores: dict[Kind, Any] = {None: rest, **nodes, **edges}
-    num_nodes = {t: _count(t, store) for t, store in nodes.items()}
-    for it, store in edges.items():
-        store.edge_index = _edges(it, store, num_nodes)
+    num_nodes = {t: store.num_nodes for t, store in nodes.items()}
     check_levels(levels, data.stores)
     for store in nodes.values():
         add_counts(store)
@@ -189,6 +183,20 @@ def _read(data: Any, levels: dict[str, str]) -> _Graph:
         found = {kind: {path: a for path, a in every.items() if a.level == level} for level, kind in kinds.items()}
         train = {NODE: trained(every, num_nodes[NODE])}
     return _Graph(stores, num_nodes, {it: store.edge_index for it, store in edges.items()}, found, train)
+
+
+def _checked(data: Any) -> Data | HeteroData:
+    """Return a graph with numbers of nodes and valid edges."""
+    if not isinstance(data, (Data, HeteroData)):
+        raise TypeError(
+            f"Expected a torch_geometric.data.Data or HeteroData, got {type(data).__name__}, which is not supported."
+        )
+    data = copy.copy(data)
+    typed = isinstance(data, HeteroData)
+    num_nodes = {t: _count(t, store) for t, store in (data.node_items() if typed else [(NODE, data._store)])}
+    for it, store in data.edge_items() if typed else [(EDGE, data._store)]:
+        store.edge_index = _edges(it, store, num_nodes)
+    return data
 
 
 def _count(node_type: str, store: Any) -> int:
@@ -327,13 +335,16 @@ def prepare(
         The transformed graph; what does not change shares its memory with ``data``.
 
     Raises:
-        ValueError: If added self-loops would lack an edge attribute, if ``x`` cannot have that type, or is too large
-            for it, if there is no such split, or if a transform is asked of a heterogeneous graph that is not for it.
+        ValueError: If edges are none, if added self-loops would lack an edge attribute, if ``x`` cannot have that type,
+            or is too large for it, if there is no such split, or if a transform is asked of a heterogeneous graph that
+            is not for it.
     """
     if isinstance(data, HeteroData) and (self_loops or gcn_norm or features is not None):
         raise ValueError("Of these, only 'to_undirected' and 'split' are for a HeteroData; apply others before.")
     if split is not None:
         data = _one_split(data, split)
+    if to_undirected or self_loops or gcn_norm:
+        data = _checked(data)
     if to_undirected:
         data = _undirected(data)
     if isinstance(data, HeteroData):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar import running
 from pyg_sar.autograd import Valued
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import rank_of, size_of
@@ -62,10 +63,16 @@ def global_mean(
         mask (torch.Tensor, optional): Which values, or rows of values, count. (default: :obj:`None`, all of them)
 
     Raises:
-        ValueError: If ``values`` are a single number, or are made by a loss of torch whose own mean would be another
-            one, because of ``weight`` or ``ignore_index``; this is seen where they require a gradient. On all workers,
-            if some that ``mask`` leaves out are NaN, such as losses of labels that are.
+        ValueError: In the ``loss_fn`` of a pipeline; if ``values`` are a single number, or are made by a loss of torch
+            whose own mean would be another one, because of ``weight`` or ``ignore_index``; this is seen where they
+            require a gradient. On all workers, if some that ``mask`` leaves out are NaN, such as losses of labels that
+            are.
     """
+    if running.makes_share():
+        raise ValueError(
+            f"[rank {rank_of(group)}] A pipeline adds up what 'loss_fn' returns, which must be this worker's share: "
+            f"take F.cross_entropy(..., reduction='sum') / total, of all workers' labels, instead of 'global_mean'."
+        )
     check(values, group, weight, mask)
     loss = nll_loss(values)
     if loss is not None:

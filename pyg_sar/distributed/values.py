@@ -85,7 +85,7 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, int) and not isinstance(value, Enum):  # such as the number of nodes of loaded data
         return int(value)
     if isinstance(value, Tensor):
-        whole = value.detach().cpu().contiguous()
+        whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         key = whole.data_ptr(), whole.dtype, whole.shape
         same = (name for name, t in tensors.items() if (t.data_ptr(), t.dtype, t.shape) == key)
         if whole.numel() == 0 or (name := next(same, None)) is None:

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 import torch_geometric.datasets
 from support import graphs
@@ -204,6 +205,18 @@ def test_npz_csr(tmp_path):
     np.savez(tmp_path / "a.npz", indptr=[0, 2, 2, 3, 3], indices=[1, 2, 0])
     data = dataset(str(tmp_path / "a.npz"))
     assert data.num_nodes == 4 and data.edge_index.tolist() == [[0, 0, 2], [1, 2, 0]]
+
+
+def test_npz_of_scipy(tmp_path):
+    dense = np.array([[0, 2.0, 0], [0, 0, 0.5], [3, 0, 0]])
+    scipy.sparse.save_npz(tmp_path / "graph.npz", scipy.sparse.csr_matrix(dense))
+    data = dataset(str(tmp_path / "graph.npz"))
+    assert data.num_nodes == 3 and data.edge_index.tolist() == [[0, 1, 2], [1, 2, 0]]
+    assert data.edge_weight.tolist() == [2.0, 0.5, 3.0]
+    for other in (scipy.sparse.csc_matrix(dense), scipy.sparse.csr_matrix(dense[:2])):
+        scipy.sparse.save_npz(tmp_path / "other.npz", other)
+        with pytest.raises(ValueError, match="expected 'csr' and as many columns as rows"):
+            dataset(str(tmp_path / "other.npz"))
 
 
 def test_npz_number_of_nodes(tmp_path):

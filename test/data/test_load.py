@@ -121,6 +121,8 @@ ERRORS = {
     "prefetch": ("three", {"prefetch": 2}, "differ in 'prefetch'.*rank 1: 2", 3),
     "negative prefetch": ("three", {"prefetch": -1}, "rank 1: ValueError.*'prefetch' to be 0 or more", 3),
     "comm_dtype": ("three", {"comm_dtype": torch.bfloat16}, "differ in 'comm_dtype'.*rank 1: torch.bfloat16", 3),
+    "words": ("three", {"comm_dtype": "bfloat16"}, "rank 1: ValueError.*floating-point type", 3),
+    "no device": ("three", {"device": "gpu"}, "rank 1: RuntimeError: .*device", 3),
     "integers": ("three", {"comm_dtype": torch.int8}, "rank 1: ValueError.*floating-point type", 3),
     "not a path": ("three", {"path": None}, "rank 1: TypeError", 3),
 }

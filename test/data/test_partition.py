@@ -475,3 +475,22 @@ def test_prepare_split(hetero):
             prepare(data, split=split)
     with pytest.raises(ValueError, match="the graph has no mask of several splits"):
         prepare(kept, split=0)
+
+
+@pytest.mark.parametrize("option", ["to_undirected", "self_loops", "gcn_norm"])
+def test_edges_are_looked_at_before_they_are_changed(option):
+    """PyG's transforms take the first two rows of any shape for sources and destinations."""
+    turned = Data(edge_index=torch.randint(30, (120, 2)), num_nodes=30)
+    for data, message in (
+        (turned, r"'edge_index' .*\[2, \*\]|\[2, num_edges\]"),
+        (Data(edge_index=torch.tensor([[0], [9]]), num_nodes=3), "'edge_index'"),
+        (Data(num_nodes=3), "needs an 'edge_index'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(data, **{option: True})
+
+
+def test_sparse_features_are_not_left_out(tmp_path):
+    data = Data(x=torch.eye(4).to_sparse(), edge_index=torch.tensor([[0, 1], [1, 2]]))
+    with pytest.raises(ValueError, match=r"'x' is a torch.sparse_coo tensor. Store 'x.to_dense\(\)'"):
+        partition(data, 2, tmp_path / "graph")

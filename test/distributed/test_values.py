@@ -47,6 +47,13 @@ def test_numbers_of_numpy():
     assert found == [0.5, 0.5, 3, True] and list(map(type, found)) == [float, float, int, bool]
 
 
+def test_tensors_that_are_yet_to_be_conjugated_or_negated():
+    z = torch.randn(3, dtype=torch.complex64)
+    for it in (z.conj(), z.conj().imag):
+        assert it.is_conj() or it.is_neg()
+        assert torch.equal(values.from_bytes(values.to_bytes(it)), it)
+
+
 def test_tensors_of_one_memory():
     """What occurs twice is written once, and views of one memory apart."""
     one, other, row = values.from_bytes(values.to_bytes((TENSOR, TENSOR, TENSOR[1])))

@@ -26,7 +26,8 @@ class PerGraph:
     largest number on any worker says. Sums are made in at least single precision.
 
     Raises:
-        ValueError: If there is more than a row of numbers for each node.
+        ValueError: If there is more than a row of numbers for each node; on all workers, if these have other numbers of
+            graphs, or more graphs than that.
     """
 
     def __init__(self, x: Tensor, batch: Tensor | None, batch_size: int | None, group: Any) -> None:
@@ -38,9 +39,16 @@ class PerGraph:
         self.batch = x.new_zeros(x.size(0), dtype=torch.long) if batch is None else batch
         if batch is None:
             batch_size = 1
-        elif batch_size is None:
-            largest = batch.max() if batch.numel() > 0 else batch.new_tensor(-1)
-            batch_size = int(global_max(largest, group)) + 1
+        else:
+            here = int(batch.max()) + 1 if batch.numel() > 0 else 0
+            given = here if batch_size is None else batch_size
+            most, other, least = global_max(batch.new_tensor([here, given, -given]), group).tolist()
+            if batch_size is not None and not most <= other == -least:
+                raise ValueError(
+                    f"[rank {rank_of(group)}] Expected the number of graphs of a batch, which all workers number alike "
+                    f"(got {batch_size} here, {-least} to {other} on all workers, and graphs up to {most - 1})"
+                )
+            batch_size = most if batch_size is None else batch_size
         self.size = batch_size
         count = torch.bincount(self.batch, minlength=batch_size)
         self.count = all_reduce(count, group).to(accumulator(x.dtype)).view(-1, *[1] * (x.dim() - 1))

@@ -79,10 +79,11 @@ def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
         return torch_geometric.nn.global_max_pool(x, batch, size)
     per_graph = PerGraph(x, batch, size, group)
     index = per_graph.batch.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
-    best = x.new_full((per_graph.size, *x.shape[1:]), -torch.inf).scatter_reduce(0, index, x.detach(), "amax")
+    lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    best = x.new_full((per_graph.size, *x.shape[1:]), lowest).scatter_reduce(0, index, x.detach(), "amax")
     best = global_max(best, group)
     hit = (x == per_graph.of_rows(best)).to(per_graph.count.dtype)
     ties = all_reduce(sum_by(per_graph.batch, hit, per_graph.size), group)
     shared = ties if batch is None else ties + (best == 0)  # by the zero that PyG begins with, too
     share = per_graph.sum(hit / per_graph.of_rows(shared.clamp(min=1)) * zeros_of(x)).to(x.dtype)
-    return best.masked_fill((best == -torch.inf) & (ties == 0), 0) + share
+    return best.masked_fill((best == lowest) & (ties == 0), 0) + share

@@ -54,6 +54,27 @@ def test_many_rows(batch):
         assert torch.equal(mean, torch.full((1, 2), 512.5)) and torch.equal(largest, torch.full((1, 2), 1024.0))
 
 
+def test_integers():
+    x, batch = torch.arange(24).view(6, 4) - 12, torch.tensor([0, 0, 1, 1, 3, 3])
+    expected = [getattr(torch_geometric.nn, name)(x, batch, 5) for name in POOLS]
+
+    def work(rank):
+        return [getattr(pyg_sar.nn, name)(x[3 * rank :][:3], batch[3 * rank :][:3], 5) for name in POOLS]
+
+    for found in Workers(2).run(work):
+        for one, other, name in zip(found, expected, POOLS, strict=True):
+            assert torch.equal(one, other.to(one.dtype)), name
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 2)])
+def test_numbers_of_graphs_that_are_a_workers_own(sizes):
+    batches = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 2, 2])
+    for name in POOLS:
+        work = lambda rank, name=name: getattr(pyg_sar.nn, name)(torch.ones(4, 2), batches[rank], sizes[rank])  # noqa: E731
+        for error in Workers(2).run(work):
+            assert isinstance(error, ValueError) and "number of graphs of a batch, which all workers" in str(error)
+
+
 def infinite(group):
     """Some entries left out, all of an example, and largest ones that are infinite."""
     x, batch = torch.arange(40.0, dtype=torch.float64).view(20, 2), torch.arange(20) // 5
