@@ -9,7 +9,7 @@ import torch_geometric.nn as gnn
 from support.nasty_graph import NUM_NODES, assignment, edges, share
 from torch_geometric.utils import scatter
 
-from pyg_sar import nn, shard
+from pyg_sar import nn, ops, shard
 
 N, NUM_EDGES = NUM_NODES, edges().size(1)
 ATTR, WEIGHT, TYPE = torch.randn(NUM_EDGES, 3), torch.rand(NUM_EDGES), torch.randint(5, (NUM_EDGES,))
@@ -307,6 +307,7 @@ def test_medians_where_the_first_node_has_no_edges(name):
 
 
 HALF = (torch.float16, torch.bfloat16)
+ORDINARY = pytest.param(0, marks=pytest.mark.skipif(not ops.KERNELS, reason="an ordinary edge_index is PyG's"))
 NORMALISED = {
     "GCNConv": lambda library: library.GCNConv(2, 2, bias=False),
     "GCN2Conv": lambda library: library.GCN2Conv(2, alpha=0.1),
@@ -333,7 +334,7 @@ def test_degrees_of_weights_in_half_precision(name, parts, dtype):
 
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("name", NORMALISED)
-@pytest.mark.parametrize("parts", [0, 1, 2])
+@pytest.mark.parametrize("parts", [ORDINARY, 1, 2])
 def test_sums_beyond_half_precision(name, parts, learns):
     """What degrees are taken of may be more than 65504, in-degrees and sums of rows."""
     n, make = 70_001, NORMALISED[name]
@@ -351,7 +352,7 @@ def test_sums_beyond_half_precision(name, parts, learns):
 
 
 @pytest.mark.parametrize("name", NORMALISED)
-@pytest.mark.parametrize("parts", [0, 1, 2])
+@pytest.mark.parametrize("parts", [ORDINARY, 1, 2])
 def test_weights_that_are_no_numbers_of_edges(name, parts):
     layer, x, it = NORMALISED[name](nn), torch.randn(N, 2), shard(edges(), N, parts) if parts else edges()
     args = () if name == "GCNConv" else (x,)
