@@ -31,11 +31,14 @@ def passing(strategies: Iterator[Strategy], found: list[Strategy], *problems: Pr
 def difference(strategy: Strategy, problem: Problem) -> str:
     """Return in what a strategy and the layer's own code differ; the strategy is told which inputs nothing reads.
 
-    They are compared with other parameters, too: with those of the beginning, which may be zeros, less may be done.
+    They are compared with other parameters, too, where some that are read, or buffers, hold one number, as gates do at
+    the beginning: with zeros, less may be done.
     """
     while (found := compared(strategy, problem)) is None:
         problem = problem.positive()
-    if not found:
+    aside = {id(p) for p in strategy.program.unused}
+    read = [*(p for p in problem.layer.parameters() if id(p) not in aside), *problem.layer.buffers()]
+    if not found and any(t.is_floating_point() and bool((t == t.flatten()[:1]).all()) for t in read):
         unused, unread = strategy.program.unused, strategy.program.unread
         with other_parameters(problem), suppress(Exception):  # which its code may not be made for
             found = compared(strategy, problem) or ""
