@@ -9,9 +9,11 @@ from support import conv_zoo
 from support.conv_zoo import CASES
 from support.layer_check import run
 from support.layers import FULL, OPTIONS, inputs, leaf
-from support.nasty_graph import NUM_NODES, edges
+from support.nasty_graph import NUM_NODES, assignment, edges, share
+from torch.utils.checkpoint import checkpoint
 
 import pyg_sar
+from pyg_sar.distributed.group import ABANDONED
 
 UNIT = torch.finfo(torch.bfloat16).eps / 2  # what rounding to bfloat16 changes a number by, at most
 
@@ -121,3 +123,21 @@ def test_layers_of_pyg(device):
             found = named(conv_zoo.forward_and_backward(case, conv_zoo.in_one_process(case, 3), device, True))
         problems += compare(name, [(found, reference, truth)], 64 * UNIT)
     assert not problems, "\n".join(problems)
+
+
+def checkpointed(group):
+    """How many messages nobody has waited for, after some steps behind a checkpoint."""
+    mine, before = share(group, edges(), assignment("random", group.size())), len(ABANDONED)
+    conv = pyg_sar.nn.SAGEConv(8, 8)
+    for _ in range(3):
+        x = torch.randn(len(mine.src), 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = checkpoint(conv, x, mine.edge_index, use_reentrant=False)
+        out.float().sum().backward()
+        assert x.grad.isfinite().all()
+    return len(ABANDONED) - before
+
+
+def test_no_messages_are_left_behind_a_checkpoint(pool):
+    """It stops at the last tensor that backward needs, which may be that of the root, while messages are under way."""
+    assert pool.run(3, checkpointed) == [0, 0, 0]
