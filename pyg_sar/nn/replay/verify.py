@@ -31,18 +31,16 @@ def passing(strategies: Iterator[Strategy], found: list[Strategy], *problems: Pr
 def difference(strategy: Strategy, problem: Problem) -> str:
     """Return in what a strategy and the layer's own code differ; the strategy is told which inputs nothing reads.
 
-    They are compared with other parameters, too, where some that are read, or buffers, hold one number, as gates do at
-    the beginning: with zeros, less may be done.
+    Outputs are compared with other parameters, too, where some that are read, or buffers, hold one number, as gates do
+    at the beginning: with zeros, less may be done.
     """
     while (found := compared(strategy, problem)) is None:
         problem = problem.positive()
     aside = {id(p) for p in strategy.program.unused}
     read = [*(p for p in problem.layer.parameters() if id(p) not in aside), *problem.layer.buffers()]
     if not found and any(t.is_floating_point() and bool((t == t.flatten()[:1]).all()) for t in read):
-        unused, unread = strategy.program.unused, strategy.program.unread
         with other_parameters(problem), suppress(Exception):  # which its code may not be made for
-            found = compared(strategy, problem) or ""
-        strategy.program.unused, strategy.program.unread = unused, unread
+            found = compared(strategy, problem, grads=False) or ""
     return found
 
 
@@ -60,8 +58,10 @@ def other_parameters(problem: Problem) -> Iterator[None]:
         yield
 
 
-def compared(strategy: Strategy, problem: Problem) -> str | None:
-    """Return the difference on a problem; None if the layer's code makes no finite number there, that could differ."""
+def compared(strategy: Strategy, problem: Problem, grads: bool = True) -> str | None:
+    """Return the difference on a problem, of outputs and perhaps gradients; None if the layer's code makes no finite
+    number there, that could differ.
+    """
     own = [p for p in problem.layer.parameters() if p.requires_grad]
     copies = [p.detach().requires_grad_() for p in own]  # whose hooks are nobody's
     with substituted(problem.layer, own, copies):
@@ -75,6 +75,8 @@ def compared(strategy: Strategy, problem: Problem) -> str | None:
                 return "output"
             if strategy.name != "kernel" and not same_on_shares(strategy, problem, expected.detach()):
                 return "output on a worker's share"
+        if not grads:
+            return ""
         program = strategy.program
         parameters = [*copies, *(p for p in program.hidden if p.requires_grad)]
         grad = torch.randn(expected.shape, generator=problem.random, dtype=torch.float64).to(expected)
