@@ -371,7 +371,7 @@ class Pipeline:
             with self.timed("forward", it):
                 out = self.run(given, self.edge_index, edges, it)
                 if stages.last:
-                    with watch.allow_local(), running.in_loss_fn():
+                    with watch.allow_local(), running.within(running.LOSS):
                         loss = loss_fn(unpacked(out), span)
                     check_loss(loss)
                     total += loss.detach().double()

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 # The `layer` of this thread, whether its parameters are `told`, whether its rows are those of a `chunk`, and whether a
 # `loss` of a pipeline is being made.
 _here = threading.local()
+CHUNK, LOSS = "chunk", "loss"
 LAYERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 LAZY: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models of which parameters had no values when they ran
 
@@ -88,33 +89,18 @@ def name() -> str:
 
 
 @contextmanager
-def on_chunk() -> Iterator[None]:
-    """Say that what runs within the context has the rows of a chunk alone."""
-    _here.chunk = True
+def within(what: str) -> Iterator[None]:
+    """Say that what runs within the context has the rows of a ``CHUNK`` alone, or makes a pipeline's ``LOSS``."""
+    setattr(_here, what, True)
     try:
         yield
     finally:
-        _here.chunk = False
+        setattr(_here, what, False)
 
 
-def chunked() -> bool:
-    """Whether a chunk is running."""
-    return getattr(_here, "chunk", False)
-
-
-@contextmanager
-def in_loss_fn() -> Iterator[None]:
-    """Say that what runs within the context makes a pipeline's loss of this worker's share."""
-    _here.loss = True
-    try:
-        yield
-    finally:
-        _here.loss = False
-
-
-def makes_share() -> bool:
-    """Whether such a loss is being made."""
-    return getattr(_here, "loss", False)
+def is_within(what: str) -> bool:
+    """Whether it was said."""
+    return getattr(_here, what, False)
 
 
 def named_range(*words: str) -> AbstractContextManager[Any]:

@@ -29,14 +29,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from pyg_sar import running
 from pyg_sar.block import cut, rows_at
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.peers import Remote
 from pyg_sar.distributed.transfer import wait_for
 from pyg_sar.exchange import Local, Meter, Receiver, Routes, Schedule, Sink
-from pyg_sar.graph import Seeds, ShardedGraph
+from pyg_sar.graph import Seeds, ShardedGraph, SomeIds
 from pyg_sar.halo import fetch_halo
-from pyg_sar.running import About, on_chunk
+from pyg_sar.running import About
 
 
 @dataclass
@@ -105,6 +106,7 @@ class History:
     def make(self, number: int | None, start: int, end: int) -> Chunk:
         """Return a chunk, or all rows as a single one."""
         part, routes = self.graph.rows(start, end), self.graph.exchange.routes
+        assert isinstance(part.e_id, SomeIds)
         source, row = part.coo()
         within = (source >= start) & (source < end)
         read = torch.zeros(len(self.chunk_of), dtype=torch.bool)
@@ -126,7 +128,7 @@ class History:
                 blocks=blocks, num_src=end - start, dst=slice(0, end - start), remat=True, origin=None,
                 exchange=exchange, n_id=torch.arange(start, end) if n_id is None else n_id[start:end], seeds=Seeds(0),
             ),
-            self.graph.edge_rows(start, end), reads, serves, halo,
+            part.e_id.edges, reads, serves, halo,
         )  # fmt: skip
         exchange.chunk = it
         return it
@@ -166,7 +168,7 @@ class History:
     def within(self, block: int) -> Iterator[None]:
         """Run a block of the model on a chunk; raise unless it has aggregated as often as for other chunks."""
         self.block, self.call = block, 0
-        with on_chunk():
+        with running.within(running.CHUNK):
             yield
         calls = sum(block == self.block for block, _ in self.sites)
         if self.call != calls:

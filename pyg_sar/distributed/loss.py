@@ -68,7 +68,7 @@ def global_mean(
             require a gradient. On all workers, if some that ``mask`` leaves out are NaN, such as losses of labels that
             are.
     """
-    if running.makes_share():
+    if running.is_within(running.LOSS):
         raise ValueError(
             f"[rank {rank_of(group)}] A pipeline adds up what 'loss_fn' returns, which must be this worker's share: "
             f"take F.cross_entropy(..., reduction='sum') / total, of all workers' labels, instead of 'global_mean'."

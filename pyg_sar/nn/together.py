@@ -27,7 +27,7 @@ def together(group: Any) -> bool:
     Raises:
         NotImplementedError: On a chunk of a pipeline, which has a part of the rows.
     """
-    if running.chunked():
+    if running.is_within(running.CHUNK):
         raise NotImplementedError(
             f"[rank {rank_of()}] A block of a pipeline normalises or reads out all rows, of which a chunk is a part. "
             f"Take what looks at each row alone (LayerNorm(mode='node')), do it after the pipeline, or take 'chunks=1'."

@@ -40,15 +40,14 @@ class PerGraph:
         if batch is None:
             batch_size = 1
         else:
-            here = int(batch.max()) + 1 if batch.numel() > 0 else 0
-            given = here if batch_size is None else batch_size
-            most, other, least = global_max(batch.new_tensor([here, given, -given]), group).tolist()
-            if batch_size is not None and not most <= other == -least:
+            here, given = int(batch.max()) + 1 if batch.numel() > 0 else 0, -1 if batch_size is None else batch_size
+            count, most, least = global_max(batch.new_tensor([here, given, -given]), group).tolist()
+            if most != -least or 0 <= most < count:  # on all workers alike, also where some were given none
                 raise ValueError(
                     f"[rank {rank_of(group)}] Expected the number of graphs of a batch, which all workers number alike "
-                    f"(got {batch_size} here, {-least} to {other} on all workers, and graphs up to {most - 1})"
+                    f"(got {batch_size} here, up to {most} on all workers, and graphs up to {count - 1})"
                 )
-            batch_size = most if batch_size is None else batch_size
+            batch_size = count if batch_size is None else batch_size
         self.size = batch_size
         count = torch.bincount(self.batch, minlength=batch_size)
         self.count = all_reduce(count, group).to(accumulator(x.dtype)).view(-1, *[1] * (x.dim() - 1))

@@ -66,7 +66,7 @@ def test_integers():
             assert torch.equal(one, other.to(one.dtype)), name
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 2), (3, None)])
 def test_numbers_of_graphs_that_are_a_workers_own(sizes):
     batches = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 2, 2])
     for name in POOLS:
