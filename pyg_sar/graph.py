@@ -53,6 +53,11 @@ class EdgeIds:
         raise NotImplementedError
 
 
+def made(e_id: Tensor | EdgeIds | None) -> Tensor | None:
+    """Return ids of edges that may be yet to be made."""
+    return e_id.ids if isinstance(e_id, EdgeIds) else e_id
+
+
 @dataclass(frozen=True, eq=False)
 class SomeIds(EdgeIds):
     """Ids of some edges.
@@ -67,7 +72,7 @@ class SomeIds(EdgeIds):
 
     def make(self) -> Tensor:
         """Choose them."""
-        every = self.e_id.ids if isinstance(self.e_id, EdgeIds) else self.e_id
+        every = made(self.e_id)
         return self.edges if every is None else every[self.edges]
 
 
@@ -347,9 +352,8 @@ def positions(block: Block) -> Tensor:
 
 def edge_ids(graph: ShardedGraph) -> Tensor:
     """Return the global ids of a graph's edges."""
-    if isinstance(graph.e_id, EdgeIds):
-        return graph.e_id.ids
-    return torch.arange(graph.num_edges, device=graph.device) if graph.e_id is None else graph.e_id
+    e_id = made(graph.e_id)
+    return torch.arange(graph.num_edges, device=graph.device) if e_id is None else e_id
 
 
 def _bytes(tensors: list[Tensor], seen: set[int]) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyg_sar.block import Block, Index, ordinary_mode, rows_at
 from pyg_sar.csr import index_type, lead_over
-from pyg_sar.graph import EdgeIds, ShardedGraph, edge_ids, positions
+from pyg_sar.graph import EdgeIds, ShardedGraph, made, positions
 from pyg_sar.rewire import dst_ids
 
 
@@ -36,8 +36,7 @@ def _with_self_loops(graph: ShardedGraph) -> tuple[ShardedGraph, Loops]:
     for block in graph.blocks:
         new = loops.add(block)
         blocks.append(dataclasses.replace(new, edges=slice(first, first := first + new.num_edges)))
-    e_id = edge_ids(graph) if isinstance(graph.e_id, EdgeIds) else graph.e_id
-    ids = IdsWithLoops(e_id, dst_ids(graph), loops)
+    ids = IdsWithLoops(graph.e_id, dst_ids(graph), loops)
     origin = None if graph.origin is None else graph.origin._replace(looped=True)
     return graph.replace(blocks=tuple(blocks), e_id=ids, origin=origin), loops
 
@@ -156,11 +155,12 @@ class IdsWithLoops(EdgeIds):
         loops: Which edges there are.
     """
 
-    e_id: Tensor | None
+    e_id: Tensor | EdgeIds | None
     dst_id: Tensor
     loops: Loops
 
     def make(self) -> Tensor:
         """Join them; those of loops are negative, which no edge's are."""
-        e_id = torch.arange(self.loops.num_edges, device=self.dst_id.device) if self.e_id is None else self.e_id
+        e_id = made(self.e_id)
+        e_id = torch.arange(self.loops.num_edges, device=self.dst_id.device) if e_id is None else e_id
         return torch.cat([e_id, -1 - self.dst_id]).index_select(0, self.loops.find_order())
