@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.sample_graphs import put_together, read_part
+from support.small_pieces import ordinary_ranges
 from torch_geometric.data import Data
 
 from pyg_sar.cli import main
@@ -299,6 +300,7 @@ def test_plan_of_rows_at_home(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["gcn2", "gat", pytest.param("resgcn", marks=pytest.mark.grid)])
+@ordinary_ranges()
 def test_plan_of_stages(capsys, tmp_path, model):
     """Of a folder, whose parts each stage has, and of counts, for numbers of workers that stages divide."""
     folder, small = tmp_path / "parts", ["--hidden", "8", "--layers", "2", "--model", model, "--chunks", "2"]

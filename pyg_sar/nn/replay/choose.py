@@ -15,7 +15,8 @@ The workers *agree* on the first strategy that passes on all of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def choose(call: Call, graph: ShardedGraph, size: Any) -> Strategy:
     strategy = inferred.get(kind)
     if strategy is None or not strategy.fits(call, graph) or not still_valid(strategy, call, graph):
         edge, const = rows_of_edges(call, graph)
-        strategy = inferred[kind] = agree(candidates(call, graph, edge), graph.exchange.all_reduce_max)
+        with closing(candidates(call, graph, edge)) as found:
+            strategy = inferred[kind] = agree(found, graph.exchange.all_reduce_max)
         strategy.const = const
     return strategy
 
@@ -111,32 +113,33 @@ def rows_of_edges(call: Call, graph: ShardedGraph) -> tuple[frozenset[str], dict
     return edge, {name: rows[name].shape for name in alike}
 
 
-def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> list[Strategy]:
-    """Return the strategies that pass on the probe graph, the best one first, and those that always do."""
+def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> Generator[Strategy, None, None]:
+    """Yield the strategies that pass on the probe graph, the best one first, and those that always do. Each one is
+    verified when it is asked for: the first will mostly do.
+    """
     others = "it does not stream on another worker"
     last = [Strategy("one-shot", others, edge), Strategy("refused", others)]
     try:
         with isolated(call.layer, graph.device):
             problem = Problem(call, graph, edge)
-            found: list[Strategy] = []
+            why = ""
             try:
-                why = passing(by_blocks(problem), found, problem)
+                why = yield from passing(by_blocks(problem), problem)
             except NotStreamable as error:
                 if problem.side_effects:
                     raise
                 why = str(error)
-            if not found:
-                differs = passing(by_chunks(problem, why), found, problem, Problem(call, graph, edge, signed=True))
-                if not found:
-                    return [Strategy("refused", f"{why}, and on some destinations alone {differs}")]
-            return [*found, *last]
+            if why:
+                signed = Problem(call, graph, edge, signed=True)
+                if differs := (yield from passing(by_chunks(problem, why), problem, signed)):
+                    last = [Strategy("refused", f"{why}, and on some destinations alone {differs}")]
     except MixesEdges as error:
-        return [Strategy("refused", str(error))]
+        last = [Strategy("refused", str(error))]
     except NotStreamable as error:
         last[0].why = str(error)
     except Exception as error:  # the layer's own: with few edges, or of random values
         last[0].why = f"on the probe graph it raises {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
-    return last
+    yield from last
 
 
 def by_blocks(problem: Problem) -> Iterator[Strategy]:
@@ -170,13 +173,13 @@ def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
         yield strategy
 
 
-def agree(found: list[Strategy], largest: Callable[[list[int]], list[int]]) -> Strategy:
-    """Return the best strategy that all workers have found; each of them has found the last one."""
-    least = 0
+def agree(found: Iterator[Strategy], largest: Callable[[list[int]], list[int]]) -> Strategy:
+    """Return the best strategy that all workers find; each of them finds the last one."""
+    strategy = next(found)
     while True:
-        strategy = next(s for s in found if NAMES.index(s.name) >= least)
         mine = NAMES.index(strategy.name)
         worst, best = largest([mine, -mine])
         if worst == -best:
             return strategy
-        least = worst
+        while NAMES.index(strategy.name) < worst:
+            strategy = next(found)

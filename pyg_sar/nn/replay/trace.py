@@ -148,13 +148,12 @@ class Shared:
     def __init__(self, known: Sequence[Tensor]) -> None:
         self.known = WeakIdKeyDictionary(dict.fromkeys(known, True))
 
-    def holds(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether a function is called with such tensors and no others; what it writes others into is none any more."""
-        given = [t in self.known or isinstance(t, torch.nn.Parameter) for t in tensors(args, kwargs)]
-        if not all(given) and in_place(name):
-            for t in tensors(args[:1]):
-                self.known.pop(t, None)
-        return bool(given) and all(given)
+    def holds(self, name: str, given: Sequence[Tensor]) -> bool:
+        """Whether a function is given such tensors and no others; what it writes others into is none any more."""
+        every = all(t in self.known or isinstance(t, torch.nn.Parameter) for t in given)
+        if not every and in_place(name):
+            self.known.pop(given[0], None)
+        return every and len(given) > 0
 
     def add(self, out: Any) -> Any:
         """Know what such a function returned."""
@@ -175,7 +174,7 @@ class NoMixing(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch a function of torch."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if self.shared.holds(name, args, kwargs):
+        if self.shared.holds(name, list(tensors(args, kwargs))):
             return self.shared.add(func(*args, **kwargs))
         if mixes(self.num_edges, name, args, kwargs) and args[0].is_floating_point():
             raise MixesEdges(f"it calls '{name}' across edges")
@@ -270,10 +269,11 @@ class Trace(Dropout):
 
     def watch(self, func: Callable, name: str, args: Any, kwargs: Any) -> Any:
         """Let a function run or answer in its place."""
-        kinds = {self.kinds.get(t) for t in tensors(args, kwargs)}
+        given = list(tensors(args, kwargs))
+        kinds = {self.kinds.get(t) for t in given}
         if name == "dropout":
             return self.drop(func, args, kwargs)
-        if self.shared.holds(name, args, kwargs) and name not in VALUES:
+        if self.shared.holds(name, given) and name not in VALUES:
             return self.shared.add(func(*args, **kwargs))
         if kinds & {"edges", "row", "col"}:
             return self.index(func, name, args, kwargs)
@@ -284,7 +284,7 @@ class Trace(Dropout):
         if "unknown" not in kinds and not self.ended and mixes(self.num_edges, name, args, kwargs):
             raise NotStreamable(f"it calls '{name}' across edges")
         out = func(*args, **kwargs)
-        if "unknown" in kinds and name not in KNOWN:
+        if "unknown" in kinds and (name not in KNOWN or name == "__get__"):  # of which one may be 'T'
             for t in tensors((out, args[:1] if in_place(name) else ())):
                 self.kinds[t] = "unknown"
         return out

@@ -2,7 +2,7 @@ r"""Verifies strategies on the probe graph: outputs and gradients must be those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -17,15 +17,16 @@ from pyg_sar.structure import tensors
 FEW = 8  # messages of a chunk of the probe graph
 
 
-def passing(strategies: Iterator[Strategy], found: list[Strategy], *problems: Problem) -> str:
-    """Add the strategies that solve all problems to those ``found``; return why others do not."""
-    why = ""
+def passing(strategies: Iterator[Strategy], *problems: Problem) -> Generator[Strategy, None, str]:
+    """Yield the strategies that solve all problems; return why none does."""
+    why, some = "", False
     for strategy in strategies:
         if wrong := next(filter(None, (difference(strategy, problem) for problem in problems)), ""):
             why = f"its {wrong} would differ"
         else:
-            found.append(strategy)
-    return why
+            some = True
+            yield strategy
+    return "" if some else why
 
 
 def difference(strategy: Strategy, problem: Problem) -> str:

@@ -1,5 +1,6 @@
 """Layers that know nothing of sharded graphs, converted: they stream and compute what they do on the whole graph."""
 
+import contextlib
 import copy
 import pickle
 
@@ -279,6 +280,37 @@ def test_workers_agree(pool):
     ]
 
 
+def less_on_one(group):
+    """A weighted sum, to which the last worker adds something; it then needs no kernel, nor reductions in blocks."""
+    found = []
+    for last in (lambda x, index: x.tanh(), lambda x, index: x.median(0).values[None] + x):
+        layer = convert(Odd(lambda self, x_i, x_j, a, index, last=last: last(x_j, index) if group.rank() else x_j))
+        mine = share(group, edges(), assignment("random", group.size()))
+        with contextlib.suppress(NotImplementedError):  # of a median of all edges
+            layer(torch.randn(len(mine.src), 8), mine.edge_index, torch.randn(len(mine.edge), 3))
+        found.append(strategy_of(layer))
+    return found
+
+
+def test_workers_take_the_best_that_all_have(pool):
+    for found in pool.run(2, less_on_one):
+        assert found[0] == "streams by replay" and found[1].startswith("refused")
+
+
+def test_only_what_is_asked_for_is_verified(monkeypatch):
+    """The strategies after the first that passes are verified where another worker lacks that one."""
+    from pyg_sar.nn.replay import verify
+
+    seen, difference = [], verify.difference
+    monkeypatch.setattr(verify, "difference", lambda it, on: (seen.append(it.name), difference(it, on))[1])
+    for layer in (gnn.SimpleConv(), Attention(), gnn.SimpleConv(aggr="median")):
+        layer = convert(layer)
+        run(layer, 3) if isinstance(layer, Attention) else layer(
+            torch.randn(NUM_NODES, 8), pyg_sar.shard(edges(), NUM_NODES, 3)
+        )
+    assert seen == ["kernel", "softmax", "chunks", "chunks"]  # on two problems: not sorted, a median looks further
+
+
 @pytest.mark.parametrize("aggr", ["LSTMAggregation", "GRUAggregation"])
 def test_no_destination_has_more_than_one_edge(aggr):
     """PyG then pads to one edge, and a state that walked on over padding would be another one."""
@@ -494,6 +526,23 @@ class Mixed(gnn.MessagePassing):
 def test_nodes_that_are_mixed_later():
     with pytest.raises(NotImplementedError, match=r"'Mixed' cannot run on a share of the graph"):
         run(convert(Mixed()), 3)
+
+
+class Turned(gnn.MessagePassing):
+    """Reads an aggregate on its side, in another one."""
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x)
+
+    def aggregate(self, inputs, index, dim_size):
+        total = scatter(inputs.tanh(), index, 0, dim_size, "sum").T
+        return scatter(inputs - total.T[index], index, 0, dim_size, "max")
+
+
+def test_what_is_turned_is_unknown_still():
+    layer = convert(Turned())
+    close(run(layer, 3), run(layer, 0), "output", 1e-5)
+    assert strategy_of(layer) == "streams by replay (in 2 passes)"
 
 
 def test_layers_stream_after_an_explanation():
