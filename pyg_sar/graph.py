@@ -227,7 +227,8 @@ class ShardedGraph:
         which is how PyG reads a single tensor for both.
         """
         rows = slice(0, self.num_dst) if self.dst is None else self.dst
-        return x[(*[slice(None)] * (dim % x.dim()), rows)]
+        index = (*[slice(None)] * (dim % x.dim()), rows)
+        return x[index]
 
     def rows(self, start: int, end: int) -> ShardedGraph:
         """Return the graph of a range of destinations, with the same sources and the same exchange.
