@@ -3,7 +3,7 @@ r"""The edges from one source shard into a worker's destinations, and the arithm
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -160,11 +160,19 @@ class Block:
         col = places_in(ids, number[self.source])
         return dataclasses.replace(self, col=col.to(self.col.dtype), ids=ids, num_src=length(ids), edges=edges)
 
+    def map(self, fn: Callable[[Tensor], Tensor], transpose: bool = False) -> Block:
+        """Return the block of what a function makes of each index tensor, and perhaps of each of the transpose."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        made: dict[str, Any] = {k: fn(v) if isinstance(v, Tensor) else v for k, v in fields.items()}
+        block = Block(**made)
+        if transpose:
+            *by_source, perm = map(fn, self.transpose)
+            vars(block).update(by_source=tuple(by_source), perm=perm)
+        return block
+
     def to(self, device: torch.device | str) -> Block:
         """Move the index tensors to ``device``."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}
-        return Block(**moved)
+        return self.map(lambda t: t.to(device))
 
 
 def renumber(ids: Index, number: Tensor) -> Index:

@@ -58,14 +58,15 @@ def shard_links(edge_label_index: Tensor, n_id: Ids, group: Any = None) -> tuple
     if edge_label_index.dim() != 2 or edge_label_index.size(0) != 2 or edge_label_index.dtype != torch.int64:
         found = f"{edge_label_index.dtype}, {list(edge_label_index.shape)}"
         raise ValueError(f"Expected 'edge_label_index' of type torch.int64 and shape [2, *] (got {found})")
-    row = Directory(dst_id).rows(edge_label_index[1])
+    destinations = Directory(dst_id)
+    sources = destinations if src_id is dst_id else Directory(src_id)
+    row = destinations.rows(edge_label_index[1])
     mine = (row >= 0).nonzero().view(-1)
     check_owned(mine.numel(), edge_label_index, group)
     source, row = edge_label_index[0, mine], row[mine]
-    directory = Directory(src_id)
-    col = directory.rows(source)
+    col = sources.rows(source)
     asked = source[col < 0].unique()
-    owner, serve = ask(asked, directory, group)
+    owner, serve = ask(asked, sources, group)
     rank, size = (rank_of(group), size_of(group)) if serve else (0, 1)
     # Local-first numbers: those that were asked for follow the own ones, by their owners.
     part, others = torch.full_like(col, rank), torch.searchsorted(asked, source[col < 0])

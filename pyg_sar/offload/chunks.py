@@ -17,7 +17,7 @@ With several workers each walks its own chunks, with its halo rows at home, too 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -77,17 +77,10 @@ class Chunk:
         graph = self.graph
         if place.device == graph.device and not place.copies:
             return self
-        blocks = []
-        for block in graph.blocks:
-            held = {f.name: getattr(block, f.name) for f in fields(block)}
-            moved: dict[str, Any] = {k: place.bring(t) for k, t in held.items() if isinstance(t, Tensor)}
-            blocks.append(replace(block, **moved))
-            if transposed:
-                *by_source, perm = map(place.bring, block.transpose)
-                vars(blocks[-1]).update(by_source=tuple(by_source), perm=perm)
+        blocks = tuple(block.map(place.bring, transposed) for block in graph.blocks)
         exchange = graph.exchange.to(place.device)
         e_id = IdsBrought(self.ids.e_id, self.ids.edges, place)
-        moved_graph = graph.replace(blocks=tuple(blocks), exchange=exchange, e_id=e_id)
+        moved_graph = graph.replace(blocks=blocks, exchange=exchange, e_id=e_id)
         pieces = [place.bring(ids) for ids in self.pieces]
         slots = None if self.slots is None else [place.bring(of_piece) for of_piece in self.slots]
         return replace(self, graph=moved_graph, pieces=pieces, slots=slots)
@@ -203,19 +196,19 @@ def at_home(home: Home, it: Chunk) -> Chunk:
     """
     if not home.apart:
         return it
-    names = ("rowptr", "col", "ids", "edges", "dst")
     tensors = [it.ids.edges, *(it.slots or ())]
+
+    def collect(t: Tensor) -> Tensor:
+        tensors.append(t)
+        return t
+
     for block in it.graph.blocks:
-        tensors += [*(getattr(block, name) for name in names), *block.transpose]
+        block.map(collect, transpose=True)
     kept = iter(home.keep(tensors))
     e_id = IdsAtHome(it.ids.e_id, next(kept))
     slots = None if it.slots is None else list(islice(kept, len(it.slots)))
-    blocks = []
-    for block in it.graph.blocks:
-        blocks.append(replace(block, **dict(zip(names, islice(kept, len(names)), strict=True))))
-        *by_source, perm = islice(kept, 3)
-        vars(blocks[-1]).update(by_source=tuple(by_source), perm=perm)
-    return replace(it, graph=it.graph.replace(blocks=tuple(blocks), e_id=e_id), slots=slots)
+    blocks = tuple(block.map(lambda _: next(kept), transpose=True) for block in it.graph.blocks)
+    return replace(it, graph=it.graph.replace(blocks=blocks, e_id=e_id), slots=slots)
 
 
 class AtHome(Local):
