@@ -68,6 +68,7 @@ def peak(data, model, *edges):
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
 @pytest.mark.parametrize(("kind", "chunks"), some(["sage", "gcn", "gat"], [2, 5, 16], every=2))
+@ordinary_ranges()
 def test_plan_tells_what_a_step_takes(data, kind, chunks):
     model = Net(kind, 32)
     graph, labelled = data.edge_index.graph, int(data.train_mask.sum())
@@ -84,6 +85,7 @@ def test_plan_tells_what_a_step_takes(data, kind, chunks):
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
 @pytest.mark.parametrize("kind", ["sage", pytest.param("gat", marks=pytest.mark.grid)])
+@ordinary_ranges()
 def test_budget(data, kind, tmp_path):
     model = Net(kind, 32)
     before = {k: v.clone() for k, v in model.state_dict().items()}
