@@ -1,10 +1,10 @@
 import dataclasses
+import itertools
 import json
 import os
 import random
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -593,61 +593,54 @@ def test_features_that_are_not_mapped(tmp_path):
     assert mapped.attrs["x"][-1, -1] == 0 and read.attrs["x"][-1, -1] == 1
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from pyg_sar.data import store
+def write_and_die(group, out, moment, exchanges):
+    """Replace a partition by another one; the process is killed at that moment: when all is written, before or after
+    the two folders change names, or before a rename where they cannot.
+    """
+    replace, exchange, moments = os.replace, store.exchange, itertools.count()
 
-replaces = []
-replace, exchange = os.replace, store.exchange
+    def pass_by():
+        if next(moments) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def strike(*args):
-    replaces.append(args)
-    if len(replaces) == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
+    def killing(*args):
+        pass_by()
+        replace(*args)
 
-def killing(*args):
-    strike()
-    replace(*args)
+    def exchanging(*args):
+        pass_by()
+        done = exchanges and exchange(*args)
+        pass_by()
+        return done
 
-def swapping(*args):
-    strike()
-    return exchange(*args) if sys.argv[3] == "exchange" else False
-
-os.replace, store.exchange = killing, swapping
-with store.create(sys.argv[1], overwrite=True) as new:
-    store.write_meta(new, {"identity": "new"})
-    if sys.argv[2] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
+    os.replace, store.exchange = killing, exchanging
+    with store.create(out, overwrite=True) as new:
+        store.write_meta(new, {"identity": "new"})
+        pass_by()
 
 
-def killed(out, call, exchange):
-    """Replace a partition by another one in a process that is killed when it renames for the given time."""
+def killed(pool, out, moment, exchanges):
     with store.create(out) as new:
         store.write_meta(new, {"identity": "old"})
-    path = os.pathsep.join([str(Path(store.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", KILLED, str(out), str(call), exchange]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert pool.outcomes(1, write_and_die, out, moment, exchanges) == [("died", -signal.SIGKILL)]
 
 
-@pytest.mark.parametrize("call", [0, 1, pytest.param(2, marks=pytest.mark.grid)])
-def test_a_writer_that_is_killed_leaves_a_partition(tmp_path, call):
+@pytest.mark.parametrize(("moment", "left"), [(0, "old"), (1, "old"), (2, "new")])
+def test_a_writer_that_is_killed_leaves_a_partition(pool, tmp_path, moment, left):
     """The old one or the new one; the next writer removes what it left."""
-    killed(out := tmp_path / "graph", call, "exchange")
-    assert store.read_meta(out)["identity"] == ("new" if call == 2 else "old")
-    assert len(list(tmp_path.iterdir())) == (1 if call == 2 else 2)
+    killed(pool, out := tmp_path / "graph", moment, True)
+    assert store.read_meta(out)["identity"] == left and len(list(tmp_path.iterdir())) == 2
     with store.create(out, overwrite=True) as new:
         store.write_meta(new, {"identity": "newest"})
     assert store.read_meta(out)["identity"] == "newest" and list(tmp_path.iterdir()) == [out]
 
 
-def test_killed_between_two_renames(tmp_path):
+def test_killed_between_two_renames(pool, tmp_path):
     """Where two folders cannot change names at once, such as on NFS: what there was is told, and put back by a writer.
 
-    The renames are the attempt to exchange, away with the old one, and the new one's.
+    After the attempt to exchange, the old one is renamed, and then the new one.
     """
-    killed(out := tmp_path / "graph", 3, "")
+    killed(pool, out := tmp_path / "graph", 4, False)
     assert not out.exists() and len(list(tmp_path.iterdir())) == 2
     with pytest.raises(FileNotFoundError, match=r"'\.graph\..*\.old' beside it: what it held"):
         store.read_meta(out)
