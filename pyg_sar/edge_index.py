@@ -76,8 +76,9 @@ class ShardedEdgeIndex(EdgeNumbers):
         """Keep what layers fetch or sum up of node features that never change, instead of doing so in every step.
 
         Layers of :mod:`pyg_sar.nn` that are given this very tensor communicate for it once: ``SAGEConv`` (unless it
-        projects features before), ``GINConv``, ``GCNConv`` and ``RGCNConv`` keep its aggregate, ``GATConv`` and
-        ``RGCNConv`` with bases the rows of other workers, as long as the tensor lives. All workers call it alike.
+        projects features before), ``GINConv``, ``RGCNConv``, and ``GCNConv`` that normalises edges without weights keep
+        its aggregate, ``GATConv`` (not under autocast) and ``RGCNConv`` with bases the rows of other workers, as long
+        as the tensor lives. All workers call it alike.
         Changes in place, of the tensor or of an aggregate, are noticed, and must be made by all of them, too.
 
         Args:

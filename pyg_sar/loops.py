@@ -142,7 +142,7 @@ class Loops:
         """Where the other edges are."""
         old, _ = self.replaced
         keep = torch.ones(self.num_edges, dtype=torch.bool, device=old.device).index_fill_(0, old, False)
-        return keep.nonzero().view(-1) if old.numel() > 0 else slice(None)
+        return keep.nonzero().view(-1).to(index_type(self.num_edges)) if old.numel() > 0 else slice(None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 r"""How much memory and traffic training will take, by a dry run of the model on a small graph of the same shape.
 
 Everything that a worker holds is proportional to its numbers of rows and edges, except for what belongs to parameters.
-So a step on two small graphs whose numbers of nodes, edges and boundary rows relate as those of the real one tells the
-rest: layers, exchange and autograd are the real ones, only messages are not sent, and every tensor that is made is
+So two steps on two small graphs whose numbers of nodes, edges and boundary rows relate as those of the real one tell
+the rest: layers, exchange and autograd are the real ones, only messages are not sent, and every tensor that is made is
 counted as long as it lives.
 """
 

@@ -114,7 +114,8 @@ def about(rows: Tensor | torch.Size, dtype: torch.dtype, how: str) -> About:
     """Return what the present layer does with rows of a shape."""
     module = present()
     columns = " x ".join(map(str, rows[1:])) or "1"
-    doing = f"rows of {columns} columns ({str(dtype)[6:]}, {how})"
+    mode = "" if module is None or module.training else ", in evaluation mode"
+    doing = f"rows of {columns} columns ({str(dtype)[6:]}, {how}{mode})"
     if module is None:
         return About(doing)
     layer, told, _here.told = LAYERS[module], _here.told, True

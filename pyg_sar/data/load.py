@@ -38,8 +38,8 @@ def load(
 ) -> Data | HeteroData:
     r"""Load this worker's part of a partitioned graph.
 
-    All workers of ``group`` call it together, with the same arguments but for ``path`` and ``device``. Seed them alike
-    before (:func:`torch.manual_seed`): rank 0's seed is that of attention dropout.
+    All workers of ``group`` call it together, with the same arguments but for ``path`` and ``device``. Seed before
+    (``torch.manual_seed(pyg_sar.init())``): rank 0's seed is that of attention dropout on all of them.
 
     .. code-block:: python
 
@@ -110,13 +110,14 @@ def load(
         edges[it] = ShardedEdgeIndex(graph).replace(one_shot=one_shot)
     data = _data(shard, edges).to(str(device))
     if shard.num_parts > 1:  # a single worker, such as that of a stage of a pipeline, has all rows
-        _report(data, () if shard.typed else shard.attrs)
+        _report(data, shard.attrs, shard.typed)
     return data
 
 
-def _report(data: Any, whole: Iterable[str]) -> None:
-    """Tell the watch what the tensors of a part are, but for those that are named ``whole``."""
+def _report(data: Any, whole: Iterable[str], typed: bool) -> None:
+    """Tell the watch what the tensors of a part are; those that are named ``whole``, of the graph, are all workers'."""
     rows, ids = [], []
+    watch.same_on_all(t for t in (getattr(data, key) for key in whole) if isinstance(t, Tensor))
     for store in (*data.node_stores, *data.edge_stores):
         ends = store._key[::2] if isinstance(store._key, tuple) else (store._key,)
         counts = [store[key].numel() for key in ("n_id", "e_id") if key in store]
@@ -126,9 +127,11 @@ def _report(data: Any, whole: Iterable[str]) -> None:
             dim = data.__cat_dim__(key, value, store)
             if integers(value) and is_pairs((key,), value):
                 ids.append(value)
-            elif key not in whole and isinstance(dim, int) and value.size(dim) in counts:
+            elif (typed or key not in whole) and isinstance(dim, int) and value.size(dim) in counts:
                 rows.append((value, dim % value.dim(), ends))
-    watch.loaded(data, rows, ids)
+    for value in ids:
+        watch.ids(value)
+    watch.loaded(data, rows)
 
 
 def _agree(said: list[dict[str, Any]], rank: int) -> None:

@@ -17,7 +17,7 @@ from pyg_sar.distributed import notices
 from pyg_sar.distributed.agreement import SHAPES, agree, compare, describe, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
 from pyg_sar.ops.reference import accumulator
-from pyg_sar.watch import SAME, gives, is_rows, stepped
+from pyg_sar.watch import SAME, gives, is_rows, same_on_all, stepped
 from pyg_sar.watch.counts import refuse_tables
 
 
@@ -240,3 +240,4 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
             tensor.data = flat
         elif not tensor.is_contiguous():
             tensor.copy_(flat)
+    same_on_all(named.values())

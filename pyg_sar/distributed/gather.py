@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed import staging
 from pyg_sar.distributed.group import Message, current, gather_objects, rank_of, size_of, start, talking
 from pyg_sar.watch import SAME, gives
@@ -41,6 +42,8 @@ def gather(rows: Tensor, n_id: Tensor, dst: int | None = 0, group: Any = None) -
         ValueError: On all workers, if rows and ids do not fit, ids occur twice, or rows of workers differ in type or
             width.
     """
+    if is_elsewhere(rows):  # rows at home
+        rows = rows[torch.arange(rows.size(0), device=rows.device)]
     counts = agree_on_rows(rows, n_id, dst, group)
     ids, order = torch.cat([n_id[:0], *(part for _, part in arrivals(n_id, counts, dst, group))]).sort()
     twice = ids[1:][ids[1:] == ids[:-1]][:5].tolist()

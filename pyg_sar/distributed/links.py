@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar import watch
 from pyg_sar.block import cut
 from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max, grouped
@@ -190,7 +191,8 @@ def negative_sampling(
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
 
     Returns:
-        Global ids :math:`(2, k \cdot |\mathcal{P}|)`, those of one positive pair after another.
+        Global ids :math:`(2, k \cdot |\mathcal{P}|)`, those of one positive pair after another; :func:`shard_links`
+        makes pairs of them by which rows can be read.
 
     Raises:
         ValueError: If ``scope`` is neither of the two; or :obj:`"local"` on a worker that owns no sources.
@@ -203,10 +205,10 @@ def negative_sampling(
         place = torch.randint(max(src_id.numel(), 1), destination.shape, generator=generator, device=src_id.device)
         if src_id.numel() == 0 < destination.numel():
             raise ValueError("This worker owns no sources to draw from; use scope='global'")
-        return torch.stack([src_id[place], destination])
+        return watch.ids(torch.stack([src_id[place], destination]))
     total = int(all_reduce(torch.tensor(src_id.numel(), device=src_id.device), group))
     source = torch.randint(max(total, 1), destination.shape, generator=generator, device=src_id.device)
-    return torch.stack([source, destination])
+    return watch.ids(torch.stack([source, destination]))
 
 
 def non_edges(index: ShardedEdgeIndex, group: Any = None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from pyg_sar.debugging import debug_if_asked
 from pyg_sar.distributed import notices
+from pyg_sar.watch import current
 from pyg_sar.watch.mode import start, stop, watching
 
 
@@ -46,13 +47,13 @@ def process_group(
 
     Yields:
         The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start. In a group that is there
-        already it is the rank there, and whoever made the group leaves it.
+        already it is the rank there, whoever made the group leaves it, and workers do not tell why they end.
 
     Raises:
         RuntimeError: If another worker ended, stopped answering, or runs different code, with what it said.
     """
     if not join(backend, timeout):
-        with debug_if_asked():
+        with watching() if unwatched() else nullcontext(), debug_if_asked():
             yield present() or 0
         return
     try:
@@ -89,10 +90,12 @@ def init(backend: str | None = None, timeout: float = 300.0, leave_within: float
 
     Returns:
         The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start. In a group that is there
-        already it is the rank there, and whoever made the group leaves it.
+        already it is the rank there, whoever made the group leaves it, and workers do not tell why they end.
     """
     looking = ExitStack()
     if not join(backend, timeout):
+        if unwatched():
+            looking.enter_context(watching())
         looking.enter_context(debug_if_asked())
         atexit.register(looking.close)
         return present() or 0
@@ -149,6 +152,11 @@ def present() -> int | None:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
+def unwatched() -> bool:
+    """Whether there is a group of the user's own, in which nothing watches the script yet."""
+    return present() is not None and notices.CURRENT is None and current() is None
+
+
 def join(backend: str | None, timeout: float) -> bool:
     """Join the workers, if there are others, and this one has not joined them."""
     if present() is not None or "WORLD_SIZE" not in os.environ:  # a group of the user's own, or no launcher
@@ -160,9 +168,7 @@ def join(backend: str | None, timeout: float) -> bool:
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
-    if backend is None:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        backend = "cpu:gloo,cuda:nccl" if 0 < local <= torch.cuda.device_count() else "gloo"
+    backend = backend or usual_backend()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     store, rank, size = rendezvous(timeout)
@@ -178,6 +184,12 @@ def join(backend: str | None, timeout: float) -> bool:
     if "nccl" in backend:  # a first message from one worker to another one takes connections that all make together
         dist.all_reduce(torch.zeros(1, device="cuda"))
     return True
+
+
+def usual_backend() -> str:
+    """Return NCCL for CUDA tensors where it is there and each worker of this host has a GPU, and gloo for others."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and 0 < local <= torch.cuda.device_count() else "gloo"
 
 
 def end_with_launcher() -> None:

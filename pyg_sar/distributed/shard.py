@@ -75,7 +75,8 @@ def check_edge_index(edge_index: Tensor, num_src: int, num_dst: int, name: str =
         if row.numel() > 0 and not 0 <= int(row.min()) <= int(row.max()) < size:
             raise ValueError(
                 f"Expected {end} ids in {name} to be in [0, {size}) (got {int(row.min())} to {int(row.max())}). "
-                f"Is 'num_nodes' right?"
+                f"Is 'num_nodes' right? Of pairs of nodes of a partitioned graph 'pyg_sar.shard_links' makes those of "
+                f"this worker."
             )
 
 

@@ -37,6 +37,7 @@ from pyg_sar.nn.norm.mean_subtraction_norm import MeanSubtractionNorm
 from pyg_sar.nn.norm.pair_norm import PairNorm
 from pyg_sar.nn.pool.readout import Readout
 from pyg_sar.nn.replay.choose import STRATEGIES
+from pyg_sar.refusals import for_layer
 from pyg_sar.whole_graph import reason
 
 OURS = (
@@ -87,7 +88,7 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
         if cls is None:
             raise NotImplementedError(
                 f"'{type(layer).__name__}' ({name or 'the module itself'}) cannot run on a share of the graph, because "
-                f"it {why}. Leave it out, or take what 'pyg_sar.nn' has{in_evaluation(layer)}."
+                f"it {why}. {for_layer(type(layer).__name__)}{in_evaluation(layer)}."
             )
     for _, layer, cls, _ in table:
         if cls is not None and cls is not type(layer):
@@ -127,9 +128,11 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
     """Return the class that a layer gets and what becomes of it; without a class, why it is refused, if it is."""
     cls: Any = FORMS.get(type(layer), type(layer))
     if issubclass(cls, MessagePassing):
-        found = ", ".join(dict.fromkeys(map(str, STRATEGIES.get(layer, {}).values())))
-        unknown = "streams" if cls in FORMS.values() else "streams by replay or runs one-shot: see when run"
-        return cls, found or unknown
+        known, own = STRATEGIES.get(layer, {}), cls in FORMS.values()
+        # A form of ours that ran as PyG's code for a reason of that call, a string, streams without it.
+        found = ["streams"] if own and all(isinstance(kind, str) for kind in known) else []
+        found += dict.fromkeys(map(str, known.values()))
+        return cls, ", ".join(found) or "streams by replay or runs one-shot: see when run"
     if cls in FORMS.values():
         return cls, "sees the rows of all workers"
     if issubclass(cls, torch_geometric.nn.MessagePassing):

@@ -208,7 +208,8 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str) -> NoReturn:
     shapes = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, HostRows)]
     raise NotImplementedError(
         f"'{name_of(func)}' cannot be computed range by range on rows in host memory of shape {shapes[0]}: {why}. Take "
-        f"the rows that it needs ('out[mask]', an ordinary tensor) before, or leave this model in memory."
+        f"the rows that it needs before ('out[mask]' is an ordinary tensor, and so is 'out[torch.arange(len(out))]' of "
+        f"all of them), or leave this model in memory."
     )
 
 

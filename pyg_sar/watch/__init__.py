@@ -95,12 +95,25 @@ def is_rows(tensor: Tensor) -> bool:
     return kind is not None and kind.what == ROWS
 
 
-def loaded(data: Any, rows: Iterable[tuple[Tensor, int, Any]], ids: Iterable[Tensor]) -> None:
+def ids(tensor: Tensor) -> Tensor:
+    """Report that a tensor holds numbers of nodes in the whole graph, and return it."""
+    if (watch := current()) is not None:
+        watch.mark_ids(tensor)
+    return tensor
+
+
+def same_on_all(tensors: Iterable[Tensor]) -> None:
+    """Report that tensors have the same numbers on all workers."""
+    if (watch := current()) is not None:
+        watch.mark_same(tensors)
+
+
+def loaded(data: Any, rows: Iterable[tuple[Tensor, int, Any]]) -> None:
     """Report what loaded data has: tensors with a row for each node or edge of this worker, with the dimension that
-    counts these, and the types of these nodes, or of the edges' ends; and numbers of nodes in the whole graph.
+    counts these, and the types of these nodes, or of the edges' ends.
     """
     if (watch := current()) is not None:
-        watch.load(data, rows, ids)
+        watch.load(data, rows)
 
 
 def stepped(gradients: Iterable[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:

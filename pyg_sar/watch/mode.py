@@ -118,14 +118,21 @@ class Watch(TorchFunctionMode):
         if not self.aside:
             self.mark(tensor, Kind(ROWS, dim), () if of is None else self.origins.known.get(of, ()))
 
-    def load(self, data: Any, rows: Iterable[tuple[Tensor, int, Any]], ids: Iterable[Tensor]) -> None:
+    def mark_ids(self, tensor: Tensor) -> None:
+        """Remember that a tensor holds numbers of nodes in the whole graph."""
+        self.mark(tensor, Kind(IDS))
+
+    def mark_same(self, tensors: Iterable[Tensor]) -> None:
+        """Remember that tensors have the same numbers on all workers."""
+        for t in tensors:
+            self.mark(t, Kind(SAME))
+
+    def load(self, data: Any, rows: Iterable[tuple[Tensor, int, Any]]) -> None:
         """Remember what loaded data has."""
         origins = self.origins.load(data)
         for t, dim, kinds in rows:
             self.sizes.add(t.size(dim))
             self.mark(t, Kind(ROWS, dim), tuple(origins[kind] for kind in dict.fromkeys(kinds)))
-        for t in ids:
-            self.mark(t, Kind(IDS))
         for store in data.node_stores:
             store.num_nodes = Count(store.num_nodes)
 

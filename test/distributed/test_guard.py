@@ -168,6 +168,16 @@ def test_no_sum_of_gradients(size, optimizer, kind):
         assert "Was 'pyg_sar.sum_gradients(model)' left out?" in text and "broadcast_parameters(model)" in text
 
 
+def test_one_worker_evaluates():
+    """As if a worker forgot 'train()', or evaluated while others train."""
+
+    def work(rank, model, x, edge_index):
+        model.train(rank > 0)(x, edge_index)
+
+    for text in errors(workers(2, work)):
+        assert "layer 'convs.0' (GATConv)" in text and ", in evaluation mode)" in text
+
+
 def test_other_seeds():
     models = []
     for seed in range(3):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import pyg_sar
 from pyg_sar.distributed import process_group as module
+from pyg_sar.watch import current
 
 SCRIPT = """
 import sys
@@ -217,7 +218,8 @@ def test_a_worker_that_cannot_leave_fails(asked):
 def test_who_is_in_a_group_already_does_not_join(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 4)
     with pyg_sar.process_group() as rank:
         assert (pyg_sar.init(), rank) == (3, 3)
     monkeypatch.undo()
@@ -227,6 +229,32 @@ def test_who_is_in_a_group_already_does_not_join(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match="__main__"):
         pyg_sar.init()
+
+
+def watched_within(group):
+    """Who watches before, within, within a block in it, after that block, and after all."""
+    found = [current()]
+    with pyg_sar.process_group():
+        found.append(current())
+        with pyg_sar.process_group():
+            found.append(current())
+        found.append(current())
+    return [watch is found[1] for watch in (*found, current())]
+
+
+def test_a_group_of_ones_own_is_watched(pool):
+    assert pool.run(2, watched_within) == [[False, True, True, True, False]] * 2
+
+
+@pytest.mark.parametrize(("there", "devices", "backend"), [
+    (True, 2, "cpu:gloo,cuda:nccl"), (True, 1, "gloo"), (False, 2, "gloo"),
+])  # fmt: skip
+def test_usual_backend(monkeypatch, there, devices, backend):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: there)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    assert module.usual_backend() == backend
 
 
 def test_init_without_torchrun_is_a_group_of_one():

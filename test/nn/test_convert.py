@@ -113,6 +113,21 @@ def test_a_subclass_of_a_layer_that_streams_runs_its_own_code():
     assert pyg_sar.nn.describe(layer) == "(model)  Mine  streams by replay"
 
 
+def test_why_a_layer_ran_one_shot():
+    """Something that holds for one call is told beside how it streams otherwise."""
+    layers = [pyg_sar.nn.TransformerConv(8, 4, 2), pyg_sar.nn.SAGEConv(8, 4), convert(gnn.GraphConv(8, 4))]
+    x, it = torch.randn(NUM_NODES, 8), pyg_sar.shard(edges(), NUM_NODES, 2)
+    layers[0](x, it, return_attention_weights=True)
+    for layer in layers[1:]:
+        layer.register_message_forward_hook(lambda *_: None)
+        layer(x, it)
+    assert [pyg_sar.nn.describe(layer).split("  ")[-1] for layer in layers] == [
+        "streams, runs one-shot (it was asked for what its messages leave behind)",
+        "streams, runs one-shot (its messages have hooks)",
+        "runs one-shot (its messages have hooks)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("layer", "says"),
     [

@@ -48,6 +48,7 @@ def graph() -> Data:
     data.batch, data.train_mask = torch.arange(N) // 20, torch.rand(N, generator=g) < 0.5
     data.edge_attr, data.edge_type = torch.rand(200, 4, generator=g), torch.randint(2, (200,), generator=g)
     data.edge_label_index = torch.randint(N, (2, 30), generator=g)
+    data.label = torch.tensor([0.0, 1.0])  # of the two graphs
     return data
 
 
@@ -145,6 +146,19 @@ def penalty(data: Any) -> Tensor:
     return loss + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
 
 
+def by_label(data: Any) -> Tensor:
+    score = pyg_sar.nn.global_add_pool(net(data), data.batch, size=2)[:, 0]
+    F.binary_cross_entropy_with_logits(score, data.label).backward()
+    return score
+
+
+def to_a_buffer(data: Any, buffer: Tensor) -> Tensor:
+    model = torch.nn.Linear(8, 4)
+    model.register_buffer("goal", buffer)
+    pyg_sar.broadcast_parameters(model)
+    return pyg_sar.global_mean(losses(data)) + (model.weight - model.goal).square().sum()
+
+
 def scaled(data: Any) -> Tensor:
     return torch.nn.Parameter(torch.zeros(())).exp() * pyg_sar.global_mean(data.x)
 
@@ -202,6 +216,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "penalty": (penalty, r"joins \('add'\).*Wrap.*'pyg_sar\.replicated"),
     "learnt weight of a loss": (scaled, "joins"),
+    "labels of graphs": (by_label, r"differentiates what.*pyg_sar\.replicated"),
+    "a penalty by a buffer": (lambda d: to_a_buffer(d, torch.from_numpy(np.ones((4, 8), "f"))), r"joins.*replicated"),
     "a loss times a sum": (lambda d: pyg_sar.global_mean(losses(d)) * d.train_mask.sum() / N, "'mul' of a sum"),
     "a loss of a readout": (lambda d: LINEAR(pyg_sar.nn.global_add_pool(d.x, None)).sum().backward(), "differentiates"),
     "width": (lambda d: int(d.y.max()) + 1, r"takes 'max'.*data\.num_classes"),
@@ -228,6 +244,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a parameter for each node": (lambda d: d.x + torch.nn.Parameter(torch.ones(20, 8)), "NodeEmbedding"),
     "beside a parameter": (lambda d: torch.cat([d.x, torch.nn.Parameter(torch.ones(20, 8))], 1), "NodeEmbedding"),
     "pairs by ids": (lambda d: d.x[d.edge_label_index[0]], "numbers of nodes in the whole graph.*shard_links"),
+    "negative pairs by ids": (
+        lambda d: d.x[pyg_sar.negative_sampling(d.edge_index, d.n_id)[0]],
+        "numbers of nodes in the whole graph",
+    ),
     "some pairs by ids": (lambda d: d.x[d.edge_label_index.t()[:5].flatten()], "numbers of nodes in the whole graph"),
     "NormalizeFeatures": (lambda d: T.NormalizeFeatures()(d), "'NormalizeFeatures' takes 'min'.*before"),
 }

@@ -94,7 +94,7 @@ def replace_self_loops(graph: ShardedGraph, edge_attr: Tensor | None, fill: Any)
         return looped, None
     n, shape = graph.num_dst, edge_attr.shape[1:]
     if isinstance(fill, str):
-        own = scatter(rows_at(edge_attr, loops.kept), graph.row[loops.kept], 0, n, fill)
+        own = scatter(rows_at(edge_attr, loops.kept), rows_at(graph.row, loops.kept), 0, n, fill)
     elif isinstance(fill, Tensor):
         fill = fill.to(edge_attr)
         own = (fill if fill.dim() == edge_attr.dim() else fill.unsqueeze(0)).expand(n, *shape)

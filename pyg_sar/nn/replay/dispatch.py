@@ -18,7 +18,8 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.by_chunks import by_chunks, in_host_memory
 from pyg_sar.nn.replay.call import PAIR, Call, check_destinations, has_message_hooks
-from pyg_sar.nn.replay.choose import choose, rows_of_edges
+from pyg_sar.nn.replay.choose import STRATEGIES, choose, rows_of_edges
+from pyg_sar.nn.replay.strategy import Strategy
 from pyg_sar.operations import EDGES, SOURCES
 from pyg_sar.pieces import is_one_piece
 from pyg_sar.refusals import fail
@@ -29,7 +30,10 @@ WEIGHTS = "return_attention_weights"
 @torch.compiler.disable
 def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None:
     """Run a layer by its own code, or by kernels that do the same; return None if it has to run one-shot."""
-    if edge_index.kind == SOURCES or has_message_hooks(call.layer):
+    if has_message_hooks(call.layer):
+        note_one_shot(call.layer, "its messages have hooks")
+        return None
+    if edge_index.kind == SOURCES:
         return None
     graph = edge_index.regroup(call.layer.aggr_module)
     rows = in_host_memory(call)
@@ -39,7 +43,10 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
             how = "with updates of edges before its messages" if call.updates else "against the direction of edges"
             fail(edge_index._graph, f"'{name}' cannot run on rows in host memory {how}", "Leave the model in memory")
         return by_chunks(call, graph, rows)
-    if runs_as_it_is(call.layer):
+    if any(map(is_lazy, call.layer.parameters())):  # which are drawn now
+        return None
+    if returns_weights(call.layer):
+        note_one_shot(call.layer, "it was asked for what its messages leave behind")
         return None
     if not call.backwards and edge_index.kind == EDGES:
         return along_edges(call, edge_index, graph, size)
@@ -54,12 +61,13 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
     return turned.take_back(out) if out is not None and call.updates else out
 
 
-def runs_as_it_is(layer: Any) -> bool:
-    """Whether this call of a layer must run its messages once and for all: their weights are drawn now, or its
-    ``forward`` is asked to return what they leave behind.
-    """
-    if any(map(is_lazy, layer.parameters())):
-        return True
+def note_one_shot(layer: Any, why: str) -> None:
+    """Have :func:`~pyg_sar.nn.describe` tell why a call of a layer runs one-shot."""
+    STRATEGIES.setdefault(layer, {})[why] = Strategy("one-shot", why)
+
+
+def returns_weights(layer: Any) -> bool:
+    """Whether the ``forward`` that calls a layer's messages is asked to return what these leave behind."""
     if not keeps_weights(cast(Any, type(layer))):
         return False
     return any(call.get(WEIGHTS) is not None for module, call in running_modules() if module is layer)
