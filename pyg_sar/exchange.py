@@ -1,4 +1,4 @@
-r"""Where source rows live and how they travel: what the streaming loop knows of it, whatever lies behind.
+r"""Where source rows live and how they are communicated: what the streaming loop knows of it, whatever lies behind.
 
 :class:`Exchange` has the verbs. :class:`Local` is the exchange of rows that are all in this process;
 :class:`~pyg_sar.distributed.peers.Peers` and :class:`~pyg_sar.distributed.peers.OneShot` are those of several workers.

@@ -4,7 +4,7 @@ r"""Exchanges between workers, of which each owns some of the rows.
 :math:`p - t`. Its local shard comes first, so that local work hides the first transfer, but in backward last wherever
 another transfer is under way already, so that it hides the gradients of the shard before::
 
-    step     0     1     2     3          prefetch = 1: the next remote block travels while one is consumed, so that
+    step     0     1     2     3          prefetch = 1: the next halo rows arrive while some are consumed, so that
     rank 0   0     1     2     3          at most prefetch + 1 of them are alive; after the last one follows the first
     rank 1   1     2     3     0          one of the next column tile.
     rank 2   2     3     0     1

@@ -938,7 +938,7 @@ def test_normalisations_of_readouts(parts: str, recwarn: Any) -> None:
     for work in (lambda data: data.x, lambda data: torch.full((data.num_nodes, 8), 0.3)):
         passes(f"{parts}/one", lambda data, work=work: head(data, pyg_sar.nn.BatchNorm1d(4), work(data)))
     assert not [warning for warning in recwarn if "readouts" in str(warning.message)]
-    with pytest.warns(UserWarning, match=r"same on all workers, as readouts are.*Leave this module out"):
+    with pytest.warns(UserWarning, match=r"same on all workers, as readouts are.*leave it out"):
         found, _ = passes(f"{parts}/one", lambda data: head(data, pyg_sar.nn.BatchNorm1d(4)))
     assert not torch.allclose(found, expected), "or there would be nothing to say"
 

@@ -41,7 +41,7 @@ class GCNConv(WeightedSum, torch_geometric.nn.GCNConv):
 
     Arguments and ``state_dict`` are those of :class:`torch_geometric.nn.GCNConv`. On a sharded graph degrees are global
     and no edge is ever normalised: rows are scaled by :math:`\mathbf{\hat{D}}^{-1/2}`, and so are their sums, so that
-    no normalised weights are stored and nothing travels for the degrees. ``cached`` has no effect there. No row is
+    no normalised weights are stored, and degrees need no messages. ``cached`` has no effect there. No row is
     fetched twice unless edge weights need a gradient. Where destinations are some of the sources, as in a message-flow
     graph, the layer also takes the pair of both, of which it reads the rows of sources.
 

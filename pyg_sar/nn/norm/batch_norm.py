@@ -20,8 +20,8 @@ from pyg_sar.watch import ROWS, gives, same
 CONSTANT = 1e-6  # variance by squared mean, below which rows may be constants of nodes, which are no readout
 COUNTED_TWICE = (
     "BatchNorm1d has rows that are the same on all workers, as readouts are, and counts each of them once for every "
-    "worker: running variances are not those of PyG. Leave this module out of 'pyg_sar.nn.convert': "
-    "torch.nn.BatchNorm1d, and PyG's BatchNorm, are exact there."
+    "worker: running variances are not those of PyG. Call it behind the model, not within it, and "
+    "leave it out of 'pyg_sar.nn.convert': torch.nn.BatchNorm1d, and PyG's BatchNorm, are exact there."
 )
 
 
