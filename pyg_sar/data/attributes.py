@@ -63,6 +63,12 @@ class Attribute:
         return row[row >= 0] if self.value is self.ids else self.value[row >= 0]
 
 
+def alike(attributes: dict[Path, Attribute]) -> list[str]:
+    """Return the names of tensors that are the same in all parts, but for those in dictionaries."""
+    found = {path: it.value for path, it in attributes.items() if not it.rows}
+    return [path[0] for path, value in found.items() if len(path) == 1 and isinstance(value, Tensor)]
+
+
 def take(attributes: dict[Path, Attribute], part: dict[str, Directory]) -> dict[str, Any]:
     """Return a part's share of attributes, by name."""
     found: dict[str, Any] = {}

@@ -3,7 +3,7 @@ r"""Opens a partition: every worker reads its own part, all agree on what they h
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -110,14 +110,15 @@ def load(
         edges[it] = ShardedEdgeIndex(graph).replace(one_shot=one_shot)
     data = _data(shard, edges).to(str(device))
     if shard.num_parts > 1:  # a single worker, such as that of a stage of a pipeline, has all rows
-        _report(data, shard.attrs, shard.typed)
+        _report(data, shard)
     return data
 
 
-def _report(data: Any, whole: Iterable[str], typed: bool) -> None:
-    """Tell the watch what the tensors of a part are; those that are named ``whole``, of the graph, are all workers'."""
+def _report(data: Any, shard: Shard) -> None:
+    """Tell the watch what the tensors of a part are."""
     rows, ids = [], []
-    watch.same_on_all(t for t in (getattr(data, key) for key in whole) if isinstance(t, Tensor))
+    whole: Container[str] = () if shard.typed else shard.attrs
+    watch.same_on_all(getattr(data, name) for name in shard.alike)
     for store in (*data.node_stores, *data.edge_stores):
         ends = store._key[::2] if isinstance(store._key, tuple) else (store._key,)
         counts = [store[key].numel() for key in ("n_id", "e_id") if key in store]
@@ -127,7 +128,7 @@ def _report(data: Any, whole: Iterable[str], typed: bool) -> None:
             dim = data.__cat_dim__(key, value, store)
             if integers(value) and is_pairs((key,), value):
                 ids.append(value)
-            elif (typed or key not in whole) and isinstance(dim, int) and value.size(dim) in counts:
+            elif key not in whole and isinstance(dim, int) and value.size(dim) in counts:
                 rows.append((value, dim % value.dim(), ends))
     for value in ids:
         watch.ids(value)

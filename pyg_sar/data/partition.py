@@ -21,6 +21,7 @@ from pyg_sar.data.attributes import (
     Attribute,
     Path,
     add_counts,
+    alike,
     check_levels,
     describe,
     plain,
@@ -283,7 +284,7 @@ def _shards(
             ends[it] = Directory(topology.e_id)
             of_edges[it] = EdgeRows(graph.edges[it].size(1), topology, take(attributes[it], {"edge": ends[it]}))
         rest = take(attributes[None], own if graph.typed else {"node": own[NODE], "edge": ends[EDGE]})
-        yield Shard(p, num_parts, identity, of_nodes, of_edges, rest)
+        yield Shard(p, num_parts, identity, of_nodes, of_edges, rest, alike(attributes[None]))
 
 
 def single(dataset: Dataset) -> Data | HeteroData:

@@ -18,9 +18,9 @@ A heterogeneous graph has, by the numbers of node and edge types in ``part.json`
     OUT/part_0/edge_0.safetensors    its tensors of all levels
     OUT/part_0/attrs.safetensors     tensors of the graph
 
-What is no tensor stands in ``part.json``, beside the checksum of the file that it would be in. Tensors in dictionaries
-are named by the keys that lead to them. A worker opens its own part and nothing else, so parts may be spread over the
-disks of several machines.
+What is no tensor stands in ``part.json``, beside the checksum of the file that it would be in, and so do the names of
+graph-level tensors. Tensors in dictionaries are named by the keys that lead to them. A worker opens its own part and
+nothing else, so parts may be spread over the disks of several machines.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Shard:
     nodes: dict[str, NodeRows]
     edges: dict[EdgeType, EdgeRows]
     attrs: dict[str, Any]  # what is the same in every part, and the rows of this part that lists of ids name
+    alike: Sequence[str] = ()  # the tensors among them that are the same in every part
 
     @property
     def typed(self) -> bool:
@@ -138,6 +139,7 @@ def write_part(folder: Path, shard: Shard) -> dict[str, Any]:
     for key in ("edges", "rows_in", "rows_out"):
         counts[key] = [sum(count[key][q] for count in each) for q in range(shard.num_parts)]
     info = FORMAT | {"part": shard.part, "num_parts": shard.num_parts, "identity": shard.identity}
+    info["alike"] = list(shard.alike)
     if shard.typed:
         info["node_types"] = {t: nodes.total for t, nodes in shard.nodes.items()}
         info |= {"edge_types": [[*it] for it in shard.edges], "counts": counts, "counts_by_type": each}
@@ -220,7 +222,7 @@ def _shard(info: dict[str, Any], path: Path, mmap: bool) -> Shard:
             raise ValueError(f"'{path}' holds {found}, but its part.json says {expected}. {AGAIN}")
         check_topology(topology, path)
         edges[it] = EdgeRows(edge_types[it], topology, files[f"edge_{k}"])
-    return Shard(part, info["num_parts"], info["identity"], nodes, edges, files["attrs"])
+    return Shard(part, info["num_parts"], info["identity"], nodes, edges, files["attrs"], info.get("alike", ()))
 
 
 @contextmanager

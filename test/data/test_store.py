@@ -172,7 +172,7 @@ def test_part_json_says_what_is_there(folder):
         assert file["bytes"] == (folder / "part_1" / f"{name}.safetensors").stat().st_size
 
 
-HEAD = ["format", "version", "part", "num_parts", "identity"]
+HEAD = ["format", "version", "part", "num_parts", "identity", "alike"]
 LAYOUT = {
     "without types": ({}, [*HEAD, "num_nodes", "num_edges", "counts", "files"], ["graph", "nodes", "edges", "attrs"]),
     "with types": (

@@ -48,7 +48,7 @@ def graph() -> Data:
     data.batch, data.train_mask = torch.arange(N) // 20, torch.rand(N, generator=g) < 0.5
     data.edge_attr, data.edge_type = torch.rand(200, 4, generator=g), torch.randint(2, (200,), generator=g)
     data.edge_label_index = torch.randint(N, (2, 30), generator=g)
-    data.label = torch.tensor([0.0, 1.0])  # of the two graphs
+    data.label, data.train_idx = torch.tensor([0.0, 1.0]), torch.arange(0, N, 3)  # of the two graphs, and of nodes
     return data
 
 
@@ -593,6 +593,8 @@ def test_rows_chosen_by_rows_do_not_warn(parts: str) -> None:
         for rows_, _ in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, data.y), batch_size=8):
             rows_.relu()
         x.index_select(0, index), x.index_select(1, torch.arange(2)), x[torch.isin(data.n_id, torch.arange(9))]
+        assert current().kind(data.label) == Kind(SAME) and current().kind(data.train_idx) is None
+        x[data.train_idx]  # this worker's rows among those of a list
         with pyg_sar.allow_local():
             x[:5]
         for part in x.split(8):
