@@ -118,7 +118,7 @@ def _report(data: Any, shard: Shard) -> None:
     """Tell the watch what the tensors of a part are."""
     rows, ids = [], []
     whole: Container[str] = () if shard.typed else shard.attrs
-    watch.same_on_all(getattr(data, name) for name in shard.alike)
+    watch.same_on_all(data.stores[0][name] for name in shard.alike)  # that of the graph
     for store in (*data.node_stores, *data.edge_stores):
         ends = store._key[::2] if isinstance(store._key, tuple) else (store._key,)
         counts = [store[key].numel() for key in ("n_id", "e_id") if key in store]

@@ -37,7 +37,7 @@ from pyg_sar.nn.norm.mean_subtraction_norm import MeanSubtractionNorm
 from pyg_sar.nn.norm.pair_norm import PairNorm
 from pyg_sar.nn.pool.readout import Readout
 from pyg_sar.nn.replay.choose import STRATEGIES
-from pyg_sar.refusals import for_layer
+from pyg_sar.refusals import NO_SUCH
 from pyg_sar.whole_graph import reason
 
 OURS = (
@@ -88,7 +88,7 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
         if cls is None:
             raise NotImplementedError(
                 f"'{type(layer).__name__}' ({name or 'the module itself'}) cannot run on a share of the graph, because "
-                f"it {why}. {for_layer(type(layer).__name__)}{in_evaluation(layer)}."
+                f"it {why}. {instead_of(layer)}{in_evaluation(layer)}."
             )
     for _, layer, cls, _ in table:
         if cls is not None and cls is not type(layer):
@@ -149,6 +149,12 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
         return streaming(cls), ""
     why = reason(layer)
     return None if why else cls, why
+
+
+def instead_of(layer: torch.nn.Module) -> str:
+    """Return what to do instead of a layer that is refused: it may be of a subclass of what has a form."""
+    form = next((FORMS[base] for base in type(layer).__mro__ if base in FORMS), None)
+    return NO_SUCH if form is None else f"Leave it out, or take 'pyg_sar.nn.{form.__name__}'"
 
 
 def in_evaluation(layer: torch.nn.Module) -> str:

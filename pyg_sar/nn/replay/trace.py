@@ -148,11 +148,12 @@ class Shared:
     def __init__(self, known: Sequence[Tensor]) -> None:
         self.known = WeakIdKeyDictionary(dict.fromkeys(known, True))
 
-    def holds(self, name: str, given: Sequence[Tensor]) -> bool:
+    def holds(self, name: str, args: Any, given: Sequence[Tensor]) -> bool:
         """Whether a function is given such tensors and no others; what it writes others into is none any more."""
         every = all(t in self.known or isinstance(t, torch.nn.Parameter) for t in given)
         if not every and in_place(name):
-            self.known.pop(given[0], None)
+            for t in tensors(args[:1]):
+                self.known.pop(t, None)
         return every and len(given) > 0
 
     def add(self, out: Any) -> Any:
@@ -174,7 +175,7 @@ class NoMixing(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch a function of torch."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if self.shared.holds(name, list(tensors(args, kwargs))):
+        if self.shared.holds(name, args, list(tensors(args, kwargs))):
             return self.shared.add(func(*args, **kwargs))
         if mixes(self.num_edges, name, args, kwargs) and args[0].is_floating_point():
             raise MixesEdges(f"it calls '{name}' across edges")
@@ -273,7 +274,7 @@ class Trace(Dropout):
         kinds = {self.kinds.get(t) for t in given}
         if name == "dropout":
             return self.drop(func, args, kwargs)
-        if self.shared.holds(name, given) and name not in VALUES:
+        if self.shared.holds(name, args, given) and name not in VALUES:
             return self.shared.add(func(*args, **kwargs))
         if kinds & {"edges", "row", "col"}:
             return self.index(func, name, args, kwargs)
