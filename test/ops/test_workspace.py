@@ -19,6 +19,15 @@ def resident(name):
     return int(re.search(rf"{name}:\s+(\d+)", STATUS.read_text())[1]) << 10
 
 
+def growth(work):
+    """Return by how many bytes the process is larger at the peak of what it does."""
+    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would serve
+    CLEAR.write_text("5")
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
+
+
 @pytest.mark.skipif(not (ops.KERNELS and CLEAR.exists()), reason="needs the compiled kernels, and Linux")
 @pytest.mark.parametrize(
     ("kind", "heads", "channels", "edges"),
@@ -49,9 +58,6 @@ def test_peak_of_the_process(kind, heads, channels, edges):
         d_att = None if att is None else torch.zeros_like(att)
         args = [torch.zeros_like(value), *into, d_att, *index, key, value, query, edge, att, *rest]
     operator = getattr(torch.ops.pyg_sar, name).default
-    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would serve
-    CLEAR.write_text("5")
-    before = resident("VmRSS")
-    operator(*args)
-    took, told = resident("VmHWM") - before, workspace(operator, args)
+    # The system may read pages of code anew meanwhile, which it took from a process that was not busy: so the least.
+    took, told = min(growth(lambda: operator(*args)) for _ in range(3)), workspace(operator, args)
     assert abs(took - told) < 0.1 * told + (4 << 20), (took, told)
