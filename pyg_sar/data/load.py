@@ -116,7 +116,7 @@ def load(
 
 def _report(data: Any, shard: Shard) -> None:
     """Tell the watch what the tensors of a part are."""
-    rows, ids = [], []
+    rows = []
     whole: Container[str] = () if shard.typed else shard.attrs
     watch.same_on_all(data.stores[0][name] for name in shard.alike)  # that of the graph
     for store in (*data.node_stores, *data.edge_stores):
@@ -127,11 +127,9 @@ def _report(data: Any, shard: Shard) -> None:
                 continue
             dim = data.__cat_dim__(key, value, store)
             if integers(value) and is_pairs((key,), value):
-                ids.append(value)
+                watch.ids(value)
             elif key not in whole and isinstance(dim, int) and value.size(dim) in counts:
                 rows.append((value, dim % value.dim(), ends))
-    for value in ids:
-        watch.ids(value)
     watch.loaded(data, rows)
 
 

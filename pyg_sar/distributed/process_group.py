@@ -23,7 +23,7 @@ import torch.distributed as dist
 from pyg_sar.debugging import debug_if_asked
 from pyg_sar.distributed import notices
 from pyg_sar.watch import current
-from pyg_sar.watch.mode import start, stop, watching
+from pyg_sar.watch.mode import watching
 
 
 @contextmanager
@@ -53,11 +53,11 @@ def process_group(
         RuntimeError: If another worker ended, stopped answering, or runs different code, with what it said.
     """
     if not join(backend, timeout):
-        with watching() if unwatched() else nullcontext(), debug_if_asked():
+        with looked_at(joined=False):
             yield present() or 0
         return
     try:
-        with watching(), debug_if_asked():
+        with looked_at(joined=True):
             yield dist.get_rank()
     except SystemExit as end:
         if not end.code:  # a script that ends well by `sys.exit()`
@@ -92,17 +92,13 @@ def init(backend: str | None = None, timeout: float = 300.0, leave_within: float
         The rank of this worker, an integer; 0 in a process that ``torchrun`` did not start. In a group that is there
         already it is the rank there, whoever made the group leaves it, and workers do not tell why they end.
     """
-    looking = ExitStack()
-    if not join(backend, timeout):
-        if unwatched():
-            looking.enter_context(watching())
-        looking.enter_context(debug_if_asked())
+    looking, joined = ExitStack(), join(backend, timeout)
+    looking.enter_context(looked_at(joined))
+    if joined:
+        leave_at_exit(timeout, leave_within, looking)
+    else:
         atexit.register(looking.close)
-        return present() or 0
-    start()
-    looking.enter_context(debug_if_asked())
-    leave_at_exit(timeout, leave_within, looking)
-    return dist.get_rank()
+    return present() or 0
 
 
 FAILED: list[bool] = []  # whether this worker could not leave in order
@@ -132,7 +128,6 @@ def leave_at_exit(timeout: float, leave_within: float | None, looking: ExitStack
         error = getattr(sys, "last_value", None)
         with suppress(BaseException):
             looking.__exit__(None if error is None else type(error), error, None)
-        stop()
         if error is not None or any(statuses):
             tell(error or SystemExit(next(filter(None, statuses))))
             return
@@ -152,9 +147,14 @@ def present() -> int | None:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
-def unwatched() -> bool:
-    """Whether there is a group of the user's own, in which nothing watches the script yet."""
-    return present() is not None and notices.CURRENT is None and current() is None
+@contextmanager
+def looked_at(joined: bool) -> Iterator[None]:
+    """Look for mistakes, in a group that was ``joined`` now or is the user's own: in a block within another one, that
+    one has begun to watch, and may have ended.
+    """
+    anew = joined or (notices.CURRENT is None and current() is None)
+    with watching() if anew else nullcontext(), debug_if_asked():
+        yield
 
 
 def join(backend: str | None, timeout: float) -> bool:

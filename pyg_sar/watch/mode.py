@@ -323,27 +323,17 @@ def passes_messages(frame: FrameType) -> bool:
     return frame.f_code.co_name in ("propagate", "edge_updater")
 
 
-def start(part: bool = False) -> None:
-    """Watch this thread, if there are several workers, or rows are a ``part`` of all anyway, and nobody has switched it
-    off.
+@contextmanager
+def watching(part: bool = False) -> Iterator[None]:
+    """Watch this thread while a block runs, at most: if there are several workers, or rows are a ``part`` of all, and
+    nobody has switched it off.
     """
     if (part or size_of() > 1) and guard.ON:
         watch = Watch()
         install(watch)
         _push_mode(watch)
-
-
-def stop() -> None:
-    """Watch this thread no more."""
-    if (watch := current()) is not None:
-        watch.leave()
-
-
-@contextmanager
-def watching(part: bool = False) -> Iterator[None]:
-    """Watch this thread while a block runs, at most."""
-    start(part)
     try:
         yield
     finally:
-        stop()
+        if (watch := current()) is not None:
+            watch.leave()

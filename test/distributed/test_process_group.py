@@ -197,7 +197,7 @@ def fail(*_):
     raise RuntimeError("this worker has finished, but the others are gone")
 
 
-module.join, module.leave, module.start = lambda *_: True, fail, lambda: None
+module.join, module.leave = lambda *_: True, fail
 module.dist.get_rank = lambda: 0
 pyg_sar.init()
 print("looks", module.notices.LOOKS)
