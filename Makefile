@@ -10,22 +10,25 @@ PYG ?=
 JOBS ?= logical
 ARGS ?=
 
-# Epochs of `make train`, of GraphSAGE and of GAT
+# What `make train` trains on, and epochs of GraphSAGE and of GAT: make train GRAPH=Community/10000/250000 EPOCHS=3
+GRAPH ?= Community
 EPOCHS ?= 30
 GAT_EPOCHS ?= 10
 
 VENV := .venv/stamp
 BIN := $(CURDIR)/.venv/bin
-DATA := runs/community-2
+# Python compiles what it imports, which is a fraction of what is installed.
+INSTALL := $(BIN)/python -m pip install --no-compile
+DATA := runs/$(shell echo $(subst /,-,$(GRAPH)) | tr A-Z a-z)-2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2
 
 .PHONY: train test test-grid lint docs sanitize venv clean
 
 train: $(DATA)
 	$(TORCHRUN) examples/train.py $(DATA) --model sage --epochs $(EPOCHS) --save runs/sage.safetensors
-	$(TORCHRUN) examples/check.py $(DATA) Community --model sage --weights runs/sage.safetensors
+	$(TORCHRUN) examples/check.py $(DATA) $(GRAPH) --model sage --weights runs/sage.safetensors
 	$(TORCHRUN) examples/train.py $(DATA) --model gat --epochs $(GAT_EPOCHS) --save runs/gat.safetensors
-	$(TORCHRUN) examples/check.py $(DATA) Community --model gat --weights runs/gat.safetensors
+	$(TORCHRUN) examples/check.py $(DATA) $(GRAPH) --model gat --weights runs/gat.safetensors
 
 # A release asked for by name stands before the one in .venv on the path.
 test: $(VENV) $(if $(PYG),.pyg/$(PYG)/stamp)
@@ -61,18 +64,18 @@ venv: $(VENV)
 
 $(VENV): pyproject.toml setup.py $(wildcard pyg_sar/csrc/*)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install setuptools wheel ninja
-	$(BIN)/python -m pip install --no-build-isolation -e '.[dev]'
+	$(INSTALL) $(TORCH)
+	$(INSTALL) setuptools wheel ninja
+	$(INSTALL) --no-build-isolation -e '.[dev]'
 	touch $@
 
 # Without its dependencies, which .venv has: above all no second torch.
 .pyg/%/stamp: | $(VENV)
-	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D) torch_geometric==$*
+	$(INSTALL) --no-deps --upgrade --target $(@D) torch_geometric==$*
 	touch $@
 
 $(DATA): | $(VENV)
-	$(BIN)/pyg-sar partition Community --num-parts 2 --out $@
+	$(BIN)/pyg-sar partition $(GRAPH) --num-parts 2 --out $@
 
 clean:
 	rm -rf .venv .pyg runs build dist *.egg-info pyg_sar/*.so .pytest_cache .mypy_cache .ruff_cache

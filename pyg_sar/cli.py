@@ -3,6 +3,7 @@ r"""The command line: ``pyg-sar partition``, ``pyg-sar info``, ``pyg-sar plan`` 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -38,8 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--root", default="data", help="where data sets are kept (default: data)")
     add("--num-parts", type=int, required=True, help="number of parts")
     add("--out", required=True, help="folder to write")
-    add("--method", default="metis", help="metis (default), fennel, random or contiguous")
-    add("--assignment", help="file .npy with the part of each node, instead of a method")
+    how = make.add_mutually_exclusive_group()
+    how.add_argument("--method", default="metis", help="metis (default), fennel, random or contiguous")
+    how.add_argument("--assignment", help="file .npy with the part of each node, instead of a method")
     add("--order", default="locality", help="order of the rows of a part: locality (default), fennel or id")
     add("--to-undirected", action="store_true", help="add reverse edges, merge duplicates")
     add("--self-loops", action="store_true", help="add a self-loop where there is none")
@@ -398,11 +400,17 @@ def _shares(args: argparse.Namespace) -> list[Any]:
 
 def _tell(args: argparse.Namespace, meta: dict[str, Any]) -> None:
     """Take from ``meta.json`` what the options leave out."""
+    if "node_types" in meta:
+        raise ValueError(
+            f"Expected a folder of a graph without types, of which plans tell (got {len(meta['node_types'])} types of "
+            f"nodes in '{args.folder}'). Give counts instead: --nodes and --edges."
+        )
     nodes, _, graph = meta["attributes"]
     if "x" in nodes and nodes["x"][0] != "float32":
         print(f"Features are counted as float32; the folder has them as {nodes['x'][0]}.")
-    args.features = args.features or (nodes["x"][1][-1] if "x" in nodes else None)
-    args.classes = args.classes or graph.get("num_classes")
+    args.features = args.features or (math.prod(nodes["x"][1][1:]) if "x" in nodes else None)
+    classes = graph.get("num_classes")
+    args.classes = args.classes or (classes if isinstance(classes, int) else None)
     args.relations = args.relations or (graph.get("num_relations", 0) if args.model == "rgcn" else 0)
     args.nodes, args.edges = meta["num_nodes"], meta["num_edges"]
 

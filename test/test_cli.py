@@ -9,8 +9,9 @@ import pytest
 import torch
 from support.sample_graphs import put_together, read_part
 from support.small_pieces import ordinary_ranges
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
+import pyg_sar
 from pyg_sar.cli import main
 from pyg_sar.data import store
 from pyg_sar.data.datasets import community_graph
@@ -195,6 +196,7 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
         ["party"],
         ["partition"],
         ["partition", "KarateClub", "--num-parts", "two"],
+        ["partition", "KarateClub", "--num-parts", "2", "--out", "x", "--method", "random", "--assignment", "part.npy"],
         *(
             ["plan", "--nodes", "9", "--edges", "9", f"--{name}", "0"]
             for name in ("workers", "stages", "heads", "layers", "nodes", "edges")
@@ -273,6 +275,21 @@ def test_plan_of_a_folder_with_other_counts(capsys, tmp_path):
     assert main(["plan", str(folder), *small, "--nodes", "5", "--workers", "9", "--boundary", "1"]) == 2
     assert "Expected a folder without --nodes, --workers, --boundary: it tells its own." in capsys.readouterr().err
     assert main(["plan", str(folder), *small, "--boundary", "1", "--budget", "9"]) == 0, "that of more workers"
+
+
+def test_plan_of_folders_of_other_graphs(capsys, tmp_path):
+    """Of one feature in one dimension, with a number of classes that is a tensor; and of several types of nodes."""
+    data = Data(x=torch.rand(50), edge_index=torch.randint(50, (2, 90)), num_classes=torch.tensor([3]))
+    pyg_sar.partition(data, 1, tmp_path / "one", order="id")
+    told, small = [], ["--hidden", "4", "--layers", "2", "--classes", "3"]
+    for features in ([], ["--features", "1"]):
+        assert main(["plan", str(tmp_path / "one"), *small, *features]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    data = HeteroData({"a": {"x": torch.rand(9, 2)}, ("a", "to", "a"): {"edge_index": torch.randint(9, (2, 20))}})
+    pyg_sar.partition(data, 1, tmp_path / "typed")
+    assert main(["plan", str(tmp_path / "typed"), *small, "--features", "2"]) == 2
+    assert "Expected a folder of a graph without types" in capsys.readouterr().err
 
 
 @pytest.mark.grid

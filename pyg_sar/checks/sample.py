@@ -115,9 +115,16 @@ class Sample:
         if level in first:
             return self.rows(value, (dim or 0) % value.dim(), first[level])
         if level in LISTS:
-            least = min((nodes.numel() for nodes in self.first.values()), default=0)
-            return torch.randint(max(least, 1), (*value.shape[:-1], self.listed[value.size(-1)]), generator=self.random)
+            shape = (*value.shape[:-1], self.listed[value.size(-1)])
+            return (torch.rand(shape, generator=self.random) * self.counts(given, shape)).long()
         return value[: self.listed.get(value.size(0))].clone() if value.dim() > 0 else value.clone()
+
+    def counts(self, given: Any, shape: tuple[int, ...]) -> Tensor:
+        """Return how many nodes there are of the types that ids, or pairs of ids, of a type's attribute are of."""
+        kind, count = given._key, {t: max(first.numel(), 1) for t, first in self.first.items()}
+        if isinstance(kind, tuple) and len(shape) == 2 and 2 in shape:
+            return torch.tensor([count[kind[0]], count[kind[-1]]]).view([-1, 1] if shape[0] == 2 else [-1])
+        return torch.tensor(count[kind] if isinstance(kind, str) else min(count.values(), default=1))
 
     def rows(self, value: Tensor, dim: int, first: Tensor) -> Tensor:
         """Draw rows for nodes or edges, given which of them are on the first worker."""

@@ -2,6 +2,7 @@ r"""What each attribute of a graph is: rows of nodes or edges, ids of some of th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ LEFT_OUT = {
 # Words of a name, between underscores.
 INDEX = {"idx", "index", "indices"}
 IDS = INDEX | {"id", "ids", "nid", "nids", "nodes"}
+COUNTS = {"n", "max", "min", "count", "counts", "per"}  # "n_nodes" counts nodes
 SPLITS = {"train", "val", "valid", "validation", "test", "split"}
 PAIRS = SPLITS | {"pos", "neg", "label"}
 EDGES = {"edge", "edges"}
@@ -103,6 +105,14 @@ def trained(attributes: dict[Path, Attribute], num_nodes: int, rows: str = "node
     return found
 
 
+def tells_training(stored: Any) -> bool:
+    """Return whether a mask or a list of ids tells which nodes are in the training set."""
+    found = (leaf for key, value in stored.items() for leaf in leaves((key,), plain(value)))
+    return "train_mask" in stored or any(
+        "train" in _words(path) and meaning(stored, path, value)[0] == "node_ids" for path, value in found
+    )
+
+
 def in_any(mask: Tensor) -> Tensor:
     """Return whether each node is in any of the splits of a mask."""
     return mask.flatten(1).any(1) if mask.dim() > 1 else mask
@@ -149,9 +159,19 @@ def _words(path: Iterable[str]) -> set[str]:
     return {word for name in path for word in name.lower().split("_")}
 
 
+def _counts(words: set[str]) -> bool:
+    return "num" in words or bool(words & COUNTS and words & {"node", "nodes", "edge", "edges"})
+
+
 def _names_ids(path: Path) -> bool:
     words = _words(path)
-    return bool(words & IDS) and "num" not in words
+    return bool(words & IDS) and not _counts(words)
+
+
+def num_graphs(stored: Any) -> int:
+    """Return the number of graphs in a batch."""
+    batch = plain(stored.get("batch"))
+    return int(batch.max()) + 1 if integers(batch) and batch.numel() else 1
 
 
 def rows_of(stored: Any) -> dict[str, int]:
@@ -178,7 +198,10 @@ def meaning(stored: Any, path: Path, value: Any) -> tuple[str, int | None]:
     # Ids of a split that a file has as floats: they would be copied whole, and choose other nodes in each part.
     floats = level == "graph" and words & SPLITS and value.is_floating_point() and value.dim() == 1
     if _names_ids(path) and (floats or (integers(value) and (level == "graph" or words & SPLITS))):
-        return ("edge_ids" if words & EDGES or [*rows] == ["edge"] else "node_ids"), dim
+        of_graphs = not words & SURE and 1 < len(value) == num_graphs(stored)  # an id of each, as QM9's "idx"
+        codes = level == "node" and words & SPLITS == {"split"} and value.unique().numel() < value.numel()
+        if not of_graphs and not codes:  # of the splits that nodes are in
+            return ("edge_ids" if words & EDGES or [*rows] == ["edge"] else "node_ids"), dim
     return level, dim
 
 
@@ -187,7 +210,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+        with warnings.catch_warnings():  # of arrays that cannot be written, such as files: nobody does
+            warnings.simplefilter("ignore")
+            return torch.from_numpy(np.require(value, requirements="C"))
     if isinstance(value, Tensor):
         return (value.as_tensor() if hasattr(value, "as_tensor") else value).detach().cpu()
     return value
@@ -333,7 +358,9 @@ class _Sorter:
     def rest(self, path: Path, value: Any) -> Attribute:
         """Return what is the same in all parts, unless it should or might be something else."""
         what, words = f"'{self.name(path)}' {_shape(value)}", _words(path)
-        if not isinstance(value, Tensor) or not value.dim() or "num" in words or len(value) in (1, self.graphs()):
+        if not isinstance(value, Tensor) or not value.dim() or _counts(words):
+            return Attribute(value)
+        if len(value) in (1, num_graphs(self.stored)):
             return Attribute(value)
         edges = path[0].startswith("edge_") and "edge" in self.rows
         if self.rows and (edges or path[0] in ROWS or words & ({"mask", "node"} if "node" in self.rows else {"mask"})):
@@ -348,11 +375,6 @@ class _Sorter:
                 f"and a name that does not tell. If so, name it '{path[0]}_idx' or make it a mask, {self.keep(path)}."
             )
         return Attribute(value)
-
-    def graphs(self) -> int:
-        """Return the number of graphs in a batch."""
-        batch = plain(self.stored.get("batch"))
-        return int(batch.max()) + 1 if integers(batch) and batch.numel() else 1
 
     def counts(self) -> str:
         return "there are " + " and ".join(f"{count} {what}s" for what, count in (self.rows or self.types).items())
@@ -385,7 +407,8 @@ def is_pairs(path: Path, value: Tensor) -> bool:
     words = _words(path)
     edges = bool(words & {"edges", "pairs", "links"}) or ("edge" in words and bool(words & (SPLITS | {"pos", "neg"})))
     by_row, by_column = (value.dim() == 2 and value.size(dim) == 2 for dim in (0, 1))
-    return path[-1] == "face" or (by_row and (edges or _names_ids(path))) or (by_column and edges)
+    named = edges or (_names_ids(path) and not words & SPLITS)  # "train_idx" of two nodes is none
+    return path[-1] == "face" or (by_row and named) or (by_column and edges)
 
 
 def _shape(value: Any) -> list[int]:

@@ -23,7 +23,7 @@ from torch_geometric.data.storage import AttrType, BaseStorage, EdgeStorage, Glo
 from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import index_to_mask
 
-from pyg_sar.data.attributes import add_counts, whole
+from pyg_sar.data.attributes import add_counts, tells_training, whole
 from pyg_sar.data.partition import single
 
 KINDS = (
@@ -336,7 +336,7 @@ def _complete(data: Data, name: str) -> Data:
                 data[f"{split}_mask"] = index_to_mask(index, data.num_nodes)
                 y[index] = y[index] if labels is None else labels
         data.y = y
-    if _labelled(data) and not {"train_mask", "train_idx", "split_idx"} & {*data.keys()}:
+    if _labelled(data) and not tells_training(data._store):
         data = _split(data, 0)
         print(f"{name} has no split: using a random one, 60/20/20% with seed 0.", file=sys.stderr)
     add_counts(data)

@@ -24,6 +24,9 @@ from pyg_sar.data.attributes import (
     alike,
     check_levels,
     describe,
+    full_name,
+    leaves,
+    meaning,
     plain,
     sort_attributes,
     take,
@@ -35,6 +38,7 @@ from pyg_sar.data.split import split
 from pyg_sar.data.store import EDGE, NODE, EdgeRows, EdgeType, NodeRows, Shard, create, write_meta, write_part
 from pyg_sar.distributed.links import Directory
 from pyg_sar.distributed.shard import check_edge_index
+from pyg_sar.operations import EdgeNumbers
 
 Kind = str | EdgeType | None  # of an attribute: that of its nodes or edges, or none
 
@@ -123,6 +127,8 @@ def partition(
     """
     if not isinstance(num_parts, int) or isinstance(num_parts, bool) or num_parts < 1:
         raise ValueError(f"'num_parts' must be an integer of at least 1, got {num_parts!r}.")
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"'seed' must be an integer of 64 bits, got {seed!r}.")
     if order not in (*ORDERS, "id"):
         raise ValueError(f"Unknown order {order!r}, expected {', '.join(ORDERS)} or id.")
     if isinstance(data, Dataset):
@@ -212,13 +218,20 @@ def _count(node_type: str, store: Any) -> int:
 def _edges(edge_type: EdgeType, store: Any, num_nodes: dict[str, int]) -> Tensor:
     """Return valid edges of a type."""
     of = "" if edge_type == EDGE else f" of {edge_type}"
+    if isinstance(store.get("edge_index"), EdgeNumbers):
+        raise ValueError("The graph is a part that 'pyg_sar.load' returned. Cut the graph that it was made of.")
     edge_index = plain(store.get("edge_index"))
     if not isinstance(edge_index, Tensor):
         raise ValueError(
             f"The graph needs an 'edge_index'{of} [2, num_edges], but holds {[*store.keys()]}. To convert 'adj_t': "
             "data.edge_index = torch_geometric.utils.to_edge_index(data.adj_t)[0].flip(0)."
         )
-    source, target = (num_nodes.get(t, 0) for t in (edge_type[0], edge_type[2]))
+    for t in (edge_type[0], edge_type[2]):
+        if t not in num_nodes:
+            raise ValueError(
+                f"Edges{of} join nodes of type '{t}', of which there are none. Set 'data[{t!r}].num_nodes'."
+            )
+    source, target = num_nodes[edge_type[0]], num_nodes[edge_type[2]]
     check_edge_index(edge_index, source, target, f"'edge_index'{of}")
     return edge_index
 
@@ -227,7 +240,8 @@ def _place(
     graph: _Graph, num_parts: int, method: str | Tensor | dict[str, Tensor], order: str, seed: int, bar: tqdm[Any]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the part of every node, and all nodes part by part in the order of rows, by type."""
-    whole, spans = _joined(graph)
+    reads_edges = order != "id" or (isinstance(method, str) and method in ("metis", "fennel"))
+    whole, spans = _joined(graph, reads_edges)
     if isinstance(method, dict):
         parts = {t: torch.as_tensor(part).view(-1) for t, part in method.items()}
         found, expected = {t: part.numel() for t, part in parts.items()}, dict(graph.num_nodes)
@@ -249,13 +263,13 @@ def _place(
     return {t: part[span] for t, span in spans.items()}, rows
 
 
-def _joined(graph: _Graph) -> tuple[Data, dict[str, slice]]:
-    """Return all nodes and edges as if they were of one type, and where the nodes of every type are."""
+def _joined(graph: _Graph, with_edges: bool) -> tuple[Data, dict[str, slice]]:
+    """Return all nodes, and perhaps edges, as if they were of one type, and where the nodes of every type are."""
     ends = list(accumulate(graph.num_nodes.values(), initial=0))
     spans = {t: slice(a, b) for t, (a, b) in zip(graph.num_nodes, pairwise(ends), strict=True)}
     if graph.typed:
         edges = [torch.empty(2, 0, dtype=torch.long)]
-        for (source, _, target), edge_index in graph.edges.items():
+        for (source, _, target), edge_index in graph.edges.items() if with_edges else ():
             edges.append(edge_index + torch.tensor([[spans[source].start], [spans[target].start]]))
         edge_index = torch.cat(edges, 1)
     else:
@@ -337,34 +351,20 @@ def prepare(
 
     Raises:
         ValueError: If edges are none, if added self-loops would lack an edge attribute, if ``x`` cannot have that type,
-            or is too large for it, if there is no such split, or if a transform is asked of a heterogeneous graph that
-            is not for it.
+            or is too large for it, if there is no such split, if a transform is asked of a heterogeneous graph that
+            is not for it, or if edges come into another order, and an attribute holds ids of edges.
     """
     if isinstance(data, HeteroData) and (self_loops or gcn_norm or features is not None):
         raise ValueError("Of these, only 'to_undirected' and 'split' are for a HeteroData; apply others before.")
     if split is not None:
         data = _one_split(data, split)
     if to_undirected or self_loops or gcn_norm:
-        data = _checked(data)
-    if to_undirected:
-        data = _undirected(data)
-    if isinstance(data, HeteroData):
-        return data
-    edges = {key: data.__cat_dim__(key, data[key]) for key in data.edge_attrs() if isinstance(data[key], Tensor)}
-    before = data.get("edge_index")
-    if self_loops:
-        data = transforms.AddRemainingSelfLoops()(copy.copy(data))
-    if gcn_norm:
-        data = transforms.GCNNorm()(copy.copy(data))
-    # PyG puts self-loops at the end, also those that were there before.
-    moved = isinstance(before, Tensor) and not torch.equal(before, data.edge_index)
-    stay = [key for key in edges if moved and key not in ("edge_index", "edge_weight")]
-    lost = [key for key, dim in edges.items() if key in stay or data[key].size(dim) != data.num_edges]
-    if lost:
-        raise ValueError(
-            f"The added self-loops have no {', '.join(lost)}, which every edge must have, in the order of edges with "
-            "loops. Remove it from the graph, or add loops yourself with PyG's 'AddSelfLoops(attr=...)'."
-        )
+        given = data = _checked(data)
+        if to_undirected:
+            data = _undirected(data)
+        if self_loops or gcn_norm:
+            data = _with_loops(data, self_loops, gcn_norm)
+        _check_edge_ids(given, data)
     if features is not None:
         x = plain(data.x)
         if not isinstance(x, Tensor) or not features.is_floating_point:
@@ -400,6 +400,40 @@ def _undirected(data: Data | HeteroData) -> Data | HeteroData:
                 "Remove it from the graph, or make it undirected before with PyG's 'to_undirected(reduce=...)'."
             )
     return out
+
+
+def _with_loops(data: Data, self_loops: bool, gcn_norm: bool) -> Data:
+    """Return the graph with self-loops, and perhaps normalised weights."""
+    edges = {key: data.__cat_dim__(key, data[key]) for key in data.edge_attrs() if isinstance(data[key], Tensor)}
+    before = data.edge_index
+    if self_loops:
+        data = transforms.AddRemainingSelfLoops()(copy.copy(data))
+    if gcn_norm:
+        data = transforms.GCNNorm()(copy.copy(data))
+    # PyG puts self-loops at the end, also those that were there before.
+    moved = not torch.equal(before, data.edge_index)
+    stay = [key for key in edges if moved and key not in ("edge_index", "edge_weight")]
+    lost = [key for key, dim in edges.items() if key in stay or data[key].size(dim) != data.num_edges]
+    if lost:
+        raise ValueError(
+            f"The added self-loops have no {', '.join(lost)}, which every edge must have, in the order of edges with "
+            "loops. Remove it from the graph, or add loops yourself with PyG's 'AddSelfLoops(attr=...)'."
+        )
+    return data
+
+
+def _check_edge_ids(before: Data | HeteroData, after: Data | HeteroData) -> None:
+    """Raise if edges have other numbers than before, and an attribute holds numbers of edges."""
+    edges = {store._key: store.edge_index for store in after.edge_stores}
+    if all(torch.equal(store.edge_index, edges[store._key]) for store in before.edge_stores):
+        return
+    names = [full_name(store, ".".join(path)) for store in before.stores for key, value in store.items()
+             for path, leaf in leaves((key,), plain(value)) if meaning(store, path, leaf)[0] == "edge_ids"]  # fmt: skip
+    if names:
+        raise ValueError(
+            f"{', '.join(names)} should hold ids of edges by its name, but PyG's transforms put edges into another "
+            "order. Apply them before you number edges, or give each edge a mask."
+        )
 
 
 def _one_split(data: Data | HeteroData, column: int) -> Data | HeteroData:

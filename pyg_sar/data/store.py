@@ -115,6 +115,7 @@ def create(out: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Pat
         new.mkdir()
         yield new
         sync(new)
+        _check_free(out, overwrite)  # from whoever wrote it meanwhile
         if not overwrite or not out.exists():
             os.replace(new, out)
         elif not exchange(new, out):  # a file system that cannot, such as NFS
@@ -410,9 +411,9 @@ def _read_json(file: Path, folder: Path) -> Said:
         raise FileNotFoundError(f"There is no folder '{folder}'. Correct the path, or make it: 'pyg-sar partition'.")
     if not file.is_file():
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:9]) or "nothing"
+        then = "Give another folder" if file.name == "meta.json" else "Start as many workers as the partition has parts"
         raise FileNotFoundError(
-            f"'{file}' is missing, '{folder}' holds {found}. Start as many workers as the partition has parts, or make "
-            "another: 'pyg-sar partition'."
+            f"'{file}' is missing, '{folder}' holds {found}. {then}, or make another: 'pyg-sar partition'."
         )
     try:
         info = json.loads(file.read_bytes())

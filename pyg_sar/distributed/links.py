@@ -3,6 +3,7 @@ r"""Pairs of nodes, such as the edges that link prediction is about, held by the
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +22,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.exchange import Exchange, Local, Routes
 from pyg_sar.graph import Seeds, ShardedGraph
 
-Ids = Tensor | tuple[Tensor, Tensor]
+Ids = Tensor | Sequence[Tensor]  # of one type of nodes, or of sources and destinations
 IDS = 1 << 20  # that workers ask each other for at a time
 
 
@@ -53,12 +54,14 @@ def shard_links(edge_label_index: Tensor, n_id: Ids, group: Any = None) -> tuple
         The pairs, and their positions in ``edge_label_index``.
 
     Raises:
-        ValueError: On all workers, if a source is no node of any of them, or pairs are nobody's.
+        ValueError: On all workers, if a source is no node of any of them, or pairs are nobody's; or, in the first
+            steps, if ids are those of another type of nodes than the pairs of loaded data.
     """
-    src_id, dst_id = n_id if isinstance(n_id, tuple) else (n_id, n_id)
+    src_id, dst_id = both(n_id)
     if edge_label_index.dim() != 2 or edge_label_index.size(0) != 2 or edge_label_index.dtype != torch.int64:
         found = f"{edge_label_index.dtype}, {list(edge_label_index.shape)}"
         raise ValueError(f"Expected 'edge_label_index' of type torch.int64 and shape [2, *] (got {found})")
+    watch.pairs_of(edge_label_index, (src_id, dst_id))
     destinations = Directory(dst_id)
     sources = destinations if src_id is dst_id else Directory(src_id)
     row = destinations.rows(edge_label_index[1])
@@ -77,12 +80,17 @@ def shard_links(edge_label_index: Tensor, n_id: Ids, group: Any = None) -> tuple
     routes = Routes(rank, tuple(serve), tuple(counts))
     blocks = cut(torch.stack([col, row]), part, routes.ids, dst_id.numel())
     exchange: Exchange = Peers(routes, Channel(group)) if serve else Local(Routes.local(routes.ids, src_id.device))
-    dst = None if isinstance(n_id, tuple) else slice(0, dst_id.numel())
+    dst = slice(0, dst_id.numel()) if isinstance(n_id, Tensor) else None
     graph = ShardedGraph(
         blocks, src_id.numel(), dst_id.numel(), exchange, n_id=src_id, e_id=mine, dst=dst,
         seeds=seeds(edge_label_index, group),
     )  # fmt: skip
     return ShardedEdgeIndex(graph), mine
+
+
+def both(n_id: Ids) -> Sequence[Tensor]:
+    """Return the ids of sources and of destinations."""
+    return (n_id, n_id) if isinstance(n_id, Tensor) else n_id
 
 
 def seeds(pairs: Tensor, group: Any) -> Seeds:
@@ -195,20 +203,37 @@ def negative_sampling(
         makes pairs of them by which rows can be read.
 
     Raises:
-        ValueError: If ``scope`` is neither of the two; or :obj:`"local"` on a worker that owns no sources.
+        ValueError: If ``scope`` is neither of the two, or :obj:`"local"` on a worker that owns no sources; on all
+            workers (of the scope), if ``n_id`` are not the ids of the rows of ``index``.
     """
-    src_id, dst_id = n_id if isinstance(n_id, tuple) else (n_id, n_id)
+    src_id, dst_id = both(n_id)
     if scope not in ("global", "local"):
         raise ValueError(f"Expected 'scope' to be 'global' or 'local' (got {scope!r})")
+    others = not are_ids_of(index.graph, src_id, dst_id)
+    total = src_id.numel()
+    if scope == "global":
+        total, others = all_reduce(torch.tensor([total, others], device=src_id.device), group).tolist()
+    if others:
+        raise ValueError(
+            f"[rank {rank_of(group)}] Expected 'n_id' to hold the global ids of the rows of 'index' on all workers: of "
+            f"{index.graph.num_src} sources and {index.graph.num_dst} destinations here (got {src_id.numel()} and "
+            f"{dst_id.numel()}). Take 'data.n_id', or '(data[source].n_id, data[destination].n_id)' of two types."
+        )
     destination = dst_id[index.graph.row].repeat_interleave(num_neg)
     if scope == "local":
         place = torch.randint(max(src_id.numel(), 1), destination.shape, generator=generator, device=src_id.device)
         if src_id.numel() == 0 < destination.numel():
             raise ValueError("This worker owns no sources to draw from; use scope='global'")
         return watch.ids(torch.stack([src_id[place], destination]))
-    total = int(all_reduce(torch.tensor(src_id.numel(), device=src_id.device), group))
     source = torch.randint(max(total, 1), destination.shape, generator=generator, device=src_id.device)
     return watch.ids(torch.stack([source, destination]))
+
+
+def are_ids_of(graph: ShardedGraph, src_id: Tensor, dst_id: Tensor) -> bool:
+    """Tell whether ids are those of a graph's sources and destinations, as far as it knows them."""
+    known = torch.arange(graph.num_src, device=graph.device) if graph.n_id is None else graph.n_id
+    expected = dst_id if graph.bipartite else graph.dst_rows(known)
+    return torch.equal(src_id, known) and torch.equal(dst_id, expected) and len(dst_id) == graph.num_dst
 
 
 def non_edges(index: ShardedEdgeIndex, group: Any = None) -> tuple[Tensor, Tensor]:

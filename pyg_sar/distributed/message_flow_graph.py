@@ -57,8 +57,9 @@ def message_flow_graphs(edge_index: ShardedEdgeIndex, mask: Tensor, num_layers: 
     ``prefetch``, ``merge()``) is that of ``edge_index``, and can be changed on each of the layers, too. Layers of
     :mod:`pyg_sar.nn` take a single tensor ``x``; those of PyG take the pair ``(x, x[:num_dst])`` one-shot, or raise.
     Tensors of edges are ``edge_attr[flow.edge_rows[k]]`` for layer ``k``; make these of ``edge_type`` once, or
-    relations are grouped anew at every call. A :class:`~pyg_sar.nn.BatchNorm` in training takes its statistics over the
-    rows that are computed, which are not those of the whole graph.
+    relations are grouped anew at every call. A :class:`~pyg_sar.nn.BatchNorm` in training, normalisations over all
+    nodes (:class:`~pyg_sar.nn.GraphNorm` and others) and readouts take the rows that are computed, which are not those
+    of the whole graph.
 
     Args:
         edge_index (ShardedEdgeIndex): The sharded graph, in any mode.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -100,6 +100,12 @@ def ids(tensor: Tensor) -> Tensor:
     if (watch := current()) is not None:
         watch.mark_ids(tensor)
     return tensor
+
+
+def pairs_of(pairs: Tensor, ids: Sequence[Tensor]) -> None:
+    """Report that pairs of nodes are looked for among some ids; those of other types of nodes are refused."""
+    if (watch := current()) is not None:
+        watch.origins.check_pairs(pairs, ids)
 
 
 def same_on_all(tensors: Iterable[Tensor]) -> None:

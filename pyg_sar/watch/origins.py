@@ -2,7 +2,7 @@ r"""From which loaded data rows are: those of two partitions of one graph may be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -46,20 +46,35 @@ class Origins:
 
     def __init__(self) -> None:
         self.known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.ids: WeakIdKeyDictionary = WeakIdKeyDictionary()  # `n_id` and `e_id` of loaded data, and parts
+        self.ids: WeakIdKeyDictionary = WeakIdKeyDictionary()  # `n_id` and `e_id` of loaded data by type, and parts
+        self.pairs: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the types of the nodes that pairs are of
         self.compared: dict[tuple[Origin, Origin], str] = {}
 
     def load(self, data: Any) -> dict[Any, Origin]:
         """Remember loaded data, by its graphs, and return the origins of its types of nodes."""
         found = {store._key: Origin(store._key, store["n_id"]) for store in data.node_stores}
         for store in (*data.node_stores, *data.edge_stores):
-            self.ids.update({store[key]: True for key in ("n_id", "e_id") if key in store})
+            self.ids.update({store[key]: store._key for key in ("n_id", "e_id") if key in store})
+            if isinstance(store._key, tuple):
+                pairs = [value for key, value in store.items() if key.endswith("edge_label_index")]
+                self.pairs.update(dict.fromkeys(pairs, store._key[::2]))
         for store in data.edge_stores:
             ends = (None,) if store._key is None else (store._key[0], store._key[2])
             graph = store.edge_index.graph
             self.known[graph.n_id] = (found[ends[0]],)
             self.known[graph.e_id] = tuple(found[end] for end in dict.fromkeys(ends))
         return found
+
+    def check_pairs(self, pairs: Tensor, ids: Sequence[Tensor]) -> None:
+        """Refuse to look for pairs of nodes of some types among the ids of other types."""
+        found = [self.ids.get(of_nodes) for of_nodes in ids]
+        for expected, kind in zip(self.pairs.get(pairs, ()), found, strict=False):
+            if isinstance(kind, str) and kind != expected:
+                one, other = self.pairs[pairs]
+                raise ValueError(
+                    f"Expected the ids of nodes of types '{one}' and '{other}', of which the pairs are (got those of "
+                    f"{' and '.join(map(repr, found))}). Take '(data[{one!r}].n_id, data[{other!r}].n_id)'."
+                )
 
     def join(self, *values: Any, compares: bool = False) -> Known:
         """Return the origins of what a function makes of some values; refuse rows of other nodes. Functions that may

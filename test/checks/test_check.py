@@ -399,6 +399,24 @@ def test_a_heterogeneous_graph() -> None:
     assert f"at 'mean' (test_check.py:{centred.__code__.co_firstlineno + 1}" in refused(hetero_step, data, model)
 
 
+def pairs_step(model: torch.nn.Module, data: HeteroData, *types: str) -> Tensor:
+    out = {t: model(x) for t, x in data.x_dict.items()}
+    ids = [data[t].n_id for t in types]
+    pairs = data["author", "to", "paper"].edge_label_index
+    index, _ = pyg_sar.shard_links(pairs, tuple(ids) if len(ids) > 1 else ids[0])
+    return finish(pyg_sar.global_mean((out["author"][index[0]] * out["paper"][index[1]]).sum(-1).sigmoid()), model)
+
+
+def test_pairs_of_types_beside_a_type_of_one_node() -> None:
+    data, g = hetero_graph(), torch.Generator().manual_seed(1)
+    data["field"].x = torch.ones(1, 6)
+    pairs = torch.stack([torch.randint(n, (60,), generator=g) for n in (100, 200)])
+    data["author", "to", "paper"].edge_label_index = pairs
+    model = torch.nn.Linear(6, 3)
+    pyg_sar.check(lambda model, data: pairs_step(model, data, "author", "paper"), data, model)
+    refused(lambda model, data: pairs_step(model, data, "author"), data, model)
+
+
 class Encoder(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

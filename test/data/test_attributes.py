@@ -171,6 +171,27 @@ def test_ids_of_something_are_named(tmp_path):
         parts(tiny(parent_idx=torch.arange(10)), tmp_path / "b")
 
 
+def test_counts_and_codes_are_no_ids(tmp_path):
+    """Numbers of nodes, and the split that each node is in."""
+    rest = {"n_nodes": torch.tensor([3, 4, 5]), "max_nodes": torch.tensor([7, 2]), "edge_count": torch.tensor([8, 9])}
+    codes = {"split_id": torch.arange(10) % 3}
+    for shard in parts(tiny(**rest, **codes), tmp_path / "graph"):
+        assert all(shard.graph_attrs[key].equal(value) for key, value in rest.items())
+        assert shard.node_attrs["split_id"].equal(codes["split_id"][shard.topology.src_id])
+
+
+def test_ids_of_two_nodes_in_a_column_are_no_pairs(tmp_path):
+    with pytest.raises(ValueError, match=r"'train_idx' \[2, 1\] should be a list of ids"):
+        parts(tiny(train_idx=torch.tensor([[3], [4]])), tmp_path / "graph")
+
+
+def test_files_are_read_where_they_are(tmp_path):
+    np.save(tmp_path / "x.npy", np.ones((10, 2), dtype=np.float32))
+    x = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert attributes.plain(x).data_ptr() == x.ctypes.data
+    assert all(shard.node_attrs["x"].eq(1).all() for shard in parts(tiny(x=x), tmp_path / "graph"))
+
+
 def test_each_attribute_is_looked_at_once(tmp_path, monkeypatch):
     looked, meaning = [], attributes.meaning
 
@@ -187,8 +208,10 @@ def test_a_batch(tmp_path):
     data = Batch.from_data_list(
         [Data(x=torch.ones(5, 1), edge_index=random_edges(5, 9), y=torch.tensor([k])) for k in (0, 3)]
     )
+    data.idx = torch.tensor([7, 4])  # of each graph in the data set it is from
     with pytest.warns(UserWarning, match="'ptr' of the graph is left out: it counts rows of the whole graph"):
         shards = parts(data, tmp_path / "graph")
+    assert all(shard.graph_attrs["idx"].tolist() == [7, 4] for shard in shards)
     assert all(shard.graph_attrs["y"].tolist() == [0, 3] for shard in shards)
     assert shards[0].node_attrs["batch"].equal(data.batch[shards[0].topology.src_id])
 

@@ -324,6 +324,10 @@ def test_missing_masks_are_made_and_said(monkeypatch, capsys, data):
     assert [int(first[f"{key}_mask"].sum()) for key in ("train", "val", "test")] == [5, 2, 2]
     assert first.num_classes == 3
     same(dataset("Mock"), first)
+    capsys.readouterr()
+    data.idx_train = torch.tensor([0, 1])
+    monkeypatch.setattr(torch_geometric.datasets, "Mock", made_up(data), raising=False)
+    assert "train_mask" not in dataset("Mock") and capsys.readouterr().err == ""
 
 
 def test_lists_of_labels_become_masks(monkeypatch, capsys):

@@ -268,6 +268,10 @@ def test_errors(tmp_path):
     with pytest.raises(ValueError, match=r"destination ids in 'edge_index' of .*'writes'.* to be in \[0, 47\)"):
         pyg_sar.partition(data, 2, tmp_path / "g")
     data = graph()
+    data["author", "knows", "nobody"].edge_index = torch.empty(2, 0, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"join nodes of type 'nobody', of which there are none"):
+        pyg_sar.partition(data, 2, tmp_path / "g")
+    data = graph()
     del data["author", "writes", "paper"].edge_index
     with pytest.raises(ValueError, match=r"needs an 'edge_index' of .*'writes'"):
         pyg_sar.partition(data, 2, tmp_path / "g")

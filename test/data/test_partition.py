@@ -11,6 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_sar.data import partition as module
 from pyg_sar.data import store
 from pyg_sar.data.assign import assign
+from pyg_sar.data.load import load
 from pyg_sar.data.partition import partition, prepare
 
 METHODS = ["metis", "fennel", "random", "contiguous"]
@@ -353,6 +354,17 @@ def test_bad_assignment(tmp_path, method, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_parts_are_not_cut_again(tmp_path):
+    partition(random_data(), 1, tmp_path / "graph")
+    with pytest.raises(ValueError, match=r"a part that 'pyg_sar\.load' returned"):
+        partition(load(tmp_path / "graph"), 1, tmp_path / "other")
+
+
+def test_bad_seed(tmp_path):
+    with pytest.raises(ValueError, match="'seed' must be an integer of 64 bits, got 18446744073709551616"):
+        partition(random_data(), 2, tmp_path / "graph", seed=2**64)
+
+
 def test_existing_folder(tmp_path):
     partition(random_data(), 2, tmp_path / "graph")
     with pytest.raises(FileExistsError, match=r"exists already.*overwrite=True"):
@@ -408,6 +420,16 @@ def test_prepare_moves_no_edge_attributes():
         prepare(data, self_loops=True)
     data.edge_index = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 1]])  # they are last
     assert prepare(data, self_loops=True).edge_type.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("option", ["to_undirected", "self_loops", "gcn_norm"])
+def test_prepare_moves_no_edges_that_have_numbers(option):
+    """A self-loop, which PyG puts at the end, and edges that it sorts."""
+    data = Data(edge_index=torch.tensor([[3, 0, 2], [0, 0, 0]]), num_nodes=4, train_edge_idx=torch.tensor([1]))
+    with pytest.raises(ValueError, match="train_edge_idx should hold ids of edges by its name, but PyG's transforms"):
+        prepare(data, **{option: True})
+    data.edge_index = torch.tensor([[0, 1], [1, 0]])
+    assert prepare(data, to_undirected=True).train_edge_idx.tolist() == [1]  # as they were
 
 
 def test_prepare_self_loops():

@@ -405,7 +405,7 @@ def test_failing_rename_brings_the_old_one_back(folder, tmp_path, monkeypatch):
 
 
 def test_two_writers_of_one_folder(tmp_path):
-    with pytest.raises(OSError), store.create(tmp_path / "graph") as first:
+    with pytest.raises(FileExistsError, match="exists already"), store.create(tmp_path / "graph") as first:
         store.write_meta(first, {"identity": "first"})
         with store.create(tmp_path / "graph") as second:
             store.write_meta(second, {"identity": "second"})

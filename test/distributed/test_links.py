@@ -10,10 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
+from torch_geometric.data import HeteroData
 
 import pyg_sar
 from pyg_sar.distributed import links
 from pyg_sar.nn import convert
+from pyg_sar.watch.mode import watching
 
 
 def pairs():
@@ -166,19 +168,55 @@ def test_negative_pairs(pool):
         pyg_sar.negative_sampling(index, torch.arange(NUM_NODES), scope="near")
 
 
+def negatives_of_others(group, scope):
+    """One worker gives ids of other nodes, or in another order."""
+    mine = share(group, edges(), assignment("random", group.size()))
+    others = mine.src.flip(0) if group.rank() == 1 else mine.src
+    return pyg_sar.negative_sampling(mine.edge_index, others, 1, scope, group=group).size(1)
+
+
+def test_negative_pairs_of_other_ids(pool):
+    for rank, (kind, error, message, _) in enumerate(pool.outcomes(2, negatives_of_others, "global")):
+        assert (kind, error) == ("error", "ValueError")
+        assert f"[rank {rank}] Expected 'n_id' to hold the global ids of the rows of 'index'" in message
+    one, other = pool.outcomes(2, negatives_of_others, "local")
+    assert one[0] == "ok" and other[1] == "ValueError"
+    ids = torch.arange(20), torch.arange(30)
+    index, _ = pyg_sar.shard_links(torch.tensor([[0, 19], [29, 3]]), ids)
+    assert pyg_sar.negative_sampling(index, ids)[1].tolist() == [29, 3]
+    for wrong in (*ids, ids[::-1]):
+        with pytest.raises(ValueError, match="of 20 sources and 30 destinations here"):
+            pyg_sar.negative_sampling(index, wrong)
+
+
 def two_types(group):
     src, dst = torch.arange(20), torch.arange(30)
     mine = [ids[ids % group.size() == group.rank()] for ids in (src, dst)]
     g = torch.Generator().manual_seed(0)
     wanted = torch.stack([torch.randint(20, (50,), generator=g), torch.randint(30, (50,), generator=g)])
     a, b = torch.randn(20, 3, generator=g), torch.randn(30, 3, generator=g)
-    index, kept = pyg_sar.shard_links(wanted, tuple(mine), group)
+    index, kept = pyg_sar.shard_links(wanted, mine, group)
     out = (a[mine[0]][index[0]] * b[mine[1]][index[1]]).sum(-1)
     close(out, (a[wanted[0]] * b[wanted[1]]).sum(-1)[kept], "score", 1e-6)
 
 
 def test_two_types_of_nodes(pool):
     pool.run(3, two_types)
+
+
+def test_pairs_among_ids_of_other_types(tmp_path):
+    data, types = HeteroData({"a": {"num_nodes": 20}, "b": {"num_nodes": 30}}), ("a", "to", "b")
+    data[types].edge_index = data[types].edge_label_index = torch.stack([torch.arange(20), torch.arange(20)])
+    pyg_sar.partition(data, 1, tmp_path / "graph", order="id")
+    with watching():
+        data = pyg_sar.load(tmp_path / "graph")
+        pairs, a, b = data[types].edge_label_index, data["a"].n_id, data["b"].n_id
+        assert len(pyg_sar.shard_links(pairs, (a, b))[1]) == 20
+        for wrong in (a, b, (b, a)):
+            with pytest.raises(
+                ValueError, match=r"of types 'a' and 'b', .*Take '\(data\['a'\].n_id, data\['b'\].n_id\)'"
+            ):
+                pyg_sar.shard_links(pairs, wrong)
 
 
 def infer(group):

@@ -163,12 +163,14 @@ def edge_inputs(case):
 
 
 def compare(mine, case, target, what, total, known):
-    """Compare a flow over a share of the graph with PyG; ``total`` sums over the workers."""
+    """Compare a flow over a share of the graph with PyG; ``total`` sums over the workers. Layers are made once for each
+    target, and infer how they run on its flow.
+    """
     if target not in known:
-        known[target] = expect(case, target)
-    expected, d_x, d_extra, d_params = known[target]
+        known[target] = stack(pyg_sar.nn, case), expect(case, target)
+    convs, (expected, d_x, d_extra, d_params) = known[target]
     flow = message_flow_graphs(mine.edge_index, requested(target)[mine.src], 2)
-    convs, x = stack(pyg_sar.nn, case), leaf(everything()[mine.src[flow.node_rows]])
+    x = leaf(everything()[mine.src[flow.node_rows]])
     extra = edge_inputs(case)
     local = [[leaf(e[mine.edge[p]]) for e in more] for more, p in zip(extra, flow.edge_rows, strict=True)]
     h, weight = run(convs, x, flow.edge_indices, local, None)

@@ -10,7 +10,7 @@ from pyg_sar.ops import reference
 
 TYPES = [torch.float64, *HALF]
 # A block has 32 rows and 256 columns, a unit 1024 rows.
-SIZES = [(0, 3), (1, 1), (2, 257), (33, 5), (1025, 300), (3000, 17)]
+SIZES = [(0, 3), (1, 1), (2, 257), (33, 5), (1025, 300), (2049, 17)]
 
 
 def moments(module, x):

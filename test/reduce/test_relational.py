@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.cases import some
 
 from pyg_sar import runs
 from pyg_sar.aggregate import aggregate
@@ -46,16 +47,19 @@ def matrices(consts):
     return torch.stack([torch.block_diag(*of_type) for of_type in consts[0].unbind()])
 
 
-@pytest.fixture(params=[16, 1 << 15], ids=["ranges", "whole"])
+@pytest.fixture(params=["ranges", "whole"])
 def size(request, monkeypatch):
     """Ranges of some rows, and of all of them."""
     for name in ("SIZE", "SIZE_ON_GPU"):
-        monkeypatch.setattr(runs, name, request.param)
+        monkeypatch.setattr(runs, name, {"ranges": 16, "whole": 1 << 15}[request.param])
 
 
-@pytest.mark.parametrize("mean", [True, False])
-@pytest.mark.parametrize("kind", ["bases", "matrices", "blocks"])
-@pytest.mark.parametrize("parts", [1, 3, 20])
+KINDS, PARTS, RANGES, MEAN = ["bases", "matrices", "blocks"], [1, 3, 20], ["ranges", "whole"], [True, False]
+
+
+@pytest.mark.parametrize(("kernels", "size", "kind", "parts", "mean"), [
+    *some(["compiled"], RANGES, KINDS, PARTS, MEAN, every=1), *some(["triton"], RANGES, KINDS, PARTS, MEAN, every=3),
+], indirect=["kernels", "size"])  # fmt: skip
 def test_equals_every_relation_alone(parts, kind, mean, size, device, kernels, monkeypatch):
     for module, names in ((runs, ["spmm_"]), (relational, ["spmm_", "sddmm_"])):
         for name in names:

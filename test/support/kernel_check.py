@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -178,6 +179,7 @@ def calls(b: Block, heads: int, channels: int, seed: int = 0, base: float = 1.0)
                 yield Call(f"{title} gradient {wanted} alone", "additive_grad_", {k: arguments[k] for k in names})
 
 
+@functools.cache
 def is_output(name: str, arg: str) -> bool:
     info = next(a for a in SCHEMAS[name].arguments if a.name == arg).alias_info
     return info is not None and info.is_write
