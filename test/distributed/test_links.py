@@ -204,19 +204,22 @@ def test_two_types_of_nodes(pool):
     pool.run(3, two_types)
 
 
-def test_pairs_among_ids_of_other_types(tmp_path):
+def among_others(group, folder):
+    types, told = ("a", "to", "b"), r"of types 'a' and 'b', .*Take '\(data\['a'\]\.n_id, data\['b'\]\.n_id\)'"
+    with watching():
+        data = pyg_sar.load(folder, group=group)
+        pairs, a, b = data[types].edge_label_index, data["a"].n_id, data["b"].n_id
+        pyg_sar.shard_links(pairs, (a, b), group)
+        for wrong in (a, b, (b, a)):
+            with pytest.raises(ValueError, match=told):
+                pyg_sar.shard_links(pairs, wrong, group)
+
+
+def test_pairs_among_ids_of_other_types(pool, tmp_path):
     data, types = HeteroData({"a": {"num_nodes": 20}, "b": {"num_nodes": 30}}), ("a", "to", "b")
     data[types].edge_index = data[types].edge_label_index = torch.stack([torch.arange(20), torch.arange(20)])
-    pyg_sar.partition(data, 1, tmp_path / "graph", order="id")
-    with watching():
-        data = pyg_sar.load(tmp_path / "graph")
-        pairs, a, b = data[types].edge_label_index, data["a"].n_id, data["b"].n_id
-        assert len(pyg_sar.shard_links(pairs, (a, b))[1]) == 20
-        for wrong in (a, b, (b, a)):
-            with pytest.raises(
-                ValueError, match=r"of types 'a' and 'b', .*Take '\(data\['a'\].n_id, data\['b'\].n_id\)'"
-            ):
-                pyg_sar.shard_links(pairs, wrong)
+    pyg_sar.partition(data, 2, tmp_path / "graph", order="id")
+    pool.run(2, among_others, str(tmp_path / "graph"))
 
 
 def infer(group):
