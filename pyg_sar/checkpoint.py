@@ -38,6 +38,7 @@ from pyg_sar.durable import checksum, digest, sync, write_json
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds
 
+STATE = ("model", "pipe", "optimizer", "scheduler", "data")  # of a run, by keyword
 INFO, SHARED = "checkpoint.json", "shared.safetensors"
 FORMAT = {"format": "pyg_sar checkpoint", "version": 2}
 
@@ -238,7 +239,8 @@ class Checkpoints:
         more (dict): What else the checkpoint that was restored holds.
 
     Raises:
-        ValueError: If ``every`` is less than 1.
+        ValueError: If ``every`` or ``keep`` is less than 1.
+        TypeError: For other keywords.
     """
 
     def __init__(
@@ -246,6 +248,10 @@ class Checkpoints:
     ) -> None:
         if every < 1:
             raise ValueError(f"Expected 'every' to be 1 or more (got {every})")
+        if keep < 1:
+            raise ValueError(f"Expected 'keep' to be 1 or more (got {keep})")
+        if others := state.keys() - STATE:
+            raise TypeError(f"Expected keywords among {', '.join(STATE)} (got {', '.join(sorted(others))})")
         self.path, self.every, self.keep, self.group, self.state = path, every, keep, group, state
         self.more: dict[str, Any] = {}
         self.told, self.pid = False, os.getpid()

@@ -36,7 +36,7 @@ from pyg_sar.distributed.stages import Shape, Stages
 from pyg_sar.distributed.traffic import Traffic, record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.offload.schedule import ranges
-from pyg_sar.pipeline_checks import check, check_edges, check_loss, described, fingerprint_of
+from pyg_sar.pipeline_checks import LooksForMeans, check, check_loss, check_step, described, fingerprint_of
 from pyg_sar.watch.mode import watching
 
 
@@ -128,7 +128,7 @@ class Pipeline:
             if getattr(module, "group", self) is None:  # statistics are those of all workers of the stage
                 state: Any = module
                 state.group = self.group
-        self.epoch, self.stale = 0, 0.0
+        self.epoch, self.stale, self.means = 0, 0.0, LooksForMeans()
         self.seen: Record | None = None
         self.shapes: dict[int, list[Shape]] = {}  # of what each stage sends on
         graph = edge_index.graph
@@ -242,21 +242,33 @@ class Pipeline:
             The loss, without gradient, the same on all workers.
 
         Raises:
-            ValueError: If a loss is no number, or a block returns other rows.
+            ValueError: If a loss is no number, a block returns other rows, or tensors are those of other edges.
+            RuntimeError: If there are no gradients.
         """
-        check_edges(edges)
-        with self.watched():
-            if self.epoch == 0 and self.history is not None:
-                self.fill(x, edges)
-            self.epoch += 1
-            self.stages.begin()
-            with torch.random.fork_rng(devices=[]):
-                loss = self.forward_and_backward(x, loss_fn, edges)
+        chunks = 1 if self.history is None else len(self.history.chunks)
+        check_step(x, edges, self.edge_index.graph.num_edges, chunks)
+        before = self.epoch
+        try:
+            with self.watched():
+                if self.epoch == 0 and self.history is not None:
+                    self.fill(x, edges)
+                self.epoch += 1
+                self.stages.begin()
+                with torch.random.fork_rng(devices=[]):
+                    loss = self.forward_and_backward(x, loss_fn, edges)
+        except BaseException:  # who tries it again does the same
+            self.epoch = before
+            raise
         sum_gradients(self.blocks, group=self.group)
         if self.seen is not None:
             size, numbers = size_of(self.group), [p for p in self.parameters() if p.grad is not None]
             self.seen.parameters += 2 * (size - 1) * sum(p.nbytes for p in numbers) // size
         return loss
+
+    def looks_for_means(self) -> AbstractContextManager[Any]:
+        """Look at what the first losses are made by, where they are those of some of the rows."""
+        some = self.history is not None or size_of(self.group) > 1
+        return self.means if some and self.epoch == 1 else nullcontext()
 
     def watched(self) -> AbstractContextManager[None]:
         """Watch the first step of chunks, which have a part of the rows also in a process of its own."""
@@ -371,14 +383,14 @@ class Pipeline:
             with self.timed("forward", it):
                 out = self.run(given, self.edge_index, edges, it)
                 if stages.last:
-                    with watch.allow_local(), running.within(running.LOSS):
+                    with watch.allow_local(), running.within(running.LOSS), self.looks_for_means():
                         loss = loss_fn(unpacked(out), span)
                     check_loss(loss)
                     total += loss.detach().double()
             del given
             self.send_on(out, names[k])
             if stages.last:  # rows of which no label speaks take part in backward: others have read them
-                made.append((values, (loss,) if depends(loss, out) else (loss, *out)))
+                made.append((values, (loss, *unread(loss, out))))
             else:
                 made.append((values, out))
             self.describe(out)
@@ -450,19 +462,18 @@ def shapes_of(rows: Values) -> list[Shape]:
     return [(list(t.shape[1:]), t.dtype) for t in rows]
 
 
-def depends(loss: Tensor, rows: Values) -> bool:
-    """Whether a loss is made of some of the rows."""
-    ends, seen = {t.grad_fn for t in rows}, set()
+def unread(loss: Tensor, rows: Values) -> Values:
+    """Return those of several outputs that a loss is not made of."""
+    ends = {t.grad_fn for t in rows if t.grad_fn is not None}
+    seen: set[Any] = set()
     todo = [loss.grad_fn]
-    while todo:
+    while todo and not ends <= seen:
         node = todo.pop()
         if node is None or node in seen:
             continue
-        if node in ends:
-            return True
         seen.add(node)
         todo += [other for other, _ in node.next_functions]
-    return False
+    return tuple(t for t in rows if t.grad_fn not in seen)
 
 
 def last_first(count: int) -> Iterator[int]:

@@ -2,6 +2,7 @@ r"""What no pipeline of layers can do, and what its workers must have in common.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from pyg_sar.blocks import even_cut
+from pyg_sar.aggregate import is_elsewhere
+from pyg_sar.blocks import even_cut, packed
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.distributed.stages import Stages
@@ -51,9 +54,63 @@ def fingerprint_of(graph: ShardedGraph) -> str:
     return f"with {graph.num_dst} nodes and {graph.num_edges} edges (checksum {found:08x})"
 
 
-def check_edges(edges: Sequence[Tensor]) -> None:
-    """Raise for tensors of edges that need a gradient, of which each stage would have a share."""
+# Functions of torch that take a mean of losses unless they are told otherwise.
+MEANS = {
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy",
+    "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss",
+    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss",
+}  # fmt: skip
+
+
+class LooksForMeans(TorchFunctionMode):
+    """Warns where a loss of some of the rows takes a mean over these: such losses are added up."""
+
+    told = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and look at its name and its arguments."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if not self.told and (name in MEANS or name == "mean") and self.is_mean(func, name, args, kwargs):
+            self.told = True
+            warnings.warn(
+                f"[rank {rank_of()}] '{name}' takes a mean over the rows of a chunk, or of one worker, and a pipeline "
+                f"adds up the losses of all of them. Take a sum, and divide it by the number of labels in the whole "
+                f"graph. This is said once.",
+                stacklevel=2,
+            )
+        return func(*args, **kwargs)
+
+    def is_mean(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
+        """Tell whether a call takes a mean over rows."""
+        if name == "mean":
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            rows = args[0] if args else kwargs.get("input")
+            over_rows = dim is None or 0 in (dim if isinstance(dim, (list, tuple)) else (dim,))
+            return isinstance(rows, Tensor) and rows.dim() > 0 and rows.requires_grad and over_rows
+        try:
+            return inspect.signature(func).bind(*args, **kwargs).arguments.get("reduction", "mean") == "mean"
+        except (TypeError, ValueError):  # torch will say it better
+            return False
+
+
+def check_step(x: Any, edges: Sequence[Tensor], num_edges: int, chunks: int) -> None:
+    """Raise for what no step can be made of."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError(f"[rank {rank_of()}] Expected gradients in 'step'. Without, call the pipeline itself.")
+    if chunks > 1 and any(map(is_elsewhere, packed(x))):
+        raise ValueError(f"[rank {rank_of()}] Rows at home go through a pipeline as a whole. Take 'chunks=1'.")
+    check_edges(edges, num_edges)
+
+
+def check_edges(edges: Sequence[Tensor], num_edges: int) -> None:
+    """Raise for tensors of other edges, and for those that need a gradient, of which each stage would have a share."""
     for k, t in enumerate(edges):
+        if t.dim() == 0 or t.size(0) != num_edges:
+            raise ValueError(
+                f"[rank {rank_of()}] Expected tensor {k} of edges to have a row for each of this worker's {num_edges} "
+                f"edges (got {list(t.shape)}). Take it from the loaded data."
+            )
         if t.requires_grad:
             raise ValueError(
                 f"[rank {rank_of()}] Tensor {k} of edges needs a gradient, which a pipeline does not give. Detach it, "

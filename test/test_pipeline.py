@@ -677,6 +677,39 @@ def test_a_loss_that_is_not_made_of_the_rows_of_a_chunk():
         close(a, b)
 
 
+class Two(torch.nn.Module):
+    """Two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = torch.nn.ModuleList(pyg_sar.nn.SAGEConv(WIDTH, n) for n in (3, 2))
+
+    def forward(self, x, edge_index):
+        return tuple(conv(x, edge_index) for conv in self.convs)
+
+
+def test_a_loss_that_is_made_of_one_of_two_outputs():
+    """Of the first in some chunks, and of the second in others; edges go from earlier chunks to later ones."""
+    data, found = inputs(), []
+    edge_index = torch.stack([data.edge_index.min(0).values, data.edge_index.max(0).values])
+    for always in (True, False):
+        torch.manual_seed(0)
+        blocks = torch.nn.ModuleList([*blocks_of(pyg_sar.nn, "sage")[:2], Two()]).double()
+        pipe = alone(edge_index, 4, blocks=blocks)
+
+        def loss(out, rows, always=always):
+            early = torch.arange(rows.start, rows.stop) < NODES // 2
+            parts = [t[which].square().sum() for t, which in zip(out, (early, ~early), strict=True)
+                     if always or which.any()]  # fmt: skip
+            return sum(parts)
+
+        pipe.step(data.x, loss)
+        assert pipe.stale == 0
+        found.append([p.grad for p in pipe.parameters()])
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+
+
 def test_a_step_that_was_interrupted_leaves_no_gradients():
     data, found = inputs(), []
     for interrupted in (False, True):
@@ -687,7 +720,6 @@ def test_a_step_that_was_interrupted_leaves_no_gradients():
             with pytest.raises(ZeroDivisionError):
                 steps(pipe, data, 1)
             hook.remove()
-            pipe.epoch = 1
         pipe.blocks.zero_grad()
         pipe.step(data.x, lambda out, rows: out.square().sum())
         found.append([p.grad for p in pipe.parameters()])

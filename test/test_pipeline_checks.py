@@ -112,6 +112,50 @@ def test_edges_that_need_a_gradient():
         )
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_edges_of_others(chunks):
+    data, blocks = inputs(), blocks_of(pyg_sar.nn, "weighted")
+    for wrong in (data.edge_weight[:-1], torch.cat([data.edge_weight] * 2)):
+        with pytest.raises(ValueError, match=r"tensor 0 of edges to have a row for each of this worker's 164 edges"):
+            alone(data.edge_index, chunks, blocks=blocks).step(data.x, lambda out, rows: out.sum(), wrong)
+
+
+def test_steps_without_gradients():
+    data = inputs()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Expected gradients in 'step'"):
+        alone(data.edge_index, 3).step(data.x, lambda out, rows: out.sum())
+
+
+def test_rows_at_home_in_chunks():
+    data = inputs()
+    data.edge_index = pyg_sar.shard(data.edge_index, NODES)
+    data = pyg_sar.offload(data, chunks=2)
+    with pytest.raises(ValueError, match="Rows at home go through a pipeline as a whole"):
+        alone(inputs().edge_index, 3).step(data.x, lambda out, rows: out.sum())
+
+
+MEANS = {
+    "cross_entropy": lambda out, y: F.cross_entropy(out, y),
+    "mse_loss": lambda out, y: F.mse_loss(out, torch.zeros_like(out)),
+    "mean": lambda out, y: out.square().sum(1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_of_chunks(name):
+    """Once; of all rows they are right, and so are means of columns and sums."""
+    data = inputs()
+    pipe = alone(data.edge_index, 3)
+    with pytest.warns(UserWarning, match=f"'{name}' takes a mean over the rows of a chunk, or of one worker") as told:
+        pipe.step(data.x, lambda out, rows: MEANS[name](out, data.y[rows]))
+    assert len(told) == 1
+    pipe.step(data.x, lambda out, rows: MEANS[name](out, data.y[rows]))
+    alone(data.edge_index, 1).step(data.x, lambda out, rows: MEANS[name](out, data.y[rows]))
+    alone(data.edge_index, 3).step(
+        data.x, lambda out, rows: F.cross_entropy(out, data.y[rows], reduction="sum") + out.mean(1).sum()
+    )
+
+
 class Shorter(torch.nn.Module):
     def forward(self, x):
         return x[:-1]

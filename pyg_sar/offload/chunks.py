@@ -35,7 +35,7 @@ from pyg_sar.graph import ShardedGraph, SomeIds
 from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.passes import add_shared, force, reader, returned
+from pyg_sar.offload.passes import add_shared, check_versions, force, reader, returned, versions
 from pyg_sar.offload.rows import HostRows, Place, answers, record
 from pyg_sar.offload.schedule import accesses, best_order, ranges, source_pieces
 from pyg_sar.offload.slots import Slots, add, fetch
@@ -337,7 +337,9 @@ class ByChunks(torch.autograd.Function):
         ctx.place, ctx.graph, ctx.program, ctx.kinds = place, graph, program, kinds
         ctx.shapes = [(t.shape, t.dtype, isinstance(t, HostRows)) for t in inputs]
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
-        ctx.save_for_backward(*(t if keep else None for t, keep in zip(inputs, keeps, strict=True)))
+        kept = [t if keep else None for t, keep in zip(inputs, keeps, strict=True)]
+        ctx.versions = versions(kept)
+        ctx.save_for_backward(*kept)
         ctx.autocast = autocast_as_now(place.device)
         ctx.traffic = graph.exchange.log.open(running.name())
         ctx.traffic.case = 2 if program.needs_source else 1
@@ -365,6 +367,7 @@ class ByChunks(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         place, graph, program, kinds, wanted = ctx.place, ctx.graph, ctx.program, ctx.kinds, ctx.needs_input_grad[4:]
         inputs, given, meter = ctx.saved_tensors, reader(grad), ctx.traffic.backward
+        check_versions(inputs, ctx.versions)
         sources = fetch_sources(place, graph, kinds, inputs, meter)
         totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k][:2])
                   for k, kind in enumerate(kinds) if kind == SOURCE and wanted[k]}  # fmt: skip

@@ -21,6 +21,8 @@ def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
     """Record it, with a seed that is drawn now."""
     names = dict(zip(("input", "p", "training", "inplace"), args, strict=False), **kwargs)
     rows, p = names["input"], names.get("p", 0.5)
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not names.get("training", True) or p == 0:
         return rows
     if names.get("inplace"):

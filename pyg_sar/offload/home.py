@@ -19,6 +19,7 @@ import mmap
 import os
 import sys
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -46,11 +47,12 @@ _START, _FINISH = 2, 7  # of sync_file_range: SYNC_FILE_RANGE_WRITE, and WAIT_BE
 class _Mapping(mmap.mmap):
     """Mapped bytes, and what must be given back with them."""
 
+    pinned: torch.device | None = None  # for which device
+    descriptor = -1  # of a file, which nobody could open again to have its pages written
+
     def __init__(self, descriptor: int, length: int, **options: int) -> None:
         super().__init__()  # `__new__` took the arguments
         self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        self.pinned: torch.device | None = None  # for which device
-        self.descriptor = -1  # of a file, which nobody could open again to have its pages written
         self.written: deque[tuple[int, int]] = deque()  # ranges that are being written to the disk
 
     def pin(self, device: torch.device) -> None:
@@ -106,6 +108,7 @@ class Home:
         # Of each living tensor, by its address, the view of its bytes that dies with it. What it views is a `_Mapping`.
         self._living: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
         self._kept: dict[int, _Mapping] = {}  # all memory by its address, also that of dead tensors
+        self._lock = threading.Lock()  # of who chooses memory until it lives
         if folder is not None:
             try:
                 tempfile.TemporaryFile(dir=folder).close()
@@ -131,12 +134,13 @@ class Home:
         """
         if not (needed := math.prod(shape) * dtype.itemsize):
             return torch.empty(*shape, dtype=dtype, device="cpu")
-        if self.limit is not None and self.held + needed > self.limit:
-            raise self._full(needed, f"the limit is {self.limit:,} bytes", "Raise the limit.")
-        view = memoryview(self._memory(needed) if self.folder is None else self._file(self.folder, needed))
-        rows = torch.frombuffer(view, dtype=dtype).resize_(shape)  # no view of another tensor, for autograd's sake
-        self._living[rows.data_ptr()] = view
-        self.peak, self.widest = max(self.peak, self.held), max(self.widest, needed // [*shape, 1][0])
+        with self._lock:
+            if self.limit is not None and self.held + needed > self.limit:
+                raise self._full(needed, f"the limit is {self.limit:,} bytes", "Raise the limit.")
+            view = memoryview(self._memory(needed) if self.folder is None else self._file(self.folder, needed))
+            rows = torch.frombuffer(view, dtype=dtype).resize_(shape)  # no view of another tensor, for autograd's sake
+            self._living[rows.data_ptr()] = view
+            self.peak, self.widest = max(self.peak, self.held), max(self.widest, needed // [*shape, 1][0])
         return rows
 
     def keep(self, tensors: Sequence[Any]) -> list[Any]:

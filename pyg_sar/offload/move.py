@@ -48,14 +48,25 @@ def move(data: Any, place: Place) -> Any:
     labels and masks, are on the device.
     """
     out = copy.copy(data)
-    for key in data.node_attrs():
-        value = data[key]
+    named = {key: data[key] for key in data.node_attrs()}
+    if not any(isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 for value in named.values()):
+        raise ValueError(
+            f"Expected a floating-point tensor of rows [n, *] of nodes, such as features 'data.x', to move home (got "
+            f"{', '.join(named) or 'no tensors of nodes'}). Nothing would be: leave this data in memory."
+        )
+    for key, value in named.items():
         if not isinstance(value, Tensor):
             continue
         if not (value.is_floating_point() and value.dim() > 1):
             moved = value.to(place.device)
             out[key] = moved if place.exchange.alone or moved is value else watch.rows(moved, of=place.n_id)
         else:
+            if isinstance(value, torch.nn.Parameter) or value.grad_fn is not None:
+                what = "parameter" if value.grad_fn is None else "result of a model"
+                raise ValueError(
+                    f"Expected '{key}' to be data (got a {what}, which would learn nothing from rows at home). Apply "
+                    f"the model to the rows that 'offload' returns."
+                )
             host = place.home.empty(value.shape, value.dtype).copy_(value.detach()) if place.home.pinned else value
             rows = HostRows(place, host.detach()).requires_grad_(value.requires_grad)
             out[key] = rows if place.exchange.alone else watch.rows(rows, of=place.n_id)

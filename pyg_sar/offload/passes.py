@@ -7,6 +7,7 @@ and differentiates it (HongTu, section 4.2).
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from pyg_sar.autograd import once_differentiable
 from pyg_sar.distributed.collectives import all_reduce, global_merge
 from pyg_sar.linear import linear
 from pyg_sar.offload.dropout import dropout_rows
-from pyg_sar.offload.rows import HostRows, Op, Place, answers, has_rows, name_of, pending, record, refuse
+from pyg_sar.offload.rows import HostRows, Op, Place, answers, has_rows, name_of, pending, record, refuse, requires_grad
 from pyg_sar.ops import moments_
 from pyg_sar.ops.reference import accumulator
 
@@ -33,6 +34,7 @@ def force(rows: HostRows) -> HostRows:
     """Return rows that exist: what is pending is computed, range by range, and written once."""
     if rows.op is None:
         return rows
+    requires_grad(rows)  # which refuses what autograd has made of them
     if rows.made is None:
         with torch.set_grad_enabled(rows.differentiated):  # as it was when this was recorded
             reads = Reads()
@@ -133,6 +135,23 @@ def on_range(leaf: Tensor, span: tuple[int, int], place: Place, num_rows: int) -
     return place.bring(rows[span[0] : span[1]].detach())
 
 
+def versions(inputs: Sequence[Any]) -> list[int | None]:
+    """Return how often rows at home were changed; None of other tensors, which autograd looks at."""
+    at_home = (t.host if isinstance(t, HostRows) else None for t in inputs)
+    return [None if rows is None or rows.is_inference() else rows._version for rows in at_home]
+
+
+def check_versions(inputs: Sequence[Any], before: Sequence[int | None]) -> None:
+    """Raise if rows at home, which backward reads again, were changed since."""
+    for t, version in zip(inputs, before, strict=True):
+        if t is not None and version is not None and t.host._version != version:
+            raise RuntimeError(
+                f"Rows in host memory of shape {list(t.shape)} were changed in place after they were used, and "
+                f"backward reads them again. They share the memory of the data that was moved: change a copy, or call "
+                f"'backward' before."
+            )
+
+
 class Pass(torch.autograd.Function):
     """Pending rows, computed and written range by range."""
 
@@ -140,7 +159,7 @@ class Pass(torch.autograd.Function):
     def forward(ctx: Any, place: Place, step: Step, num_rows: int, *leaves: Tensor) -> HostRows:
         """Write each range."""
         ctx.set_materialize_grads(False)  # as rows that nobody could take apart
-        ctx.place, ctx.step, ctx.num_rows = place, step, num_rows
+        ctx.place, ctx.step, ctx.num_rows, ctx.versions = place, step, num_rows, versions(leaves)
         ctx.save_for_backward(*leaves)
         out = None
         for a, b in place.ranges:
@@ -161,6 +180,7 @@ class Pass(torch.autograd.Function):
         if grad is None:  # of rows that no output depends on
             return (None,) * len(ctx.needs_input_grad)
         place, n, leaves, wanted = ctx.place, ctx.num_rows, ctx.saved_tensors, ctx.needs_input_grad[3:]
+        check_versions(leaves, ctx.versions)
         grads: list[Any] = [None] * len(leaves)
         given = reader(grad)
         for span in place.ranges:
@@ -221,7 +241,9 @@ def add_shared(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     """Add a gradient of what all rows share, in at least single precision."""
     if grad is None:
         return total
-    return grad.to(accumulator(grad.dtype)) if total is None else total.add_(grad)
+    if total is None:  # a copy: of a range of one row it might be the gradient of that row itself
+        return grad.to(accumulator(grad.dtype), copy=True)
+    return total.add_(grad)
 
 
 def returned(place: Place, grad: Tensor | None, dtype: torch.dtype, at_home: bool) -> Any:
@@ -313,7 +335,15 @@ class Moments(torch.autograd.Function):
 @answers("detach", "__get__ data")
 def detach(func: Callable, args: Any, kwargs: Any) -> HostRows:
     """Return the rows without their place in autograd's graph."""
-    return HostRows(args[0].place, host(args[0]))
+    out = HostRows(args[0].place, host(args[0]))
+    out.base = weakref.ref(args[0])
+    return out
+
+
+@answers("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+def new(func: Callable, args: Any, kwargs: Any) -> Tensor:
+    """An ordinary tensor, of the type of the rows and on their device."""
+    return func(args[0].probe, *args[1:], **kwargs)
 
 
 @answers("reshape", "view")
@@ -332,9 +362,13 @@ def reshape(func: Callable, args: Any, kwargs: Any) -> HostRows:
 def take(func: Callable, args: Any, kwargs: Any) -> Any:
     """Some rows are an ordinary tensor; all of them are these rows; columns of rows are still rows."""
     if func is torch.Tensor.index_select or func is torch.index_select:
-        rows, dim, index = args
-        if dim != 0:
+        given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+        rows, dim, index = given["input"], given["dim"], given["index"]
+        if isinstance(rows, HostRows) and dim % rows.dim() != 0:
             refuse(func, args, kwargs, "it takes columns by their numbers; write 'x[:, index]'")
+        if isinstance(rows, HostRows) and dim < 0:  # as PyG's layers read the rows of sources
+            refuse(func, args, kwargs, "PyG's own layers read rows by all edges; convert the model "
+                   "('pyg_sar.nn.convert'), and give it the 'edge_index' of this data")  # fmt: skip
     else:
         rows, index = args
     if not isinstance(rows, HostRows) or any(isinstance(i, HostRows) for i in tree_leaves(index)):
@@ -364,6 +398,7 @@ def take(func: Callable, args: Any, kwargs: Any) -> Any:
 @answers("sum", "mean")
 def total(func: Callable, args: Any, kwargs: Any) -> Any:
     """Over all rows, an ordinary tensor; over columns, still rows."""
+    args, kwargs = (args, kwargs) if args else ((kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"})
     rows, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
     dims = None if dim is None else [d % rows.dim() for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
     if dims is not None and 0 not in dims:

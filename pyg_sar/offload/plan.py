@@ -161,15 +161,22 @@ def run(
     """Train for a step, then count what another one needs."""
     labels, graph = torch.arange(labelled) % len(x), edge_index.graph
     given = [alike(t, edge_index.graph.num_edges) for t in edges]
-    state = optimizer(net.parameters())
+    learnt = [p for p in net.parameters() if p.requires_grad]
+    state = optimizer(learnt) if learnt else None
     before = sum(graph.memory().values())
 
     def step() -> None:
-        out = net(x, edge_index, *given)[labels]
-        F.cross_entropy(out, labels % out.size(1)).backward()
+        out = net(x, edge_index, *given)
+        if not isinstance(out, Tensor):
+            raise TypeError(f"Expected the model to return rows of nodes, as a tensor (got {type(out).__name__})")
+        out = out[labels]
+        loss = F.cross_entropy(out, labels % out.size(1)) if out.dim() == 2 else out.float().square().sum()
         del out
-        state.step()
-        state.zero_grad()
+        if state is not None:
+            loss.backward()
+            del loss
+            state.step()
+            state.zero_grad()
 
     step()  # makes chunks, transposed blocks, self-loops and the optimizer's state
     with Live() as live, record_traffic(edge_index) as layers:
@@ -177,7 +184,7 @@ def run(
     derived = sum(graph.memory().values()) - before
     moved = sum(t.forward_loaded + t.forward_stored + t.backward_loaded + t.backward_stored for t in layers)
     return {
-        "loaded": sum(t.nbytes for t in kept(net, state)),
+        "loaded": sum(t.nbytes for t in (kept(net, state) if state else net.state_dict().values())),
         "derived": derived,
         "step": live.peak,
         "home": x.place.home.peak,

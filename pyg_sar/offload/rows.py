@@ -7,14 +7,15 @@ aggregation, or where rows are taken out (:mod:`pyg_sar.offload.passes`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyg_sar.autograd import autocast_as_now
 from pyg_sar.distributed.group import is_local
@@ -117,6 +118,7 @@ class HostRows(Tensor):
     made: HostRows | None  # these rows, once they exist
     differentiated: bool
     recorded: bool  # whether they did not exist from the beginning
+    base: weakref.ref[HostRows] | None  # the rows that torch would have made a view of
 
     @staticmethod
     def __new__(
@@ -132,7 +134,10 @@ class HostRows(Tensor):
             cls, (num_rows, *probe.shape[1:]), dtype=probe.dtype, device=place.device
         )
         out.place, out.host, out.op, out.probe, out.made = place, host, op, probe, None
-        out.differentiated, out.recorded = requires_grad, op is not None
+        out.differentiated, out.recorded, out.base = requires_grad, op is not None, None
+        if requires_grad and op is not None:  # for an `autograd.Function` to take note of; what it returns is refused
+            with PLAIN():
+                out.requires_grad_()
         return out
 
     def aggregate(self, graph: Any, reduce: Any, source: Any, rows: Any) -> HostRows:
@@ -237,10 +242,11 @@ def result_of(func: Callable, k: int, *args: Any, **kwargs: Any) -> Any:
 def record(func: Callable, args: Any, kwargs: Any) -> Any:
     """Return what a function makes of rows, which is not computed yet."""
     first = next(rows_in((args, kwargs)))
+    check_lengths(args, kwargs)
     args, kwargs = tree_map(as_rows, (args, kwargs))
     autocast = autocast_as_now(first.device)
     with autocast():
-        whole, changes = probed(func, args, kwargs)
+        func, args, kwargs, (whole, changes, base) = understood(func, args, kwargs)
     if isinstance(whole, tuple):
         found = [record(partial(result_of, func, k), args, kwargs) for k in range(len(whole))]
         return tuple(found) if type(whole) is tuple else type(whole)(found)  # such as values and numbers of maxima
@@ -251,19 +257,86 @@ def record(func: Callable, args: Any, kwargs: Any) -> Any:
     op = Op(func, kept[0], kept[1], changes, autocast, versions)
     out = HostRows(first.place, op=op, probe=whole, requires_grad=learns and whole.is_floating_point())
     if not changes:
+        out.base = None if base is None else weakref.ref(base)
         return out
     target = args[0]
+    if target.base is not None and target.base() is not None:
+        refuse(func, args, kwargs, "it changes a part of rows, or what shares their memory; make new rows of them "
+               "('torch.cat', 'torch.where')")  # fmt: skip
+    if target.op is None and asks_leaf(target):
+        return changed(target, out)
     target.host, target.op, target.probe, target.made = None, out.op, out.probe, None
     target.differentiated = out.differentiated
     return target
 
 
-def probed(func: Callable, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Return what a function makes of five rows, and whether it changes its first argument; refuse what mixes rows."""
+def asks_leaf(rows: HostRows) -> bool:
+    """Whether rows are data, and not a result."""
+    with PLAIN():
+        return rows.is_leaf
+
+
+def changed(rows: HostRows, out: HostRows) -> HostRows:
+    """Change data in place: at once, since it stays what is differentiated by, as torch's leaves do."""
+    if out.differentiated:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    rows.host, rows.probe, rows.made = HANDLERS["force"](out).host, out.probe, None
+    return rows
+
+
+def check_lengths(args: Any, kwargs: Any) -> None:
+    """Raise if rows are those of several graphs, which five rows of each would not tell."""
+    counts = list(dict.fromkeys(len(rows) for rows in rows_in((args, kwargs))))
+    if len(counts) > 1:
+        raise ValueError(f"Expected rows at home of one graph (got {' and '.join(map(str, counts))} rows)")
+
+
+Probed = tuple[Any, bool, "HostRows | None"]
+
+
+def understood(func: Callable, args: Any, kwargs: Any) -> tuple[Callable, Any, Any, Probed]:
+    """Return a call, and what :func:`probed` does of it. A tensor that is as long as there are rows has a row for each;
+    if the function then mixes rows, it may be the same for all of them, such as a weight.
+    """
+    num_rows = len(next(rows_in((args, kwargs))))
+    try:
+        return func, args, kwargs, probed(func, args, kwargs)
+    except NotImplementedError as refusal:
+        if not any(has_rows(t, num_rows) for t in tree_leaves((args, kwargs))):
+            raise
+        call = sharing(func, args, kwargs, num_rows)
+        try:
+            return *call, probed(*call)
+        except NotImplementedError:
+            raise refusal from None
+
+
+def sharing(func: Callable, args: Any, kwargs: Any, num_rows: int) -> tuple[Callable, Any, Any]:
+    """Return the same call, whose ordinary tensors are not as long as there are rows: they stand in others."""
+    given, form = tree_flatten((args, kwargs))
+    within = [k for k, t in enumerate(given) if has_rows(t, num_rows)]
+    for k in within:
+        given[k] = given[k].expand(2 if num_rows == 1 else 1, *given[k].shape)
+    return partial(shared, func, within), *tree_unflatten(given, form)
+
+
+def shared(func: Callable, within: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    """Return what a function makes of tensors that stand in others."""
+    given, form = tree_flatten((args, kwargs))
+    for k in within:
+        given[k] = given[k][0]
+    args, kwargs = tree_unflatten(given, form)
+    return func(*args, **kwargs)
+
+
+def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
+    """Return what a function makes of five rows, whether it changes its first argument, and the rows that its result is
+    a view of; refuse what mixes rows.
+    """
     first = next(rows_in((args, kwargs)))
     state = drawn(first.device)
+    cuts = (slice(None), slice(0, 2), slice(2, PROBE))
     try:
-        cuts = (slice(None), slice(0, 2), slice(2, PROBE))
         results = [run_on(which, func, args, kwargs, len(first), first.device) for which in cuts]
     except NotImplementedError:
         raise
@@ -271,15 +344,16 @@ def probed(func: Callable, args: Any, kwargs: Any) -> tuple[Any, bool]:
         refuse(func, args, kwargs, f"on five rows it raised {type(error).__name__}: {error}")
     if not torch.equal(state, drawn(first.device)):
         refuse(func, args, kwargs, "it draws random numbers, which backward would draw anew; 'F.dropout' is known")
-    (whole, changed), *parts = results
-    several = isinstance(whole, tuple)
-    for k in range(len(whole)) if several else [0]:
-        pieces = [part[k] if several else part for part, _ in parts]
-        if not row_wise(whole[k] if several else whole, pieces):
-            refuse(func, args, kwargs, "the result for a row depends on other rows")
-    if changed and (several or changed != [True]):
+    (whole, changes, base), *parts = results
+    mixes = not all_row_wise(whole, [out for out, *_ in parts])
+    with suppress(Exception):  # which a function may raise of other numbers: it was understood of the given ones
+        others = [run_on(which, func, args, kwargs, len(first), first.device, random_like)[0] for which in cuts]
+        mixes = mixes or not all_row_wise(others[0], others[1:])
+    if mixes:
+        refuse(func, args, kwargs, "the result for a row depends on other rows")
+    if changes and (isinstance(whole, tuple) or changes != [True]):
         refuse(func, args, kwargs, "it changes something else than its first argument, or its type or shape")
-    return whole, bool(changed)
+    return whole, bool(changes), base
 
 
 def drawn(device: torch.device) -> Tensor:
@@ -287,17 +361,26 @@ def drawn(device: torch.device) -> Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
+def random_like(rows: Tensor) -> Tensor:
+    """Return five rows of other numbers, none of which is zero: of sparse rows, or of zeros, little can be seen."""
+    if not rows.is_floating_point():
+        return rows
+    random = torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)) + 0.5
+    return random.to(rows.device, rows.dtype)
+
+
 def run_on(
-    which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int, device: torch.device
-) -> tuple[Any, list[bool]]:
-    """Return what a function makes of some of five rows; and of rows that it changes, whether that is its result and
-    they are its first argument.
+    which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int, device: torch.device,
+    probe: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> tuple[Any, list[bool], HostRows | None]:  # fmt: skip
+    """Return what a function makes of some of five rows; of rows that it changes, whether that is its result and they
+    are its first argument; and the rows that its result is a view of.
     """
     copies: list[tuple[Tensor, HostRows, int]] = []  # with the version of each
 
     def pick(value: Any) -> Any:
         if isinstance(value, HostRows):
-            copy = value.probe[which].clone()
+            copy = probe(value.probe)[which].clone()
             copies.append((copy, value, copy._version))
             return copy
         return some(value, device)[which] if has_rows(value, num_rows) else value
@@ -306,7 +389,15 @@ def run_on(
         given = tree_map(pick, (args, kwargs))
         out = func(*given[0], **given[1])
     altered = [(c, v) for c, v, version in copies if c._version > version]
-    return out, [out is c and args[0] is v and c.shape[1:] == v.shape[1:] for c, v in altered]
+    base = next((v for c, v, _ in copies if isinstance(out, Tensor) and out._base is c), None)
+    return out, [out is c and args[0] is v and c.shape[1:] == v.shape[1:] for c, v in altered], base
+
+
+def all_row_wise(whole: Any, parts: list[Any]) -> bool:
+    """Whether the results of the whole are those of its parts."""
+    if not isinstance(whole, tuple):
+        return row_wise(whole, parts)
+    return all(row_wise(whole[k], [part[k] for part in parts]) for k in range(len(whole)))
 
 
 def row_wise(whole: Any, parts: list[Any]) -> bool:
@@ -352,10 +443,10 @@ def requires_grad(value: Any) -> bool:
     if not isinstance(value, HostRows):
         return isinstance(value, Tensor) and value.requires_grad
     with PLAIN():
-        native = value.requires_grad
+        native, leaf = value.requires_grad, value.is_leaf
     if value.op is None:
         return native
-    if native and value.recorded:
+    if native and not leaf and value.recorded:
         refuse(value.op.func, (value,), {}, "it ran within an 'autograd.Function', which must see rows that exist")
     return value.differentiated
 
@@ -363,8 +454,7 @@ def requires_grad(value: Any) -> bool:
 # Questions that the wrapper answers by itself.
 ANSWERS = {
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "stride",
-    "__len__", "__hash__", "__repr__", "__format__", "is_inference", "is_contiguous", "get_device", "requires_grad_",
-    "register_hook", "retain_grad", "grad", "backward", "__set__ grad", "__set__ requires_grad",
+    "__len__", "__hash__", "__repr__", "__format__", "is_inference", "is_contiguous", "get_device", "__set__ grad",
     *(f"__get__ {name}" for name in (
         "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_leaf", "grad", "grad_fn",
         "is_quantized", "is_meta", "is_nested", "names", "_version", "is_mkldnn", "is_xpu", "is_mps",
@@ -381,6 +471,17 @@ def answers(*names: str) -> Callable[[Callable], Callable]:
         return handler
 
     return add
+
+
+@answers("requires_grad_", "__set__ requires_grad", "register_hook", "retain_grad", "grad", "backward")
+def differentiates(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Autograd knows rows that exist; those that are still to be made have no place in its graph."""
+    for rows in rows_in((args, kwargs)):
+        if rows.op is not None:
+            refuse(func, args, kwargs, "gradients are those of data, and of what layers on graphs return; these rows "
+                   "are made when they are needed, or were changed in place")  # fmt: skip
+    with PLAIN():
+        return func(*args, **kwargs)
 
 
 @answers("__get__ requires_grad")

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -162,6 +164,25 @@ def test_dead_memory_is_used_again():
     assert home.empty((100,), torch.float32).data_ptr() not in (place, b.data_ptr()), "not while a tensor lives there"
     del c
     assert home.empty((50, 4), torch.float32).data_ptr() == other
+
+
+def test_threads_get_memory_of_their_own(monkeypatch):
+    home, found, choose = Home(None, CPU, None), [], Home._memory
+    rows = [home.empty((1000,), torch.float32) for _ in range(4)]
+    del rows  # whose memory is used again
+
+    def slowly(self, needed):
+        memory = choose(self, needed)
+        time.sleep(0.05)
+        return memory
+
+    monkeypatch.setattr(Home, "_memory", slowly)
+    threads = [threading.Thread(target=lambda: found.append(home.empty((1000,), torch.float32))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({rows.data_ptr() for rows in found}) == 4
 
 
 def test_no_more_is_kept_than_was_in_use():

@@ -350,7 +350,6 @@ MIXES = {
     "bool": lambda x: bool(x),
     "std": lambda x: x.std(0),
     "loss": lambda x: F.mse_loss(x, x + 1),
-    "new_zeros": lambda x: x.new_zeros(len(x), 3),
     "setitem": lambda x: x.__setitem__(0, 1.0),
     "chunk": lambda x: x.chunk(2),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 1e-9, training=True),
@@ -360,6 +359,14 @@ MIXES = {
     "new dimension": lambda x: x[None],
     "sum of columns and rows": lambda x: x.sum((0, 1), keepdim=True),
     "function": lambda x: Twice.apply(x).tanh(),
+    "function of what is pending": lambda x: Twice.apply(x.relu())[:3],
+    "columns": lambda x: x.index_select(1, torch.tensor([0])),
+    "as PyG reads sources": lambda x: x.index_select(-2, torch.tensor([0])),
+    "hook": lambda x: x.relu().register_hook(print),
+    "retained gradient": lambda x: x.relu().retain_grad(),
+    "gradient of what is pending": lambda x: torch.autograd.grad(x.sum(), x.relu()),
+    "rows of nothing but zeros, cumsum": lambda x: (x.detach() * 0).cumsum(0),
+    "rows of nothing but zeros, norm": lambda x: F.normalize(x.detach() * 0, dim=0),
 }
 
 
@@ -369,6 +376,90 @@ def test_functions_that_mix_rows_are_refused(name):
     data.x.requires_grad_()
     with pytest.raises((NotImplementedError, TypeError), match="rows in host memory"):
         MIXES[name](data.x)
+
+
+@pytest.mark.parametrize("view", [
+    lambda h: h[:, :2], lambda h: h.view(-1, 2, IN // 2), lambda h: h.chunk(2, 1)[1], lambda h: h.unsqueeze(1),
+    lambda h: h.detach(), lambda h: h.data,
+], ids=["columns", "view", "chunk", "unsqueeze", "detach", "data"])  # fmt: skip
+def test_no_part_of_rows_is_changed(view):
+    """Where torch would change the whole, or nobody has it any more."""
+    data = small(4)
+    h = data.x * 2
+    with pytest.raises(NotImplementedError, match=r"'mul_' cannot .* it changes a part of rows"):
+        view(h).mul_(3)
+    torch.testing.assert_close(host(view(data.x * 2).mul_(3)), view(host(data.x) * 6))
+    assert torch.equal(host(h), host(data.x) * 2)
+
+
+def test_data_that_learns():
+    """As leaves of torch: optimizers change them, and nobody else while they need a gradient."""
+    data, found = small(4), []
+    for x in (data.x, host(data.x).clone()):
+        x.requires_grad_()
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
+            x.mul_(2)
+        optimizer = torch.optim.Adam([x], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x.sin().square().sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            x += x.grad.sign()
+        found.append(x.detach()[torch.arange(NUM_NODES)])
+    torch.testing.assert_close(*found)
+
+
+def test_rows_that_change_before_backward():
+    data, _ = inputs()
+    data.edge_index, data.x = pyg_sar.shard(data.edge_index, NUM_NODES), data.x.detach()
+    there = offload(data, chunks=3)
+    there.x.requires_grad_()
+    for loss in (there.x.sin()[:5].sum(), nn.GATConv(IN, 4).double()(there.x, there.edge_index)[:5].sum()):
+        data.x.mul_(2)
+        with pytest.raises(RuntimeError, match=r"Rows in host memory of shape \[61, 8\] were changed in place after"):
+            loss.backward()
+
+
+def test_rows_of_two_graphs():
+    one, other = small(2), small(2, 40)
+    for function in (torch.add, F.mse_loss, lambda x, y: torch.cat([x, y], 1)):
+        for pair in ((one.x, other.x), (other.x, one.x)):
+            with pytest.raises(ValueError, match=r"Expected rows at home of one graph \(got \d+ and \d+ rows\)"):
+                function(*pair)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4, 8])
+def test_as_many_nodes_as_something_else(num_nodes):
+    """Weights that are no parameters, and numbers, of which there might be one for each node."""
+    data = small(2, num_nodes)
+    weight = torch.randn(num_nodes, IN, dtype=torch.float64, requires_grad=True)
+    eps, found = torch.ones(1, dtype=torch.float64, requires_grad=True), []
+    for x in (data.x, host(data.x)):
+        out = F.linear(x * (1 + eps), weight * 2)
+        found.append([out[torch.arange(num_nodes)], *torch.autograd.grad(out.sum(0).square().sum(), [weight, eps])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradients_of_what_all_share_where_a_range_is_a_row():
+    """The first range; its gradient is not that of the row itself, to which those of others are added."""
+    data = small(NUM_NODES)
+    assert data.x.place.ranges[0] == (0, 1)
+    a, b, found = *(torch.randn(1, IN, dtype=torch.float64, requires_grad=True) for _ in range(2)), []
+    weight = torch.randn(NUM_NODES, IN, dtype=torch.float64)
+    for x in (data.x, host(data.x)):
+        out = (x + a + b)[torch.arange(NUM_NODES)]
+        found.append(torch.autograd.grad((out.square() * weight).sum(), [a, b]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_new_tensors_are_ordinary():
+    data = small(4)
+    zeros = data.x.new_zeros(NUM_NODES, 3)
+    assert type(zeros) is torch.Tensor and zeros.dtype == torch.float64 and zeros.shape == (NUM_NODES, 3)
+    assert host(torch.cat([data.x, zeros], 1))[:, IN:].eq(0).all()
 
 
 def test_sums_over_rows():
@@ -776,6 +867,18 @@ def test_what_cannot_be_offloaded():
     two.edge_index = pyg_sar.shard(torch.zeros(2, 4, dtype=torch.long), (NUM_NODES, 3))
     with pytest.raises(ValueError, match="one set of nodes"):
         offload(two, chunks=3)
+    for wrong, what in ((torch.nn.Parameter(data.x.detach()), "parameter"), (data.x * 2, "result of a model")):
+        learnt = copy.copy(data)
+        learnt.x = wrong
+        with pytest.raises(ValueError, match=rf"Expected 'x' to be data \(got a {what}"):
+            offload(learnt, chunks=3)
+    none = copy.copy(data)
+    none.x = torch.arange(NUM_NODES)
+    with pytest.raises(ValueError, match=r"rows \[n, \*\] of nodes, such as features 'data.x', to move home \(got .*x"):
+        offload(none, chunks=3)
+    for p in (2, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
+            F.dropout(offload(data, chunks=3).x, p)
     model = network("sage", "none")
     for given in ({}, {"budget": 100, "chunks": 2, "model": model}):
         with pytest.raises(ValueError, match="either a 'budget' with a 'model', or 'chunks'"):

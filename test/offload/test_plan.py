@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn
 from support.cases import some
 from support.small_pieces import ordinary_ranges
 from torch_geometric.data import Data
@@ -131,6 +132,36 @@ def test_budget_of_other_data():
     del data.x
     with pytest.raises(TypeError, match=r"Expected features 'data.x'"):
         offload(data, "100MB", model)
+
+
+class Rest(torch.nn.Module):
+    """What returns numbers of nodes, learns nothing, or has nothing to learn."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.conv = nn.TransformerConv(8, 64, 8) if kind == "wide" else nn.SAGEConv(8, 1)
+        if kind == "nothing to learn":
+            self.conv = nn.convert(torch_geometric.nn.SimpleConv("mean"))
+        self.conv.requires_grad_(kind != "frozen")
+        self.kind = kind
+
+    def forward(self, x, edge_index):
+        out = self.conv(x, edge_index)
+        return (out,) if self.kind == "tuple" else out.squeeze(-1) if self.kind == "numbers" else out
+
+
+@pytest.mark.parametrize("kind", ["wide", "numbers", "frozen", "nothing to learn", "tuple"])
+def test_budget_of_models_of_other_kinds(kind):
+    """The wide one has weights that are no parameters, as many rows of them as there are nodes in a dry run."""
+    edge_index = torch.stack([torch.arange(600), torch.arange(600) % 60])
+    data = Data(x=torch.randn(600, 8), edge_index=pyg_sar.shard(edge_index, 600))
+    if kind == "tuple":
+        with pytest.raises(TypeError, match=r"to return rows of nodes, as a tensor \(got tuple\)"):
+            offload(data, "100MB", Rest(kind))
+        return
+    model = Rest(kind)
+    there = offload(data, "100MB", model)
+    torch.testing.assert_close(model(there.x, there.edge_index)[torch.arange(600)], model(data.x, data.edge_index))
 
 
 @pytest.mark.parametrize("hub", [pytest.param(False, marks=pytest.mark.grid), True])
