@@ -247,7 +247,8 @@ class Pipeline:
         """
         chunks = 1 if self.history is None else len(self.history.chunks)
         check_step(x, edges, self.edge_index.graph.num_edges, chunks)
-        before = self.epoch
+        before, seeds = self.epoch, self.edge_index.graph.seeds
+        drawn = seeds.seed, seeds.drawn
         try:
             with self.watched():
                 if self.epoch == 0 and self.history is not None:
@@ -259,6 +260,8 @@ class Pipeline:
         except BaseException:  # who tries it again does the same
             self.epoch = before
             raise
+        finally:  # those of the graph are others' too
+            seeds.seed, seeds.drawn = drawn
         sum_gradients(self.blocks, group=self.group)
         if self.seen is not None:
             size, numbers = size_of(self.group), [p for p in self.parameters() if p.grad is not None]

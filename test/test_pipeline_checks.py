@@ -171,6 +171,19 @@ def test_steps_that_are_wrong():
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
+def test_seeds_of_the_graph_stay(chunks):
+    data = inputs()
+    pipe = alone(data.edge_index, chunks)
+    seeds = pipe.edge_index.graph.seeds
+    seeds.manual_seed(7)
+    first = seeds.draw()
+    pipe.step(data.x, lambda out, rows: out.sum())
+    second = seeds.draw()
+    seeds.manual_seed(7)
+    assert [seeds.draw(), seeds.draw()] == [first, second]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
 def test_losses_of_all_workers(chunks):
     """A pipeline adds up those of chunks and workers, which 'global_mean' has done for the latter."""
     data = inputs()

@@ -62,13 +62,17 @@ class _Mapping(mmap.mmap):
         self.pinned = device
         self.madvise(mmap.MADV_DONTFORK)  # or this process might get a copy of pages that the device goes on to write
 
+    def close_file(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
     def __del__(self) -> None:  # before the bytes are unmapped
         if self.pinned is not None and not sys.is_finalizing():
             with torch.cuda.device(self.pinned):
                 torch.cuda.synchronize()  # the device may still read and write what died
                 torch.cuda.cudart().cudaHostUnregister(self.address)
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        self.close_file()
 
 
 class _Seen:
@@ -161,6 +165,8 @@ class Home:
             kept[key] = file[at : at + t.nbytes].view(t.dtype).view(t.shape)
             kept[key].copy_(t)
         self.wrote(file, 0, needed)
+        if found := self._pages(file):  # no others are written, and there may be many such files
+            found[0].close_file()
         return [kept.get(id(t), t) for t in tensors]
 
     def seen(self, rows: Tensor) -> Tensor | None:
@@ -226,21 +232,23 @@ class Home:
         disk = os.statvfs(folder)
         if needed > (free := disk.f_bavail * disk.f_frsize):
             raise self._full(needed, f"{free:,} bytes are free there", "Free some, or give a folder of a larger disk.")
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            try:
+        try:
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, needed)
                 mapping = _Mapping(file.fileno(), needed)
-            except OSError as error:
-                why = f"of {free:,} free bytes, the system says: {error.strerror}"
-                raise self._full(needed, why, "Free some, or give a folder of a larger disk.") from None
-            mapping.descriptor = os.dup(file.fileno())
+                mapping.descriptor = os.dup(file.fileno())
+        except OSError as error:
+            why = f"of {free:,} free bytes, the system says: {error.strerror}"
+            if error.errno == errno.EMFILE:
+                raise self._full(needed, why, "Allow more ('ulimit -n'), or take fewer chunks.", error.errno) from None
+            raise self._full(needed, why, "Free some, or give a folder of a larger disk.") from None
         return mapping
 
-    def _full(self, needed: int, why: str, remedy: str) -> OSError:
+    def _full(self, needed: int, why: str, remedy: str, code: int | None = None) -> OSError:
         """Return the error that rows do not fit."""
-        code, where = (errno.ENOMEM, "memory") if self.folder is None else (errno.ENOSPC, f"'{self.folder}'")
+        usual, where = (errno.ENOMEM, "memory") if self.folder is None else (errno.ENOSPC, f"'{self.folder}'")
         have = f"{self.held:,} bytes of rows are held"
-        return OSError(code, f"Rows need {needed:,} bytes more in {where}, where {have}, but {why}. {remedy}")
+        return OSError(code or usual, f"Rows need {needed:,} bytes more in {where}, where {have}, but {why}. {remedy}")
 
     def _pages(self, part: Tensor) -> tuple[_Mapping, int, int] | None:
         """Return where rows are in a file of ours, from the first byte of a page; of none, and of others, nothing."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -363,10 +363,13 @@ def drawn(device: torch.device) -> Tensor:
 
 def random_like(rows: Tensor) -> Tensor:
     """Return five rows of other numbers, none of which is zero: of sparse rows, or of zeros, little can be seen."""
-    if not rows.is_floating_point():
-        return rows
-    random = torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)) + 0.5
-    return random.to(rows.device, rows.dtype)
+    return random_rows(rows.shape, rows.dtype, rows.device) if rows.is_floating_point() else rows
+
+
+@lru_cache(maxsize=64)
+def random_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random rows, the same each time; nobody changes them."""
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(0)) + 0.5).to(device, dtype)
 
 
 def run_on(

@@ -297,6 +297,23 @@ def test_disk_that_fills_up(files, tmp_path, code):
     assert files.held == files.peak == kept.nbytes
 
 
+def test_files_that_are_kept_take_few_descriptors(files, monkeypatch):
+    """As one for each chunk is; and what is said where there are too many."""
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [files.keep([torch.ones(9)]) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 20 and kept[0][0].eq(1).all()
+
+    def fail(*args):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(
+        OSError, match=r"Too many open files. Allow more \('ulimit -n'\), or take fewer chunks"
+    ) as error:
+        files.empty((3,), torch.float32)
+    assert error.value.errno == errno.EMFILE
+
+
 def test_memory_for_a_gpu_is_pinned_and_given_back(tmp_path):
     pinned = {}
     cudart = mock.Mock(cudaHostUnregister=lambda address: pinned.pop(address))
