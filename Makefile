@@ -4,10 +4,10 @@
 PYTHON ?= python3
 # Installed before everything else, so that nothing below chooses another build of torch.
 TORCH ?= torch==2.13.0
-# Another PyG release to test with, processes that share the tests, and arguments of pytest:
-# make test PYG=2.6.0 JOBS=0 ARGS='test/nn -k gat'
+# Another PyG release to test with, processes that share the tests (one more than there are cores, as some wait for
+# timeouts), and arguments of pytest: make test PYG=2.6.0 JOBS=0 ARGS='test/nn -k gat'
 PYG ?=
-JOBS ?= logical
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 ARGS ?=
 
 # What `make train` trains on, and epochs of GraphSAGE and of GAT: make train GRAPH=Community/10000/250000 EPOCHS=3

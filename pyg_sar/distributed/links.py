@@ -232,8 +232,10 @@ def negative_sampling(
 def are_ids_of(graph: ShardedGraph, src_id: Tensor, dst_id: Tensor) -> bool:
     """Tell whether ids are those of a graph's sources and destinations, as far as it knows them."""
     known = torch.arange(graph.num_src, device=graph.device) if graph.n_id is None else graph.n_id
-    expected = dst_id if graph.bipartite else graph.dst_rows(known)
-    return torch.equal(src_id, known) and torch.equal(dst_id, expected) and len(dst_id) == graph.num_dst
+    if graph.bipartite:
+        return torch.equal(src_id, known) and dst_id is not src_id and len(dst_id) == graph.num_dst
+    found = dst_id[: graph.num_dst] if dst_id is src_id else dst_id  # of a layer of a message-flow graph
+    return torch.equal(src_id, known) and torch.equal(found, graph.dst_rows(known))
 
 
 def non_edges(index: ShardedEdgeIndex, group: Any = None) -> tuple[Tensor, Tensor]:

@@ -135,16 +135,22 @@ def on_range(leaf: Tensor, span: tuple[int, int], place: Place, num_rows: int) -
     return place.bring(rows[span[0] : span[1]].detach())
 
 
-def versions(inputs: Sequence[Any]) -> list[int | None]:
-    """Return how often rows at home were changed; None of other tensors, which autograd looks at."""
+Version = tuple[weakref.ref[Tensor], int]
+
+
+def versions(inputs: Sequence[Any]) -> list[Version | None]:
+    """Return what rows at home are, and how often they were changed; None of other tensors, which autograd looks at."""
     at_home = (t.host if isinstance(t, HostRows) else None for t in inputs)
-    return [None if rows is None or rows.is_inference() else rows._version for rows in at_home]
+    return [None if rows is None or rows.is_inference() else (weakref.ref(rows), rows._version) for rows in at_home]
 
 
-def check_versions(inputs: Sequence[Any], before: Sequence[int | None]) -> None:
-    """Raise if rows at home, which backward reads again, were changed since."""
+def check_versions(inputs: Sequence[Any], before: Sequence[Version | None]) -> None:
+    """Raise if rows at home, which backward reads again, were changed since, or others took their place."""
     for t, version in zip(inputs, before, strict=True):
-        if t is not None and version is not None and t.host._version != version:
+        if t is None or version is None:
+            continue
+        rows, count = version[0](), version[1]
+        if rows is None or rows is not t.host or rows._version != count:
             raise RuntimeError(
                 f"Rows in host memory of shape {list(t.shape)} were changed in place after they were used, and "
                 f"backward reads them again. They share the memory of the data that was moved: change a copy, or call "

@@ -184,6 +184,10 @@ def test_negative_pairs_of_other_ids(pool):
     ids = torch.arange(20), torch.arange(30)
     index, _ = pyg_sar.shard_links(torch.tensor([[0, 19], [29, 3]]), ids)
     assert pyg_sar.negative_sampling(index, ids)[1].tolist() == [29, 3]
+    flow = pyg_sar.message_flow_graphs(pyg_sar.shard(edges(), NUM_NODES), torch.arange(NUM_NODES) < 5, 1)
+    layer, own = flow.edge_indices[0], torch.arange(NUM_NODES)[flow.node_rows]
+    for n_id in (own, (own, own[:5])):
+        assert pyg_sar.negative_sampling(layer, n_id)[1].equal(layer[1])
     for wrong in (*ids, ids[::-1]):
         with pytest.raises(ValueError, match="of 20 sources and 30 destinations here"):
             pyg_sar.negative_sampling(index, wrong)

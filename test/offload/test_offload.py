@@ -419,6 +419,13 @@ def test_rows_that_change_before_backward():
         data.x.mul_(2)
         with pytest.raises(RuntimeError, match=r"Rows in host memory of shape \[61, 8\] were changed in place after"):
             loss.backward()
+    out, before = there.x.sin()[:5], host(there.x)[:5].clone()
+    layer = nn.SAGEConv(IN, 4, aggr="max").double()(there.x, there.edge_index)[:5].sum()
+    with torch.no_grad():
+        there.x += 1  # in memory of its own, which the layer finds in the place of the other
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), there.x)[0][torch.arange(5)], before.cos())
+    with pytest.raises(RuntimeError, match="were changed in place after"):
+        layer.backward()
 
 
 def test_rows_of_two_graphs():
