@@ -17,8 +17,9 @@ GAT_EPOCHS ?= 10
 
 VENV := .venv/stamp
 BIN := $(CURDIR)/.venv/bin
-# Python compiles what it imports, which is a fraction of what is installed.
+# Python compiles what it imports, which is a fraction of what is installed, and keeps it, also where images say no.
 INSTALL := $(BIN)/python -m pip install --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 DATA := runs/$(shell echo $(subst /,-,$(GRAPH)) | tr A-Z a-z)-2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2
 
