@@ -373,8 +373,8 @@ def take(func: Callable, args: Any, kwargs: Any) -> Any:
         if isinstance(rows, HostRows) and dim % rows.dim() != 0:
             refuse(func, args, kwargs, "it takes columns by their numbers; write 'x[:, index]'")
         if isinstance(rows, HostRows) and dim < 0:  # as PyG's layers read the rows of sources
-            refuse(func, args, kwargs, "PyG's own layers read rows by all edges; convert the model "
-                   "('pyg_sar.nn.convert'), and give it the 'edge_index' of this data")  # fmt: skip
+            refuse(func, args, kwargs, "it takes rows by their numbers, as MFConv does, and layers of PyG that are not "
+                   "converted ('pyg_sar.nn.convert') or have another 'edge_index' than this data's")  # fmt: skip
     else:
         rows, index = args
     if not isinstance(rows, HostRows) or any(isinstance(i, HostRows) for i in tree_leaves(index)):
