@@ -72,7 +72,8 @@ class Live(TorchDispatchMode):
         self.now -= count
 
 
-def kept(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors that a model and its optimizer hold between steps."""
-    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+def kept(net: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """Return the tensors that a model and its optimizer, if there is one, hold between steps."""
+    states = () if optimizer is None else optimizer.state.values()
+    state = [t for s in states for t in s.values() if isinstance(t, Tensor)]
     return [*net.parameters(), *net.buffers(), *state]

@@ -116,7 +116,7 @@ class Sample:
             return self.rows(value, (dim or 0) % value.dim(), first[level])
         if level in LISTS:
             shape = (*value.shape[:-1], self.listed[value.size(-1)])
-            return (torch.rand(shape, generator=self.random) * self.counts(given, shape)).long()
+            return (torch.rand(shape, generator=self.random, dtype=torch.float64) * self.counts(given, shape)).long()
         return value[: self.listed.get(value.size(0))].clone() if value.dim() > 0 else value.clone()
 
     def counts(self, given: Any, shape: tuple[int, ...]) -> Tensor:

@@ -171,12 +171,12 @@ def run(
             raise TypeError(f"Expected the model to return rows of nodes, as a tensor (got {type(out).__name__})")
         out = out[labels]
         loss = F.cross_entropy(out, labels % out.size(1)) if out.dim() == 2 else out.float().square().sum()
-        del out
-        if state is not None:
-            loss.backward()
-            del loss
-            state.step()
-            state.zero_grad()
+        if state is None:
+            return
+        loss.backward()
+        del out, loss
+        state.step()
+        state.zero_grad()
 
     step()  # makes chunks, transposed blocks, self-loops and the optimizer's state
     with Live() as live, record_traffic(edge_index) as layers:
@@ -184,7 +184,7 @@ def run(
     derived = sum(graph.memory().values()) - before
     moved = sum(t.forward_loaded + t.forward_stored + t.backward_loaded + t.backward_stored for t in layers)
     return {
-        "loaded": sum(t.nbytes for t in (kept(net, state) if state else net.state_dict().values())),
+        "loaded": sum(t.nbytes for t in kept(net, state)),
         "derived": derived,
         "step": live.peak,
         "home": x.place.home.peak,
