@@ -245,8 +245,7 @@ class Pipeline:
             ValueError: If a loss is no number, a block returns other rows, or tensors are those of other edges.
             RuntimeError: If there are no gradients.
         """
-        chunks = 1 if self.history is None else len(self.history.chunks)
-        check_step(x, edges, self.edge_index.graph.num_edges, chunks)
+        check_step(x, edges, self.edge_index.graph.num_edges, self.history is not None)
         before, seeds = self.epoch, self.edge_index.graph.seeds
         drawn = seeds.seed, seeds.drawn
         try:

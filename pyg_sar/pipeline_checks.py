@@ -94,11 +94,11 @@ class LooksForMeans(TorchFunctionMode):
             return False
 
 
-def check_step(x: Any, edges: Sequence[Tensor], num_edges: int, chunks: int) -> None:
+def check_step(x: Any, edges: Sequence[Tensor], num_edges: int, in_chunks: bool) -> None:
     """Raise for what no step can be made of."""
     if not torch.is_grad_enabled():
         raise RuntimeError(f"[rank {rank_of()}] Expected gradients in 'step'. Without, call the pipeline itself.")
-    if chunks > 1 and any(map(is_elsewhere, packed(x))):
+    if in_chunks and any(map(is_elsewhere, packed(x))):
         raise ValueError(f"[rank {rank_of()}] Rows at home go through a pipeline as a whole. Take 'chunks=1'.")
     check_edges(edges, num_edges)
 

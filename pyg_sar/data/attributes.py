@@ -160,7 +160,7 @@ def _words(path: Iterable[str]) -> set[str]:
 
 
 def _counts(words: set[str]) -> bool:
-    return "num" in words or bool(words & COUNTS and words & {"node", "nodes", "edge", "edges"})
+    return "num" in words or bool(words & COUNTS and words & (EDGES | {"node", "nodes"}))
 
 
 def _names_ids(path: Path) -> bool:
@@ -358,9 +358,8 @@ class _Sorter:
     def rest(self, path: Path, value: Any) -> Attribute:
         """Return what is the same in all parts, unless it should or might be something else."""
         what, words = f"'{self.name(path)}' {_shape(value)}", _words(path)
-        if not isinstance(value, Tensor) or not value.dim() or _counts(words):
-            return Attribute(value)
-        if len(value) in (1, num_graphs(self.stored)):
+        no_rows = not isinstance(value, Tensor) or not value.dim() or _counts(words)
+        if no_rows or len(value) in (1, num_graphs(self.stored)):
             return Attribute(value)
         edges = path[0].startswith("edge_") and "edge" in self.rows
         if self.rows and (edges or path[0] in ROWS or words & ({"mask", "node"} if "node" in self.rows else {"mask"})):

@@ -49,15 +49,15 @@ def move(data: Any, place: Place) -> Any:
     """
     out = copy.copy(data)
     named = {key: data[key] for key in data.node_attrs()}
-    if not any(isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 for value in named.values()):
+    tensors = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+    go_home = {key for key, value in tensors.items() if value.is_floating_point() and value.dim() > 1}
+    if not go_home:
         raise ValueError(
             f"Expected a floating-point tensor of rows [n, *] of nodes, such as features 'data.x', to move home (got "
             f"{', '.join(named) or 'no tensors of nodes'}). Nothing would be: leave this data in memory."
         )
-    for key, value in named.items():
-        if not isinstance(value, Tensor):
-            continue
-        if not (value.is_floating_point() and value.dim() > 1):
+    for key, value in tensors.items():
+        if key not in go_home:
             moved = value.to(place.device)
             out[key] = moved if place.exchange.alone or moved is value else watch.rows(moved, of=place.n_id)
         else:

@@ -404,12 +404,11 @@ def take(func: Callable, args: Any, kwargs: Any) -> Any:
 @answers("sum", "mean")
 def total(func: Callable, args: Any, kwargs: Any) -> Any:
     """Over all rows, an ordinary tensor; over columns, still rows."""
-    args, kwargs = (args, kwargs) if args else ((kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"})
-    rows, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    rows, dim = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs.get("dim")
     dims = None if dim is None else [d % rows.dim() for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
     if dims is not None and 0 not in dims:
         return record(func, args, kwargs)
-    if (dims is not None and dims != [0]) or len(args) > 2 or kwargs.keys() - {"dim", "dtype"}:
+    if (dims is not None and dims != [0]) or len(args) > 2 or kwargs.keys() - {"input", "dim", "dtype"}:
         refuse(func, args, kwargs, "of rows, 'sum(0)', 'mean(0)', 'sum()' and 'mean()' are known")
     count = rows.numel() if dims is None else len(rows)
     return Total.apply(force(rows), dims is None, None if name_of(func) == "sum" else count, kwargs.get("dtype"))

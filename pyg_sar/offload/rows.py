@@ -263,24 +263,18 @@ def record(func: Callable, args: Any, kwargs: Any) -> Any:
     if target.base is not None and target.base() is not None:
         refuse(func, args, kwargs, "it changes a part of rows, or what shares their memory; make new rows of them "
                "('torch.cat', 'torch.where')")  # fmt: skip
-    if target.op is None and asks_leaf(target):
+    if target.op is None and target.is_leaf:
         return changed(target, out)
     target.host, target.op, target.probe, target.made = None, out.op, out.probe, None
     target.differentiated = out.differentiated
     return target
 
 
-def asks_leaf(rows: HostRows) -> bool:
-    """Whether rows are data, and not a result."""
-    with PLAIN():
-        return rows.is_leaf
-
-
 def changed(rows: HostRows, out: HostRows) -> HostRows:
     """Change data in place: at once, since it stays what is differentiated by, as torch's leaves do."""
     if out.differentiated:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    rows.host, rows.probe, rows.made = HANDLERS["force"](out).host, out.probe, None
+    rows.host, rows.probe = HANDLERS["force"](out).host, out.probe
     return rows
 
 
