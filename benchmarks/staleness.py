@@ -32,7 +32,7 @@ from torch_geometric.utils import to_torch_csr_tensor
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.distributed.history import Chunk, ChunkSink, History
+from pyg_sar.distributed.history import ChunkSink, History, PipelineChunk
 
 # Of each graph and model: learning rate, dropout, weight decay, and epochs without progress after which it ends; found
 # by few runs of one chunk on the first split
@@ -101,7 +101,7 @@ def late_gradients() -> Iterator[None]:
 def rows_of_others_old() -> Iterator[None]:
     """Have chunks read history of all other ones, as workers that refresh each other's rows every few epochs do."""
 
-    def always(history: History, it: Chunk) -> Tensor:
+    def always(history: History, it: PipelineChunk) -> Tensor:
         return torch.ones(len(it.reads), dtype=torch.bool)
 
     def own(sink: ChunkSink, others: Tensor) -> None:

@@ -2,7 +2,7 @@ r"""What the package's functions of autograd share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -27,6 +27,18 @@ def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager
     """
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return partial(torch.autocast, device.type, dtype, enabled, cache_enabled=False)
+
+
+def nodes_behind(outs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of autograd's graph of which tensors are made, each once."""
+    todo, seen = [t.grad_fn for t in outs], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        todo += [other for other, _ in node.next_functions]
 
 
 class Valued(torch.autograd.Function):

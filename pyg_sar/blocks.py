@@ -115,13 +115,13 @@ def now(values: Values) -> float:
 def least_maximum(seconds: Sequence[float], stages: int) -> list[int]:
     """Return how many consecutive blocks each stage gets, so that the slowest one takes least."""
     total = [0.0, *accumulate(seconds)]
-    # Of the first blocks on the first stages: the slowest stage, and the cut.
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
-    for s in range(1, stages + 1):
-        for k in range(s, len(seconds) + 1):
-            ways = [
-                (max(best[j, s - 1][0], total[k] - total[j]), [*best[j, s - 1][1], k - j])
-                for j in range(s - 1, k) if (j, s - 1) in best
-            ]  # fmt: skip
-            best[k, s] = min(ways)
-    return best[len(seconds), stages][1]
+
+    @functools.cache
+    def best(k: int, s: int) -> tuple[float, list[int]]:
+        """Return what the slowest of ``s`` stages takes for the first ``k`` blocks, and how many each gets."""
+        if s == 1:
+            return total[k], [k]
+        ways = ((j, *best(j, s - 1)) for j in range(s - 1, k))
+        return min((max(slowest, total[k] - total[j]), [*counts, k - j]) for j, slowest, counts in ways)
+
+    return best(len(seconds), stages)[1]

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 WORKERS = [1, 2, 4, 8, 16]  # that a plan is of, if no others are asked for
@@ -275,15 +274,17 @@ def _check_plan(args: argparse.Namespace) -> None:
 
 def _needs(args: argparse.Namespace, share: Any) -> list[Any]:
     """Return what every mode needs."""
+    from pyg_sar.plan_models import Stack
     from pyg_sar.planner import plan
 
     options = {"prefetch": args.prefetch, "num_relations": args.relations}
-    return plan(lambda: _stack(args), share, args.features, **options)
+    return plan(lambda: Stack(args), share, args.features, **options)
 
 
 def _chunks(args: argparse.Namespace, shares: list[Any]) -> None:
     """Tell into how many chunks rows at home are cut, and what a step takes."""
     from pyg_sar.offload.plan import Counts, choose, counts_of
+    from pyg_sar.plan_models import Stack
     from pyg_sar.planner import chunk_counts
 
     if args.budget is None or args.relations:
@@ -298,7 +299,7 @@ def _chunks(args: argparse.Namespace, shares: list[Any]) -> None:
 
     for share in shares:
         counts = largest if graphs else partial(chunk_counts, share)
-        need = choose(lambda: _stack(args), counts, args.features, args.budget * 2**30)
+        need = choose(lambda: Stack(args), counts, args.features, args.budget * 2**30)
         workers = len(share.rows_in) + 1
         sizes = (need.loaded, need.step, need.total, need.home, need.moved)
         told = f"{workers:>10}{need.chunks:>10}{need.slots or 'all':>10}"
@@ -308,6 +309,7 @@ def _chunks(args: argparse.Namespace, shares: list[Any]) -> None:
 def _stages(args: argparse.Namespace) -> None:
     """Tell what pipelines of so many stages move, and which of them moves least."""
     from pyg_sar.pipeline_planner import plan_pipeline
+    from pyg_sar.plan_models import blocks
     from pyg_sar.planner import from_counts, from_partition
 
     columns = ["stages", "workers", "loaded", "step", "together", "between", "within", "parameters", "waiting"]
@@ -320,7 +322,7 @@ def _stages(args: argparse.Namespace) -> None:
             counts = [n // stages for n in args.workers if n % stages == 0]
             each = [[from_counts(args.nodes, args.edges, n, args.boundary)] * n for n in counts]
         for shares in each:
-            need = plan_pipeline(lambda: _blocks(args), shares, args.features, stages, chunks=args.chunks)
+            need = plan_pipeline(lambda: blocks(args), shares, args.features, stages, chunks=args.chunks)
             sizes = (*max(need.each, key=sum), need.total, need.between, need.within, need.parameters)
             told = f"{stages:>11}{need.workers:>11}" + "".join(f"{size / 2**30:>11.3f}" for size in sizes)
             print(f"{told}{need.waiting:>11.1%}")
@@ -329,47 +331,6 @@ def _stages(args: argparse.Namespace) -> None:
     for total in sorted({need.stages * need.workers for need in needs}):
         least = min((n for n in needs if n.stages * n.workers == total), key=lambda need: need.moved)
         print(f"{total} workers: {least.stages} stages of {least.workers} move least")
-
-
-def _blocks(args: argparse.Namespace) -> Any:
-    """Return a deep model as blocks: a linear layer, layers with a normalisation of rows, and a linear layer."""
-    import torch
-    from torch_geometric.nn import DeepGCNLayer
-
-    from pyg_sar import nn
-
-    hidden = args.hidden * (args.heads if args.model == "gat" else 1)
-    options: dict[str, Any] = {"aggr": "softmax", "learn_t": True, "norm": "layer"}
-    kinds: dict[str, Any] = {
-        "sage": nn.SAGEConv, "gcn": nn.GCNConv,
-        "gat": lambda a, b: nn.GATConv(a, b // args.heads, args.heads),
-        "gcn2": lambda a, b: nn.GCN2Conv(b, 0.1), "resgcn": lambda a, b: nn.GENConv(a, b, **options),
-    }  # fmt: skip
-
-    class Both(torch.nn.Module):
-        """A layer of GCNII, with the first rows beside."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = kinds["gcn2"](hidden, hidden)
-
-        def forward(self, x: Any, edge_index: torch.Tensor) -> Any:
-            h, first = x if isinstance(x, tuple) else (x, x)
-            return self.conv(h, first, edge_index).relu(), first
-
-    class Last(torch.nn.Linear):
-        def forward(self, x: Any) -> torch.Tensor:
-            return super().forward(x[0] if isinstance(x, tuple) else x)
-
-    def layer() -> torch.nn.Module:
-        if args.model == "gcn2":
-            return Both()
-        conv = kinds[args.model](hidden, hidden)
-        return DeepGCNLayer(conv, torch.nn.LayerNorm(hidden), torch.nn.ReLU(), dropout=0.5)
-
-    first = torch.nn.Linear(args.features, hidden)
-    blocks = torch.nn.ModuleList([first, *(layer() for _ in range(args.layers)), Last(hidden, args.classes)])
-    return nn.convert(blocks)
 
 
 def _graphs(folder: str) -> list[Any]:
@@ -429,36 +390,6 @@ def _fit(args: argparse.Namespace, planned: list[Any]) -> None:
         print(f"{workers} workers: {'nothing' if found is None else f'mode {found.mode}'} fits {budget}")
         if found is not None:
             return
-
-
-def _stack(args: argparse.Namespace) -> Any:
-    """Return a model of layers with batch normalisation and ReLU between them."""
-    import torch
-
-    from pyg_sar import nn
-
-    heads = args.heads if args.model == "gat" else 1
-    widths = [args.features, *[heads * args.hidden] * (args.layers - 1)]
-    kinds = {"sage": nn.SAGEConv, "gcn": nn.GCNConv}
-
-    def layer(before: int, after: int, last: bool) -> torch.nn.Module:
-        if args.model == "gat":
-            return nn.GATConv(before, after if last else after // heads, heads, concat=not last)
-        return nn.RGCNConv(before, after, args.relations) if args.model == "rgcn" else kinds[args.model](before, after)
-
-    class Stack(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convs = torch.nn.ModuleList(layer(a, b, False) for a, b in pairwise(widths))
-            self.norms = torch.nn.ModuleList(nn.BatchNorm(b) for b in widths[1:])
-            self.last = layer(widths[-1], args.classes, True)
-
-        def forward(self, x: torch.Tensor, *edges: torch.Tensor) -> torch.Tensor:
-            for conv, norm in zip(self.convs, self.norms, strict=True):
-                x = norm(conv(x, *edges)).relu()
-            return self.last(x, *edges)
-
-    return Stack()
 
 
 def table(report: dict[str, Any]) -> str:

@@ -2,6 +2,9 @@ r"""Row pointers (CSR), and sorting by counting: piece by piece, so that never a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +15,23 @@ MAX = torch.iinfo(torch.int32).max
 # are faster.
 SPARSE = 4
 PIECE = 1 << 20  # edges that are sorted, or looked at, at a time, at least: what is made for them is some tens of MiB
+_scale = 1.0  # of what is worked on at a time, in a graph that is a smaller model of another one
+
+
+@contextmanager
+def scaled(factor: float) -> Iterator[None]:
+    """Work on fewer edges at a time, as in a graph that is a smaller model of another one."""
+    global _scale
+    before, _scale = _scale, factor
+    try:
+        yield
+    finally:
+        _scale = before
+
+
+def sized(size: int) -> int:
+    """Return how many edges, or runs of them, are worked on at a time, given the number of a graph that is no model."""
+    return max(round(size * _scale), 1)
 
 
 def index_type(most: int) -> torch.dtype:
@@ -56,7 +76,7 @@ def rows_of(ptr: Tensor, col: Tensor, rows: Tensor | None = None) -> Tensor:
 
 def piece_starts(ptr: Tensor, num_edges: int) -> Tensor:
     """Return the first row of ranges with about ``PIECE`` edges, or of one with more; what is before has none."""
-    starts = torch.arange(0, num_edges, PIECE, dtype=ptr.dtype, device=ptr.device)
+    starts = torch.arange(0, num_edges, sized(PIECE), dtype=ptr.dtype, device=ptr.device)
     return (torch.searchsorted(ptr, starts, right=True) - 1).unique_consecutive()
 
 
@@ -66,7 +86,7 @@ def sorting(numbers: Tensor, count: int) -> Tensor:
     It is that of ``argsort``, which takes several times the memory of what it returns: sorted pieces are merged by
     counting.
     """
-    size = max(PIECE, count)
+    size = max(sized(PIECE), count)
     if numbers.numel() <= size:
         return numbers.argsort(stable=True).to(numbers.dtype)
     order, begin = torch.empty_like(numbers), compress(numbers, count)[:-1].long()

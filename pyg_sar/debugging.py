@@ -84,8 +84,8 @@ def debug_if_asked() -> Iterator[None]:
 
 
 class Numbers(TorchFunctionMode):
-    """Checks the arguments of this package's operators. Below a mode of dispatch there would be no autograd, which the
-    operators in plain PyTorch use.
+    """Checks the arguments of this package's operators; below a mode of dispatch there is no autograd, which those
+    in plain PyTorch use.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,9 @@
 r"""Where source rows live and how they are communicated: what the streaming loop knows of it, whatever lies behind.
 
 :class:`Exchange` has the verbs. :class:`Local` is the exchange of rows that are all in this process;
-:class:`~pyg_sar.distributed.peers.Peers` and :class:`~pyg_sar.distributed.peers.OneShot` are those of several workers.
+:class:`~pyg_sar.distributed.peers.Peers` and :class:`~pyg_sar.distributed.peers.OneShot` are those of several workers;
+:class:`~pyg_sar.offload.chunks.AtHome` reads rows at home, and :class:`~pyg_sar.distributed.history.ChunkExchange`
+the rows of other chunks of a pipeline.
 Source rows are numbered *local-first*: a worker's local rows are :math:`0 \ldots n - 1`, the halo rows follow, grouped
 by owner.
 """

@@ -262,7 +262,7 @@ class ShardedGraph:
         return x in self.cached and not x.requires_grad
 
     def learns(self, x: Tensor) -> bool:
-        """Whether rows have gradients; where an exchange remembers them, a pass without any chooses as others do."""
+        """Whether rows have gradients, or count as such: with a history, a pass without any chooses as others do."""
         return x.requires_grad or self.exchange.remembers
 
     def recall(self, x: Tensor, owner: Any, key: Any, make: Callable[[], Any]) -> Any:

@@ -24,7 +24,8 @@ from pyg_sar.autograd import once_differentiable
 from pyg_sar.ops import empty
 from pyg_sar.watch import ROWS, gives
 
-ROWS_AT_A_TIME, SUMMANDS_AT_A_TIME, FEWEST = 1024, 256, 64
+ROWS_AT_A_TIME, SUMMANDS_AT_A_TIME = 1024, 256
+SMALLEST = 64  # length that oneDNN is given: shorter ones are filled up
 FEWEST_ROWS, FEWEST_WEIGHTS = 1024, 128 * 128  # of a large product
 HAS_ONEDNN = (
     torch.backends.mkldnn.is_available()
@@ -107,7 +108,7 @@ def times(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor
 
 
 def linear_grad(
-    x: Tensor, grad: Tensor, weight: Tensor, source: Tensor | None, d_weight: Tensor | None,
+    x: Tensor, grad: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None,
     d_bias: Tensor | None = None, *, add: bool = True,
 ) -> None:  # fmt: skip
     """Add to the gradient of ``x``, or write it, and write those of weight and bias, given that of
@@ -115,10 +116,10 @@ def linear_grad(
     """
     grad = grad.to(x.dtype)  # [N, O]
     fast = by_onednn(x, weight)
-    if source is not None and fast:
-        multiply(source, grad, weight.t(), add=add)
-    elif source is not None:
-        source.addmm_(grad, weight, beta=1 if add else 0)
+    if d_x is not None and fast:
+        multiply(d_x, grad, weight.t(), add=add)
+    elif d_x is not None:
+        d_x.addmm_(grad, weight, beta=1 if add else 0)
     if d_weight is not None and fast and grad.size(1) <= x.size(1):
         multiply(d_weight, grad.t(), x.t(), long=1)
     elif d_weight is not None and fast:  # oneDNN copies its first factor in another order: the narrower one
@@ -157,7 +158,7 @@ def lengths(count: int, most: int) -> list[int]:
     few different ones, because oneDNN keeps memory for every shape that it has met.
     """
     sizes, rest = [most] * (count // most), count % most
-    while rest >= FEWEST:
+    while rest >= SMALLEST:
         sizes.append(1 << (rest.bit_length() - 1))
         rest -= sizes[-1]
     return [*sizes, rest] if rest else sizes
@@ -165,7 +166,7 @@ def lengths(count: int, most: int) -> list[int]:
 
 def filled(x: Tensor, dim: int) -> Tensor:
     """Return a matrix with zeros behind, if a dimension is the rest of :func:`lengths`."""
-    more = max(FEWEST - x.size(dim), 0)
+    more = max(SMALLEST - x.size(dim), 0)
     return x if not more else F.pad(x, (0, more) if dim else (0, 0, 0, more))
 
 

@@ -17,7 +17,7 @@ from pyg_sar.ops.workspace import workspace
 
 @contextmanager
 def few_objects() -> Iterator[None]:
-    """Have garbage collections look at what is made within alone: they would take most of the time."""
+    """Have garbage collections look at new objects alone: else they would take most of the time."""
     theirs = gc.get_freeze_count()  # what the caller froze stays frozen
     if not theirs:
         gc.collect()

@@ -7,8 +7,7 @@ edges there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pyg_sar import csr, runs
 from pyg_sar.block import Block, Index
+from pyg_sar.csr import sized
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.reduce import Grads, Needs, Rows
 
@@ -49,27 +48,13 @@ class Piece(NamedTuple):
 
 def piece_size(graph: ShardedGraph) -> int:
     """Return about how many edges a piece has where the block has fewer source rows."""
-    return EDGES * (1 if graph.device.type == "cpu" else 16)
+    return sized(EDGES) * (1 if graph.device.type == "cpu" else 16)
 
 
 def is_one_piece(graph: ShardedGraph) -> bool:
     """Whether all edges of the whole graph are one piece, so that PyG's code may run on them, and keep messages."""
     whole = graph.exchange.alone and len(graph.blocks) == 1 and not graph.bipartite and graph.origin is None
     return whole and graph.num_edges <= piece_size(graph)
-
-
-@contextmanager
-def scaled(factor: float) -> Iterator[None]:
-    """Make pieces, also those that are sorted, and ranges of runs, smaller, as in a graph that is a smaller model of
-    another one.
-    """
-    global EDGES
-    before = EDGES, csr.PIECE
-    (EDGES, csr.PIECE), runs.SCALE = (max(round(size * factor), 1) for size in before), factor
-    try:
-        yield
-    finally:
-        (EDGES, csr.PIECE), runs.SCALE = before, 1.0
 
 
 def pieces(graph: ShardedGraph, block: Block) -> Sequence[Piece]:
@@ -98,24 +83,24 @@ class Totals:
 
     def __init__(self, x: Tensor, rows: Rows) -> None:
         self.x, self.rows = x, rows
-        self.source: Tensor | None = None
+        self.d_x: Tensor | None = None
         self.others = Rows(*([None] * len(ts) for ts in rows))
 
     def add(self, grads: Grads, dst: Index, edge: Index, src: Index = slice(None)) -> None:
         """Add those of a part, given where its rows are; ranges of parts do not overlap, indices may."""
-        source, others = grads
-        if source is not None and self.source is not None and isinstance(src, slice):
-            self.source.add_(source)  # in place, since it is large and shares its memory with no other gradient
+        d_x, others = grads
+        if d_x is not None and self.d_x is not None and isinstance(src, slice):
+            self.d_x.add_(d_x)  # in place, since it is large and shares its memory with no other gradient
         else:
-            self.source = added(self.source, source, src, self.x)
+            self.d_x = added(self.d_x, d_x, src, self.x)
         for totals, found, like, place in zip(self.others, others, self.rows, (dst, edge, slice(None)), strict=True):
             for k, grad in enumerate(found):
                 totals[k] = added(totals[k], grad, place, like[k])  # type: ignore[index]
 
     def grads(self, needs: Needs) -> Grads:
         """Return them; somebody may wait for those of source rows, also where there are none."""
-        source = torch.zeros_like(self.x) if self.source is None and needs.source else self.source
-        return source, self.others
+        d_x = torch.zeros_like(self.x) if self.d_x is None and needs.source else self.d_x
+        return d_x, self.others
 
 
 def added(total: Tensor | None, grad: Tensor | None, place: Index, like: Tensor) -> Tensor | None:

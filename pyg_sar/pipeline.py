@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from pyg_sar import running, watch
+from pyg_sar.autograd import nodes_behind
 from pyg_sar.blocks import Values, call, packed, unpacked
 from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_reduce, sum_gradients
 from pyg_sar.distributed.group import rank_of, size_of
-from pyg_sar.distributed.history import Chunk, History
+from pyg_sar.distributed.history import History, PipelineChunk
 from pyg_sar.distributed.stages import Shape, Stages
 from pyg_sar.distributed.traffic import Traffic, record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -57,6 +58,24 @@ class Record:
     within: list[Traffic]
     parameters: int = 0
     computed: list[tuple[str, int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What runs at once, and where its rows are: a chunk, or all nodes."""
+
+    it: PipelineChunk | None
+    span: slice
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "all nodes" if self.it is None else f"chunk {self.it.number}"
+
+    @property
+    def count(self) -> int:
+        """The number of its rows."""
+        return self.span.stop - self.span.start
 
 
 class Pipeline:
@@ -180,12 +199,17 @@ class Pipeline:
                 self.seen, self.stages.traffic = before
 
     @contextmanager
-    def timed(self, way: str, it: Chunk | None) -> Iterator[None]:
+    def timed(self, way: str, it: PipelineChunk | None) -> Iterator[None]:
         """Count the seconds of a chunk."""
         start = time.perf_counter()
         yield
         if self.seen is not None:
             self.seen.computed.append((way, -1 if it is None else it.number, time.perf_counter() - start))
+
+    @property
+    def everything(self) -> Part:
+        """All nodes at once."""
+        return Part(None, slice(0, self.edge_index.graph.num_dst))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -282,12 +306,12 @@ class Pipeline:
     ) -> Tensor:
         """Run all chunks of an epoch, or all rows at once; return the loss."""
         if self.history is None:
-            return self.passes(x, loss_fn, edges, [(None, slice(0, self.edge_index.graph.num_dst))])
+            return self.passes(x, loss_fn, edges, [self.everything])
         order = self.order()
         self.history.begin(order)
         chunks = [self.history.chunks[k] for k in order]
         self.stale = self.count_stale()
-        loss = self.passes(x, loss_fn, edges, [(it, it.span) for it in chunks])
+        loss = self.passes(x, loss_fn, edges, [Part(it, it.span) for it in chunks])
         self.history.end(self.epoch % self.alpha == 0)
         return loss
 
@@ -320,9 +344,8 @@ class Pipeline:
     def walk(self, x: Tensor | Values, run: Callable[[Values], Values]) -> Values:
         """Run all rows through all stages, one after the other; return what this one made of them."""
         self.hear()
-        count = self.edge_index.graph.num_dst
-        out = run(packed(x) if self.stages.first else tuple(self.receive(count, "all nodes").wait()))
-        self.send_on(out, "all nodes")
+        out = run(packed(x) if self.stages.first else tuple(self.receive(self.everything).wait()))
+        self.send_on(out, self.everything.name)
         self.describe(out)
         self.stages.settle()
         return out
@@ -353,52 +376,63 @@ class Pipeline:
             )
         self.stages.send([t.detach() for t in out], self.stages.rank + 1, what)
 
-    def receive(self, count: int, what: str) -> Any:
+    def receive(self, part: Part) -> Any:
         """Start to receive rows of the stage before."""
         k = self.stages.rank - 1
-        return self.stages.receive(self.shapes[k], count, k, what)
+        return self.stages.receive(self.shapes[k], part.count, k, part.name)
 
-    def receive_grads(self, count: int, what: str) -> Any:
+    def receive_grads(self, part: Part) -> Any:
         """Start to receive the gradients of rows that were sent on."""
         k = self.stages.rank
-        return self.stages.receive(self.shapes[k], count, k + 1, what)
+        return self.stages.receive(self.shapes[k], part.count, k + 1, part.name)
 
     def passes(
-        self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor],
-        chunks: list[tuple[Chunk | None, slice]],
-    ) -> Tensor:  # fmt: skip
-        """Run all chunks forward, then backward in reverse order; return the loss."""
-        stages, total = self.stages, torch.zeros((), dtype=torch.float64)
-        made: list[tuple[Values, Values]] = []
-        names = ["all nodes" if it is None else f"chunk {it.number}" for it, _ in chunks]
-        counts = [span.stop - span.start for _, span in chunks]
+        self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor], parts: list[Part]
+    ) -> Tensor:
+        """Run all parts forward, then backward in reverse order; return the loss."""
+        made: list[tuple[Values, Values]] = []  # of each part what this stage read, and what backward begins with
         self.hear()
-        under_way = None if stages.first else self.receive(counts[0], names[0])
-        for k, (it, span) in enumerate(chunks):
+        total = self.forward_pass(x, loss_fn, edges, parts, made)
+        self.stages.settle()
+        self.backward_pass(parts, made)
+        self.stages.settle()
+        return self.tell(all_reduce(total, self.group) if self.stages.last else total)
+
+    def forward_pass(
+        self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor], parts: list[Part],
+        made: list[tuple[Values, Values]],
+    ) -> Tensor:  # fmt: skip
+        """Run all parts forward, and send on what comes of them; return the loss."""
+        total = torch.zeros((), dtype=torch.float64)
+        under_way = None if self.stages.first else self.receive(parts[0])
+        for part, after in zip_longest(parts, parts[1:]):
             if under_way is None:
-                values = given = packed(x) if it is None else tuple(t[span] for t in packed(x))
+                values = given = packed(x) if part.it is None else tuple(t[part.span] for t in packed(x))
             else:
                 values = tuple(t.requires_grad_(t.is_floating_point()) for t in under_way.wait())
                 given = tuple(Arrived.apply(t) for t in values)
-                if k + 1 < len(chunks):  # before this one is computed: a message starts when it is expected
-                    under_way = self.receive(counts[k + 1], names[k + 1])
-            with self.timed("forward", it):
-                out = self.run(given, self.edge_index, edges, it)
-                if stages.last:
+                if after is not None:  # before this one is computed: a message starts when it is expected
+                    under_way = self.receive(after)
+            with self.timed("forward", part.it):
+                out = self.run(given, self.edge_index, edges, part.it)
+                if self.stages.last:
                     with watch.allow_local(), running.within(running.LOSS), self.looks_for_means():
-                        loss = loss_fn(unpacked(out), span)
+                        loss = loss_fn(unpacked(out), part.span)
                     check_loss(loss)
                     total += loss.detach().double()
             del given
-            self.send_on(out, names[k])
-            if stages.last:  # rows of which no label speaks take part in backward: others have read them
+            self.send_on(out, part.name)
+            if self.stages.last:  # rows of which no label speaks take part in backward: others have read them
                 made.append((values, (loss, *unread(loss, out))))
             else:
                 made.append((values, out))
             self.describe(out)
-        stages.settle()
-        order = list(last_first(len(chunks)))
-        coming = None if stages.last else self.receive_grads(counts[order[0]], names[order[0]])
+        return total
+
+    def backward_pass(self, parts: list[Part], made: list[tuple[Values, Values]]) -> None:
+        """Run all parts backward, let go of what was ``made`` of each, and send on the gradients of what it read."""
+        order = list(last_first(len(parts)))
+        coming = None if self.stages.last else self.receive_grads(parts[order[0]])
         for k, after in zip_longest(order, order[1:]):
             values, out = made[k]
             made[k] = (), ()
@@ -406,19 +440,16 @@ class Pipeline:
                 grads = [None, *map(torch.zeros_like, out[1:])]
             else:
                 grads = coming.wait()
-                coming = None if after is None else self.receive_grads(counts[after], names[after])
+                coming = None if after is None else self.receive_grads(parts[after])
             wanted: Any = [(t, grad) for t, grad in zip(out, grads, strict=True) if t.requires_grad]
             if wanted:
-                with self.timed("backward", chunks[k][0]):
+                with self.timed("backward", parts[k].it):
                     torch.autograd.backward([t for t, _ in wanted], [grad for _, grad in wanted])
-            if not stages.first:
-                stages.send([zeros_if_none(t) for t in values], stages.rank - 1, names[k])
+            if not self.stages.first:
+                self.stages.send([zeros_if_none(t) for t in values], self.stages.rank - 1, parts[k].name)
             del values, out, grads, wanted
-        stages.settle()
-        total = all_reduce(total, self.group) if stages.last else total
-        return self.tell(total)
 
-    def run(self, values: Values, edge_index: Any, edges: Sequence[Tensor], it: Chunk | None) -> Values:
+    def run(self, values: Values, edge_index: Any, edges: Sequence[Tensor], it: PipelineChunk | None) -> Values:
         """Run the blocks of this stage, on all rows or on a chunk."""
         if it is not None:
             edge_index, edges = ShardedEdgeIndex(it.graph), [t[it.edges] for t in edges]
@@ -439,7 +470,7 @@ class Pipeline:
             values = out
         return values
 
-    def marked(self, values: Values, it: Chunk | None) -> Values:
+    def marked(self, values: Values, it: PipelineChunk | None) -> Values:
         """Report that these are some of all rows, if they are."""
         some = it is not None or size_of(self.group) > 1
         return tuple(map(watch.rows, values)) if some else values
@@ -466,20 +497,16 @@ def shapes_of(rows: Values) -> list[Shape]:
 
 def unread(loss: Tensor, rows: Values) -> Values:
     """Return those of several outputs that a loss is not made of."""
-    ends = {t.grad_fn for t in rows if t.grad_fn is not None}
-    seen: set[Any] = set()
-    todo = [loss.grad_fn]
-    while todo and not ends <= seen:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [other for other, _ in node.next_functions]
-    return tuple(t for t in rows if t.grad_fn not in seen)
+    left = {t.grad_fn for t in rows}
+    for node in nodes_behind([loss]):
+        left.discard(node)
+        if not left:
+            break
+    return tuple(t for t in rows if t.grad_fn in left)
 
 
 def last_first(count: int) -> Iterator[int]:
-    """Return the order of chunks in backward: in any other one some that read a row are not differentiated before."""
+    """Return the order of chunks in backward, in which those that read a row come before the chunk whose row it is."""
     return reversed(range(count))
 
 

@@ -52,7 +52,7 @@ class StageNeed:
 
     @property
     def moved(self) -> int:
-        """All that travels."""
+        """All bytes that are sent."""
         return self.between + self.within + self.parameters
 
 

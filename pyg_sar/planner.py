@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_sar import pieces
-from pyg_sar.csr import compress_doubly
+from pyg_sar.csr import compress_doubly, scaled
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import Topology
 from pyg_sar.data.store import read_meta
@@ -181,7 +180,7 @@ def _plan_modes(
             runs = []
             for factor in factors:
                 inputs = make_inputs(share.scaled(factor), in_channels, mode, prefetch, comm_dtype, num_relations)
-                with pieces.scaled(factor):
+                with scaled(factor):
                     runs.append(_run(model, optimizer, *inputs))
             (one, half), (f, h) = runs, factors
             whole = {k: round(half[k] + (one[k] - half[k]) * (1 - h) / (f - h)) for k in one}

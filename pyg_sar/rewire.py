@@ -146,8 +146,8 @@ def _by_type(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> TypedGra
 def join(graphs: Sequence[ShardedGraph], first: dict[str, int], types: Sequence[str], num_dst: int) -> ShardedGraph:
     """Return one graph of the edges of several, whose sources, and edges, follow each other.
 
-    The first of them keeps it by the names of node types. A worker of which these graphs have no edges keeps it for
-    longer than others.
+    The first of them keeps it by the names of node types. Without edges, graphs made anew may be the same objects as
+    before, so that one worker may keep it where others make it again.
 
     Args:
         graphs: The graphs, of the same workers and in the same mode.

@@ -2,7 +2,7 @@ r"""Edges in *runs*: those of a row that have the same type, which can be added 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_sar.block import Block, ordinary_mode, rows_at, some_of
-from pyg_sar.csr import compress, piece_starts, rows_of, sorting
+from pyg_sar.csr import compress, piece_starts, rows_of, sized, sorting
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.ops import empty, spmm_, zeros
 from pyg_sar.ops.reference import accumulator
@@ -22,7 +22,6 @@ from pyg_sar.rewire import check_types
 # Rows and runs of a range, at least, and for each type: what is made for them is some MiB, which stay in a cache, or
 # keep a GPU busy, and as many rows of a type are multiplied at once.
 SIZE, SIZE_ON_GPU, OF_TYPE = 1 << 15, 1 << 19, 1024
-SCALE = 1.0  # of all three, in a graph that is a smaller model of another one
 
 
 class Csr(NamedTuple):
@@ -108,10 +107,13 @@ class Runs:
         types = torch.cat([span.each(every) for span in self.ranges])
         row = torch.cat([span.row.to(dtype) + span.rows.start for span in self.ranges])
         row = row if block.dst is None else rows_at(block.dst, row)
-        ranges, sizes = [], []
-        for span, order in cut(ptr, self.num_types, lambda edges: (row[run[edges]], types[run[edges]])):
+        ranges: list[Range] = []
+        sizes = []
+        for rows, edges in spans(ptr, self.num_types):
+            its = run[edges]
+            span, order = sorted_by_type(rows, edges, ptr, row[its], types[its], self.num_types, ranges)
             ranges.append(span)
-            sizes.append(self.sizes[run[span.edges]][order])
+            sizes.append(self.sizes[its][order])
         return ranges, torch.cat(sizes)
 
 
@@ -129,12 +131,11 @@ def runs_of(graph: ShardedGraph, edge_type: Tensor, num_types: int) -> dict[Bloc
 
 def _runs(block: Block, edge_type: Tensor, num_types: int, counts: PairCounts | None) -> Runs:
     """Return the runs of a block, given how many edges each destination has of each type, unless all are in it."""
-
-    def read(edges: slice) -> tuple[Tensor, Tensor]:
-        return block.col[edges], rows_at(edge_type, some_of(block.edges, edges))
-
-    every, ranges, sizes = torch.arange(num_types, device=edge_type.device), [], []
-    for span, _ in cut(block.rowptr, num_types, read):
+    every, sizes = torch.arange(num_types, device=edge_type.device), []
+    ranges: list[Range] = []
+    for rows, edges in spans(block.rowptr, num_types):
+        types = rows_at(edge_type, some_of(block.edges, edges))
+        span, _ = sorted_by_type(rows, edges, block.rowptr, block.col[edges], types, num_types, ranges)
         row = span.row.long() + span.rows.start
         ranges.append(span)
         sizes.append(
@@ -167,33 +168,43 @@ class PairCounts:
         return self.counts[torch.searchsorted(self.pairs, dst.long() * self.num_types + edge_type)].int()
 
 
-def cut(ptr: Tensor, num_types: int, read: Callable[[slice], tuple[Tensor, Tensor]]) -> Iterator[tuple[Range, Tensor]]:
-    """Cut rows into ranges, and sort the edges of each by type and row, else as they are given.
+def spans(ptr: Tensor, num_types: int) -> Iterator[tuple[slice, slice]]:
+    """Cut rows into ranges that have few runs, given the row pointer of their edges: which rows, and which edges."""
+    size = sized(max(SIZE if ptr.device.type == "cpu" else SIZE_ON_GPU, OF_TYPE * num_types))
+    most = ptr.diff().long().clamp_(max=num_types)  # runs of a row, at most
+    number = ((most + 1).cumsum(0) - 1) // size  # of each row's range
+    ends = F.pad(number.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0))
+    for rows, edges in zip(pairwise(ends.tolist()), pairwise(ptr[ends].tolist()), strict=True):
+        yield slice(*rows), slice(*edges)
+
+
+def sorted_by_type(
+    rows: slice, edges: slice, ptr: Tensor, col: Tensor, edge_type: Tensor, num_types: int, before: Sequence[Range]
+) -> tuple[Range, Tensor]:
+    """Sort the edges of a range by type, then by row, stably.
 
     Args:
-        ptr: Row pointer of the edges.
+        rows: The rows of the range.
+        edges: Its edges.
+        ptr: Row pointer of all edges.
+        col: The other ends of its edges.
+        edge_type: Their types.
         num_types: How many types there are.
-        read: Returns the other end and the type of some edges.
+        before: The ranges before it.
 
     Returns:
-        An iterator over the ranges, and the order of the edges of each.
+        The range, and the order of its edges.
     """
-    size = SCALE * max(SIZE if ptr.device.type == "cpu" else SIZE_ON_GPU, OF_TYPE * num_types)
-    most = ptr.diff().long().clamp_(max=num_types)  # runs of a row, at most
-    number = ((most + 1).cumsum(0) - 1) // max(round(size), 1)  # of each row's range
-    ends = F.pad(number.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0))
-    num_runs = 0
-    for (a, b), (c, d) in zip(pairwise(ends.tolist()), pairwise(ptr[ends].tolist()), strict=True):
-        col, edge_type = read(slice(c, d))
-        row = rows_of(ptr[a : b + 1] - c, col)
-        key, order = torch.sort(edge_type.long() * (b - a) + row, stable=True)
-        key, length = key.unique_consecutive(return_counts=True)
-        where, types = key % (b - a), compress(key // (b - a), num_types)
-        by_row = where.argsort(stable=True)
-        filled = [(r, slice(i, k)) for r, (i, k) in enumerate(pairwise(types.tolist())) if i < k]
-        yield Range(
-            slice(a, b), slice(c, d), slice(num_runs, num_runs := num_runs + key.numel()), filled, where.int(),
-            Csr(F.pad(length.cumsum(0), (1, 0)).to(col.dtype), col[order]),
-            Csr(compress(where, b - a), by_row.int()),
-            Csr(types, by_row.argsort().int()),
-        ), order  # fmt: skip
+    count, start = rows.stop - rows.start, before[-1].runs.stop if before else 0
+    row = rows_of(ptr[rows.start : rows.stop + 1] - edges.start, col)
+    key, order = torch.sort(edge_type.long() * count + row, stable=True)
+    key, length = key.unique_consecutive(return_counts=True)
+    where, types = key % count, compress(key // count, num_types)
+    by_row = where.argsort(stable=True)
+    filled = [(r, slice(i, k)) for r, (i, k) in enumerate(pairwise(types.tolist())) if i < k]
+    return Range(
+        rows, edges, slice(start, start + key.numel()), filled, where.int(),
+        Csr(F.pad(length.cumsum(0), (1, 0)).to(col.dtype), col[order]),
+        Csr(compress(where, count), by_row.int()),
+        Csr(types, by_row.argsort().int()),
+    ), order  # fmt: skip

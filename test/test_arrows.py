@@ -79,7 +79,7 @@ LEVELS = """
     checks.*
     inference
     __init__
-    report
+    report plan_models
     cli
     __main__
 """
@@ -89,7 +89,7 @@ THIRD_PARTY = {
     "torch_geometric": {
         "nn",
         "checks/run.py",
-        "cli.py",
+        "plan_models.py",
         "watch/mode.py",
         "whole_graph.py",
         *(f"data/{f}.py" for f in ("assign", "attributes", "partition", "datasets", "load")),

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch_geometric.nn
+from support.cases import some
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 from support.simulate import simulate
 from torch.utils.checkpoint import checkpoint
@@ -258,9 +259,7 @@ def test_layers_over_ranges_of_destinations_equal_the_whole(pool, mode, recomput
     pool.run(3, on_workers, mode, recompute)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("mode", [1, 2, 3])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("shards", "mode", "recompute"), some([1, 3], [1, 2, 3], [False, True], every=2))
 def test_layers_of_one_process_over_ranges_of_destinations_equal_the_whole(shards, mode, recompute):
     it = shard(edges(), NUM_NODES, shards).replace(remat=mode == 1, one_shot=mode == 3).graph
     check_chunks(LAYERS | CONVERTED, it, torch.arange(NUM_NODES), torch.arange(it.num_edges), recompute)

@@ -11,7 +11,7 @@ from support.nasty_graph import NUM_NODES, close, edges
 from support.small_pieces import ORDINARY
 
 import pyg_sar
-from pyg_sar import pieces
+from pyg_sar import csr, pieces
 from pyg_sar.block import Block
 from pyg_sar.nn import convert
 from pyg_sar.reduce import Rows
@@ -58,10 +58,10 @@ def test_pieces_have_as_many_edges_as_there_are_source_rows(monkeypatch):
         found = pieces.pieces(graph, whole)
         assert len(found) == -(-whole.num_edges // size) > 1 and found is pieces.pieces(graph, whole)
     before = graph.memory()["derived"]
-    with pieces.scaled(0.5):
-        assert (whole.num_src + 9) // 2 == pieces.EDGES
+    with csr.scaled(0.5):
+        assert pieces.piece_size(graph) == (whole.num_src + 9) // 2
         assert graph.memory()["derived"] == before > 0
-    assert whole.num_src + 9 == pieces.EDGES
+    assert pieces.piece_size(graph) == whole.num_src + 9
 
 
 def test_gradients_of_a_block_are_those_of_its_pieces():
@@ -75,7 +75,7 @@ def test_gradients_of_a_block_are_those_of_its_pieces():
         totals.add(grads, piece.dst, piece.edges)
         source += 1
     count = [len(pieces.cut(whole, 30))] * 3
-    assert torch.equal(totals.source, source) and torch.equal(totals.others.dst[0], dst)
+    assert torch.equal(totals.d_x, source) and torch.equal(totals.others.dst[0], dst)
     assert totals.others.dst[1] is None and torch.equal(totals.others.edge[0], edge)
     assert [t if t is None else t.tolist() for t in totals.others.const] == [count, None, count]
 
@@ -87,7 +87,7 @@ def test_gradients_at_indices_add_up():
         grad = torch.ones(len(src), 2)
         src = torch.tensor(src)
         totals.add((grad, Rows([grad], [grad, None])), torch.tensor(dst), src, src)
-    assert totals.source.tolist() == totals.others.edge[0].tolist() == [[1, 1], [0, 0], [2, 2]]
+    assert totals.d_x.tolist() == totals.others.edge[0].tolist() == [[1, 1], [0, 0], [2, 2]]
     assert totals.others.dst[0].shape == (0, 2) and totals.others.edge[1] is None
 
 

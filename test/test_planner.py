@@ -13,11 +13,11 @@ from torch_geometric.data import Data
 
 import pyg_sar.nn
 from pyg_sar import load, ops, partition, record_traffic, runs, sum_gradients
-from pyg_sar.cli import _stack
 from pyg_sar.data.assign import assign
 from pyg_sar.data.datasets import dataset
 from pyg_sar.live import Live, few_objects, kept
 from pyg_sar.offload.plan import counts_of
+from pyg_sar.plan_models import Stack
 from pyg_sar.planner import Share, choose, chunk_counts, from_counts, from_partition, largest, plan, received
 
 RELATIONS = 4
@@ -134,7 +134,7 @@ def test_choice():
     share = from_counts(1000, 50000, 4)
 
     def model():
-        return _stack(options)
+        return Stack(options)
 
     needs = {need.mode: need for need in plan(model, share, 64)}
     assert needs[1].total < needs[2].total < needs[3].total

@@ -63,9 +63,8 @@ class Recorder(NoDropout):
         self.events: list[str] = []  # backward passes and sums of gradients
         self.early = ""  # who read gradients before their sum
         self.sum: Any = None
-        for name, module in model.named_modules():
-            if name:
-                self.watch(f"'{name}' ({type(module).__name__})", module)
+        for name, module in outermost(model).items():
+            self.watch(f"'{name}' ({type(module).__name__})", module)
 
     def watch(self, what: str, module: torch.nn.Module) -> None:
         """Record what a module returns."""
@@ -151,6 +150,15 @@ class Recorder(NoDropout):
         place = caller()
         inside = f" in {self.running[-1]}" if self.running else ""
         self.random = self.random or f"'{name}'{inside}" + (f" ({place})" if place else "")
+
+
+def outermost(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules of a model by their names, but none within those that are recorded as a whole: layers whose
+    own modules have hooks do not run by kernels, as they will in the job.
+    """
+    opaque = [module for module in model.modules() if is_opaque(module)]
+    inside = {id(inner) for module in opaque for inner in module.modules() if inner is not module}
+    return {name: module for name, module in model.named_modules() if name and id(module) not in inside}
 
 
 def is_opaque(module: torch.nn.Module) -> bool:

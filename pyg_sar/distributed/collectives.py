@@ -183,7 +183,7 @@ def parameters_of(*modules: Any) -> dict[str, Tensor]:
 
 
 def sum_flat(parameters: list[Tensor], group: Any) -> None:
-    """Sum the gradients of parameters that are added up in one type; how many workers have a gradient travels along."""
+    """Sum the gradients of parameters that are added up in one type, and count the workers that have one."""
     some = parameters[0].new_tensor([p.grad is not None for p in parameters], dtype=accumulator(parameters[0].dtype))
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([some, *(g.reshape(-1) for g in grads)])  # in the type of 'some'

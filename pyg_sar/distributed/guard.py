@@ -1,4 +1,4 @@
-r"""Guards against workers that part without a word; :envvar:`PYG_SAR_GUARDS` ``=0`` leaves them away.
+r"""Checks that workers do the same before they exchange rows; :envvar:`PYG_SAR_GUARDS` ``=0`` turns them off.
 
 Before rows are communicated, workers tell each other in a *header* which layer of the model they run, on rows of which
 shape, and the sum of its parameters. Whoever hears of something else than its own raises at once, with both names.

@@ -41,7 +41,7 @@ from pyg_sar.running import About
 
 
 @dataclass
-class Rows:
+class SiteRows:
     """What a site knows of one column tile, ``[N + N_halo, F]`` each.
 
     Args:
@@ -55,11 +55,11 @@ class Rows:
     grad: Tensor | None = None
 
 
-Site = list[Rows]  # what one aggregation of a block knows, by column tile
+Site = list[SiteRows]  # what one aggregation of a block knows, by column tile
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class PipelineChunk:
     """Some destinations, and what they read.
 
     Args:
@@ -103,7 +103,7 @@ class History:
         self.chunks = [self.make(k, *span) for k, span in enumerate(ranges)]
         self.whole = self.make(None, 0, graph.num_src)
 
-    def make(self, number: int | None, start: int, end: int) -> Chunk:
+    def make(self, number: int | None, start: int, end: int) -> PipelineChunk:
         """Return a chunk, or all rows as a single one."""
         part, routes = self.graph.rows(start, end), self.graph.exchange.routes
         assert isinstance(part.e_id, SomeIds)
@@ -122,7 +122,7 @@ class History:
         nobody = torch.empty(0, dtype=torch.int64)
         exchange = ChunkExchange(self, Routes(0, (nobody, nobody), (end - start, len(reads))))
         n_id = self.graph.n_id
-        it = Chunk(
+        it = PipelineChunk(
             0 if number is None else number, slice(start, end),
             part.replace(
                 blocks=blocks, num_src=end - start, dst=slice(0, end - start), remat=True, origin=None,
@@ -162,7 +162,7 @@ class History:
         self.sites = {}
         for (block, call, _), history in sorted(rows.items(), key=lambda it: it[0]):
             site = self.sites.setdefault((block, call), [])
-            site.append(Rows(torch.empty_like(history), history.clone()))
+            site.append(SiteRows(torch.empty_like(history), history.clone()))
 
     @contextmanager
     def within(self, block: int) -> Iterator[None]:
@@ -187,10 +187,10 @@ class History:
         self.call += 1
         return self.sites.setdefault((self.block, self.call), [])
 
-    def store(self, it: Chunk, site: Site, tile: int, x: Tensor, meter: Meter, about: About | None) -> None:
+    def store(self, it: PipelineChunk, site: Site, tile: int, x: Tensor, meter: Meter, about: About | None) -> None:
         """Keep the rows of a chunk, and exchange those that workers read of each other."""
         if tile == len(site):
-            site.append(Rows(x.new_empty(len(self.chunk_of), *x.shape[1:])))
+            site.append(SiteRows(x.new_empty(len(self.chunk_of), *x.shape[1:])))
         fresh = site[tile].fresh
         if fresh.shape[1:] != x.shape[1:]:
             raise ValueError(
@@ -203,7 +203,7 @@ class History:
             self.swap(it, x, fresh, meter, about, f"source rows {tile}")
 
     def swap(
-        self, it: Chunk, own: Tensor, all_rows: Tensor, meter: Meter, about: About | None, what: str
+        self, it: PipelineChunk, own: Tensor, all_rows: Tensor, meter: Meter, about: About | None, what: str
     ) -> None:  # fmt: skip
         """Send the rows of a chunk that others read, and receive theirs."""
         assert self.peers is not None
@@ -218,7 +218,7 @@ class History:
             wait_for(transfers)
             all_rows[it.halo[q]] = into.to(all_rows.dtype)
 
-    def return_grads(self, it: Chunk, grad: Tensor, total: Tensor, meter: Meter, what: str) -> None:
+    def return_grads(self, it: PipelineChunk, grad: Tensor, total: Tensor, meter: Meter, what: str) -> None:
         """Send the gradients of halo rows in this chunk to their owners, and add up those of the chunk's rows."""
         assert self.peers is not None
         routes, channel, arriving = self.peers.routes, self.peers.channel, []
@@ -232,7 +232,7 @@ class History:
             wait_for(transfers)
             total.index_add_(0, rows, into.to(total.dtype))
 
-    def read(self, it: Chunk, rows: Rows) -> Tensor:
+    def read(self, it: PipelineChunk, rows: SiteRows) -> Tensor:
         """Return what a chunk reads of other chunks."""
         stale = self.is_stale(it)
         if not stale.any():
@@ -242,7 +242,7 @@ class History:
         fresh = (~stale).nonzero().view(-1)
         return out.index_copy_(0, fresh, rows_at(rows.fresh, it.reads[fresh]))
 
-    def is_stale(self, it: Chunk) -> Tensor:
+    def is_stale(self, it: PipelineChunk) -> Tensor:
         """Which of the rows that a chunk reads have not passed in this epoch, in all of its sites."""
         if it.number not in self.stale:
             self.stale[it.number] = self.place[self.chunk_of[it.reads]] > self.place[it.number]
@@ -259,7 +259,7 @@ class ChunkExchange(Local):
     """The exchange of a chunk: shard 0 are its rows, shard 1 those that it reads of others."""
 
     remembers = True
-    chunk: Chunk
+    chunk: PipelineChunk
     at: Site | None = None  # of the aggregation that has begun
     shards = 2
     stored = False  # whether the forward pass has been
@@ -330,14 +330,14 @@ class ChunkSink(Sink):
     """Keeps the gradients of rows of other chunks, and completes those of the chunk's rows."""
 
     def __init__(self, exchange: ChunkExchange, site: Site, meter: Meter, receiver: Receiver) -> None:
-        self.it, self.site, self.meter, self.receiver, self.tile = exchange, site, meter, receiver, 0
+        self.exchange, self.site, self.meter, self.receiver, self.tile = exchange, site, meter, receiver, 0
         self.own: Tensor | None = None
 
     def push(self, q: int, grad: Tensor) -> None:
         """Take the gradient of a shard."""
-        it = self.it
-        if it.shards == 1:
-            own, others = grad.split(list(it.routes.num_src))
+        exchange = self.exchange
+        if exchange.shards == 1:
+            own, others = grad.split(list(exchange.routes.num_src))
             self.own = own.clone()
             self.keep(others)
         elif q == 0:
@@ -347,14 +347,14 @@ class ChunkSink(Sink):
 
     def keep(self, others: Tensor) -> None:
         """Take the gradient of rows of other chunks; that of the chunk's rows came before."""
-        it, total = self.it, self.own
+        exchange, total = self.exchange, self.own
         assert total is not None
         rows = self.site[self.tile]
         if rows.grad is None:
-            rows.grad = total.new_zeros(len(it.history.chunk_of), *total.shape[1:])
-        rows.grad.index_add_(0, it.chunk.reads, others)
-        total = total + rows.grad[it.chunk.span]
-        if it.history.peers is not None:
-            it.history.return_grads(it.chunk, rows.grad, total, self.meter, f"gradients {self.tile}")
+            rows.grad = total.new_zeros(len(exchange.history.chunk_of), *total.shape[1:])
+        rows.grad.index_add_(0, exchange.chunk.reads, others)
+        total = total + rows.grad[exchange.chunk.span]
+        if exchange.history.peers is not None:
+            exchange.history.return_grads(exchange.chunk, rows.grad, total, self.meter, f"gradients {self.tile}")
         self.receiver.add_grad(self.tile, total)
         self.tile, self.own = self.tile + 1, None

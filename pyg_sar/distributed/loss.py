@@ -84,7 +84,7 @@ def global_mean(
         if values.requires_grad:
             broken = (~mask & values.isnan()).sum()
         values = torch.where(mask, values, 0)
-    # Half precision would overflow. Counts beyond 2^24 must stay exact, so all travel in double precision.
+    # Half precision would overflow. Counts beyond 2^24 must stay exact, so all are sent in double precision.
     kind = accumulator(values.dtype)
     share = values.sum(dtype=kind)
     if weight is not None:

@@ -84,9 +84,9 @@ def message_flow_graphs(edge_index: ShardedEdgeIndex, mask: Tensor, num_layers: 
     rows = mask.nonzero().view(-1)
     layers, edges = [], []
     for _ in range(num_layers):  # from the last one
-        layer, rows, positions = layer_into(graph, rows)
+        layer, rows, places = layer_into(graph, rows)
         layers.append(ShardedEdgeIndex(layer))
-        edges.append(positions)
+        edges.append(places)
     ordered()
     return MessageFlowGraphs(layers[::-1], rows, edges[::-1])
 
@@ -98,15 +98,16 @@ def layer_into(graph: ShardedGraph, rows: Tensor) -> tuple[ShardedGraph, Tensor,
     used = rows.new_zeros(n + exchange.routes.num_halo, dtype=torch.bool)
     for block in chosen:
         used[block.source] = True
-    served = exchange.exchange_used_rows(used[n:])
+    local, halo = used[:n], used[n:]  # views
+    served = exchange.exchange_used_rows(halo)
     for own in served:
-        used[own.long()] = True
+        local[own.long()] = True
     # Known rows keep their places, so that rows in one order serve all layers.
-    added = used[:n].index_fill(0, rows, False).nonzero().view(-1)
+    added = local.index_fill(0, rows, False).nonzero().view(-1)
     sources = torch.cat([rows, added])
     number = torch.full_like(used, -1, dtype=torch.int64)
-    number[sources] = torch.arange(sources.numel(), device=rows.device)
-    number[n:][used[n:]] = torch.arange(sources.numel(), sources.numel() + int(used[n:].sum()), device=rows.device)
+    order = torch.cat([sources, halo.nonzero().view(-1) + n])
+    number[order] = torch.arange(order.numel(), device=rows.device)
     edges = torch.cat([positions(block) for block in chosen])
     blocks, start = [], 0
     for block in chosen:
@@ -116,7 +117,7 @@ def layer_into(graph: ShardedGraph, rows: Tensor) -> tuple[ShardedGraph, Tensor,
         num_src=sources.numel(),
         num_dst=rows.numel(),
         dst=slice(0, rows.numel()),
-        exchange=exchange.restrict(used[n:], served, number),
+        exchange=exchange.restrict(halo, served, number),
         n_id=sources if graph.n_id is None else graph.n_id[sources],
         e_id=edges if graph.e_id is None else edge_ids(graph)[edges],
         origin=Origin(graph, sources),

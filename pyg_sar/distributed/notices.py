@@ -24,7 +24,7 @@ from pyg_sar import running
 from pyg_sar.caller import raised_at, script_line
 
 INTERVAL = 1.0  # seconds between two signs
-SILENT = 3 * INTERVAL  # after which a worker without a new sign is not there, for one that lost it
+SILENT = 3 * INTERVAL  # without a new sign of a worker, after which it is gone, for one that waited for it in vain
 STUCK = 5  # signs in a row of a worker that waits for one that has left
 LAST = 20  # calls that are remembered
 EVERYBODY, NOBODY = -1, -2  # whom a worker waits for in a collective call, and while it starts to send

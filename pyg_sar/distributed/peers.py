@@ -61,8 +61,8 @@ class Remote(Exchange):
         return [rows[answer.bool()] for rows, answer in zip(routes.serve, answers, strict=True)]
 
     def reroute(self, routes: Routes, exact: bool = False) -> Exchange:
-        """Return the same exchange of other rows, which counts its turns together with this one: when a worker makes it
-        is its own matter.
+        """Return the same exchange of other rows; both count their turns together, so that workers need not make it at
+        the same time.
         """
         channel = Channel(self.group) if exact and self.channel.comm_dtype is not None else self.channel
         return type(self)(routes, channel, self.prefetch, self.log)

@@ -115,8 +115,10 @@ def fail_at_exit() -> None:
 
 
 def leave_at_exit(timeout: float, leave_within: float | None, looking: ExitStack) -> None:
-    """Leave when the interpreter ends, if it ends well: of an exception it tells in ``sys.last_value``, of ``sys.exit``
-    only those who were called. Before, what was ``looking`` for mistakes ends.
+    """Leave when the interpreter ends, if it ends well; before, what was ``looking`` for mistakes ends.
+
+    An exception that ended it is in ``sys.last_value``. The status of ``sys.exit`` is nowhere, so what stands in its
+    place remembers it.
     """
     leaves, statuses = sys.exit, []
 
@@ -149,8 +151,8 @@ def present() -> int | None:
 
 @contextmanager
 def looked_at(joined: bool) -> Iterator[None]:
-    """Look for mistakes, in a group that was ``joined`` now or is the user's own: in a block within another one, that
-    one has begun to watch, and may have ended.
+    """Look for mistakes while a block runs, if the group was ``joined`` for it or is the user's own; a block within
+    another one leaves that to the outer one, also where that one has ceased to look.
     """
     anew = joined or (notices.CURRENT is None and current() is None)
     with watching() if anew else nullcontext(), debug_if_asked():

@@ -16,7 +16,7 @@ from pyg_sar.distributed.group import Group, Member
 
 
 def is_staged(tensor: Tensor, group: Group) -> bool:
-    """Whether a tensor does not travel by itself."""
+    """Whether a tensor is sent by way of the host."""
     others = tensor.is_cuda and dist.is_initialized() and not isinstance(group, Member)
     return others and "cuda:gloo" in dist.get_backend_config(group)
 

@@ -66,7 +66,7 @@ class Channel:
             out = staging.to_host(out) if out.numel() > 0 else out
             landing = staging.Landing(into) if into.numel() > 0 else None
             into = into if landing is None else landing.host
-        # gloo tells the other side that it may send through the same connection: never behind what is sent there.
+        # Receiving first: gloo announces it through the same connection, where it must not wait behind what is sent.
         both = ((into, src, False), (out, dst, True))
         messages = [Message(t, peer, self.tag(what, t), sends) for t, peer, sends in both if t.numel() > 0]
         meter(out.numel() * out.element_size(), into.numel() * into.element_size())

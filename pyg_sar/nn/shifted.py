@@ -19,7 +19,7 @@ from pyg_sar.watch import ROWS, gives
 @gives(ROWS)
 def shifted(rows: Tensor, bias: Tensor) -> Tensor:
     """Return ``rows + bias``; ``rows`` are read by backward and are never changed in place."""
-    plain = type(rows) is Tensor  # and not what stands for rows in host memory
+    plain = type(rows) is Tensor  # and not what stands for rows at home
     out: Any = Shift.apply(rows, bias) if plain and rows.dtype == bias.dtype else rows + bias
     if plain and out.requires_grad and out.dtype == rows.dtype:
         out._sar_made_of = rows.detach(), bias.detach().clone(), out._version

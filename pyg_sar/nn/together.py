@@ -65,7 +65,7 @@ _here = threading.local()  # how many functions are running that look at all row
 
 
 def knows_all_rows(function: Any) -> Any:
-    """Have a function that looks at the rows of all workers run unseen within code that reads these out."""
+    """Hide a function, which looks at the rows of all workers by itself, from a trace of the code that calls it."""
 
     @functools.wraps(function)
     def unseen(*args: Any, **kwargs: Any) -> Any:

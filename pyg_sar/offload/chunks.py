@@ -1,4 +1,4 @@
-r"""One aggregation of rows in host memory, one chunk of destinations at a time: the destination loop of HongTu.
+r"""One aggregation of rows at home, one chunk of destinations at a time: the destination loop of HongTu.
 
 A chunk is a :class:`~pyg_sar.graph.ShardedGraph` like any other: some destinations, all their in-edges, and as its
 sources the rows that these read, in *pieces* that are fetched from home one after the other. ``stream.py`` runs over it
@@ -269,7 +269,7 @@ class RowsElsewhere(LocalRows):
         return self.x.new_empty(0, *self.x.shape[1:], device=self.device)
 
 
-class Program:
+class PerChunk:
     """What is computed for each chunk.
 
     Args:
@@ -289,7 +289,7 @@ class Program:
         raise NotImplementedError
 
 
-class Aggregation(Program):
+class Aggregation(PerChunk):
     """An aggregation by a reduction.
 
     Args:
@@ -330,7 +330,7 @@ class ByChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, place: Place, graph: ShardedGraph, program: Program, kinds: Sequence[str], *inputs: Any
+        ctx: Any, place: Place, graph: ShardedGraph, program: PerChunk, kinds: Sequence[str], *inputs: Any
     ) -> HostRows:
         """Fetch, compute and write each chunk."""
         ctx.set_materialize_grads(False)  # as rows that nobody could take apart
@@ -427,7 +427,7 @@ def zeros_like_sources(place: Place, graph: ShardedGraph, shape: torch.Size, dty
 
 
 def walk(
-    place: Place, graph: ShardedGraph, program: Program, inputs: Sequence[Any], backward: bool = False
+    place: Place, graph: ShardedGraph, program: PerChunk, inputs: Sequence[Any], backward: bool = False
 ) -> Iterator[Chunk]:
     """Yield the chunks, and have what the next one reads of its own range read ahead."""
     every = chunks(place, graph, program.by_pieces)
@@ -439,7 +439,7 @@ def walk(
 
 
 def differentiate(
-    it: Chunk, program: Program, values: list[Any], kinds: Sequence[str], wanted: Sequence[bool], grad: Tensor,
+    it: Chunk, program: PerChunk, values: list[Any], kinds: Sequence[str], wanted: Sequence[bool], grad: Tensor,
     exchange: AtHome, autocast: Callable[[], Any],
 ) -> list[Tensor | None]:  # fmt: skip
     """Compute a chunk once more, and return the gradients of what it reads."""
@@ -455,7 +455,7 @@ def differentiate(
 
 
 def read(
-    value: Any, kind: str, it: Chunk, place: Place, program: Program, source: SourceRows | None, meter: Meter
+    value: Any, kind: str, it: Chunk, place: Place, program: PerChunk, source: SourceRows | None, meter: Meter
 ) -> Any:
     """Return what a chunk reads of an input; of sources that are read by pieces, all local rows, where they are."""
     if value is None:
@@ -495,7 +495,7 @@ def add_up(
 
 @answers("aggregate")
 def aggregate_rows(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows: Rows) -> HostRows:
-    """Aggregate rows in host memory; what is pending of them is computed before."""
+    """Aggregate rows at home; what is pending of them is computed before."""
     x: Any = source.x
     place = x.place
     x = record(F.linear, source.inputs, {}) if isinstance(source, ProjectedRows) else x
@@ -504,7 +504,7 @@ def aggregate_rows(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows:
     return run(place, graph, program, kinds, [x, *rows.dst, *rows.edge, *rows.const])
 
 
-def run(place: Place, graph: ShardedGraph, program: Program, kinds: Sequence[str], inputs: Sequence[Any]) -> HostRows:
+def run(place: Place, graph: ShardedGraph, program: PerChunk, kinds: Sequence[str], inputs: Sequence[Any]) -> HostRows:
     """Run a program over the chunks of a graph, of inputs that exist."""
     exist = [force(t) if isinstance(t, HostRows) else t for t in inputs]
     out: HostRows = ByChunks.apply(place, graph, program, kinds, *exist)

@@ -2,7 +2,7 @@ r"""The one call that users make: rows of loaded data leave the memory that is c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,12 +75,9 @@ def offload(
     """
     kind = f"{'chunks' if budget is None else 'a budget'}, homes in {'memory' if home is None else 'files'}"
     exchange = getattr(getattr(getattr(data, "edge_index", None), "graph", None), "exchange", None)
-    if exchange is None or exchange.alone:
-        graph, rows, there = check(data, budget, model, home, chunks, limit, device, edges)
-    else:
-        look = partial(check, data, budget, model, home, chunks, limit, device, edges)
-        graph, rows, there = on_all(look, "move rows home", exchange.group, mine=True)
-        agree("how rows are kept at home", [kind], exchange.group)
+    graph, rows, there = everywhere(exchange, partial(check, data, budget, model, home, chunks, limit, device, edges))
+    if not graph.exchange.alone:
+        agree("how rows are kept at home", [kind], graph.exchange.group)
     if chunks is not None:
         return moved(data, place_of(graph, rows, chunks, None, there))
     from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
@@ -97,10 +94,15 @@ def offload(
 
 
 def moved(data: Any, place: Place) -> Any:
-    """Return the data with its rows at home; raise on all workers if one has no room."""
-    if place.exchange.alone:
-        return move(data, place)
-    return on_all(partial(move, data, place), "move rows home", place.exchange.group, mine=True)
+    """Return the data with its rows at home."""
+    return everywhere(place.exchange, partial(move, data, place))
+
+
+def everywhere(exchange: Any, work: Callable[[], Any]) -> Any:
+    """Return what ``work`` returns here; raise on all workers if it raises on one, as where there is no room."""
+    if exchange is None or exchange.alone:
+        return work()
+    return on_all(work, "move rows home", exchange.group, mine=True)
 
 
 Found = tuple[ShardedGraph, Home, torch.device]

@@ -1,4 +1,4 @@
-r"""Passes over rows in host memory: what is pending runs on one range of rows after the other, and so does backward.
+r"""Passes over rows at home: what is pending runs on one range of rows after the other, and so does backward.
 
 Nothing is kept between forward and backward but the rows that a pass read: backward runs a range again, under autograd,
 and differentiates it (HongTu, section 4.2).
@@ -44,7 +44,7 @@ def force(rows: HostRows) -> HostRows:
 
 
 def host(rows: HostRows) -> Tensor:
-    """Return the rows in host memory."""
+    """Return the rows at home."""
     found = force(rows).host
     assert found is not None
     return found
@@ -64,7 +64,8 @@ class Step(NamedTuple):
 class Reads:
     """What a program reads: its rows and differentiated tensors, each once.
 
-    It is no function within a function, which would keep what it saw until Python looks for circles.
+    It is a class, since an inner function that calls itself is a reference cycle, which would keep rows until the next
+    garbage collection.
     """
 
     def __init__(self) -> None:
@@ -152,7 +153,7 @@ def check_versions(inputs: Sequence[Any], before: Sequence[Version | None]) -> N
         rows, count = version[0](), version[1]
         if rows is None or rows is not t.host or rows._version != count:
             raise RuntimeError(
-                f"Rows in host memory of shape {list(t.shape)} were changed in place after they were used, and "
+                f"Rows at home of shape {list(t.shape)} were changed in place after they were used, and "
                 f"backward reads them again. They share the memory of the data that was moved: change a copy, or call "
                 f"'backward' before."
             )

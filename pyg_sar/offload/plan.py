@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_sar import pieces
+from pyg_sar.csr import scaled
 from pyg_sar.distributed.shard import shard
 from pyg_sar.distributed.traffic import record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -28,7 +28,7 @@ from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import place_of
 from pyg_sar.offload.rows import HostRows
 
-# Of a chunk in the dry run: they outweigh parameters, or the peak would be in another place; and for a first guess.
+# Rows of a chunk in the dry run: enough to outweigh parameters, or the peak would be elsewhere; and for a first guess.
 ROWS, ROUGH = 2048, 512
 FRESH = 4  # times as many rows as a chunk has or reads, so that most of those that the next one reads are others
 WORK = 2**21  # edges of the dry run, but where this would leave few rows
@@ -120,7 +120,7 @@ def plan_offload(
             place = place._replace(copies=not beside)
             x = HostRows(place, torch.zeros(own * many, in_channels, dtype=dtype))
             labelled = round(counts.labelled * own * many / max(counts.nodes, 1))
-            with pieces.scaled(factor):
+            with scaled(factor):
                 runs.append(run(model(), optimizer, x, edge_index, labelled, edges))
     one, half, twice = runs
     need = {}
@@ -211,7 +211,8 @@ def choose(
     """Return the fewest chunks with which all but the data and the rows at home fits ``budget`` bytes.
 
     ``counts`` returns the counts of the graph for a number of chunks, and ``most`` of every value the largest one on
-    any worker: all try the same, or a model that communicates would wait for others. Others: :func:`plan_offload`.
+    any worker: all try the same, or a model that communicates would wait for others. For the other arguments see
+    :func:`plan_offload`.
 
     Raises:
         ValueError: If it never does.

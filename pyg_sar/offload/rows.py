@@ -1,4 +1,4 @@
-r"""Rows without memory on the device: a tensor that stands for rows in host memory, or for what is made of them.
+r"""Rows without memory on the device: a tensor that stands for rows at home, or for what is made of them.
 
 A function of torch is recorded, not run, if it treats each row by itself. Whether it does is found out by running it on
 five rows, whole and in two parts. What is pending runs range by range where numbers are needed: in front of an
@@ -94,14 +94,14 @@ class Op(NamedTuple):
             if tensor._version != version:
                 raise RuntimeError(
                     f"A tensor of shape {list(tensor.shape)} was changed in place after '{name_of(self.func)}' was "
-                    f"called with it on rows in host memory, which are computed when they are needed, and again in "
+                    f"called with it on rows at home, which are computed when they are needed, and again in "
                     f"backward. Change a copy, or take what you need of the rows ('out[mask]') and call 'backward' "
                     f"before."
                 )
 
 
 class HostRows(Tensor):
-    r"""Rows in host memory, or what a function makes of them, of shape :math:`(n, *)`.
+    r"""Rows at home, or what a function makes of them, of shape :math:`(n, *)`.
 
     Args:
         place: Where they are kept and computed on.
@@ -150,7 +150,7 @@ class HostRows(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name shape and type, and whether the rows exist."""
-        what = "rows in host memory" if self.op is None else f"made by '{name_of(self.op.func)}'"
+        what = "rows at home" if self.op is None else f"made by '{name_of(self.op.func)}'"
         return f"HostRows({list(self.shape)}, {self.dtype}, {what})"
 
     @classmethod
@@ -212,7 +212,7 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str) -> NoReturn:
     """Raise because of a function."""
     shapes = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, HostRows)]
     raise NotImplementedError(
-        f"'{name_of(func)}' cannot be computed range by range on rows in host memory of shape {shapes[0]}: {why}. Take "
+        f"'{name_of(func)}' cannot be computed range by range on rows at home of shape {shapes[0]}: {why}. Take "
         f"the rows that it needs before ('out[mask]' is an ordinary tensor, and so is 'out[torch.arange(len(out))]' of "
         f"all of them), or leave this model in memory."
     )

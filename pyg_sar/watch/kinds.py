@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     size: int = 0  # of a share, the number of rows that it is the sum of, if that is known
 
 
-class Local(Exception):
+class LocalUse(Exception):
     """Why a function sees only a share of the graph, or, if not ``sure``, seems to do so, and what to do instead."""
 
     def __init__(self, why: str, advice: str, sure: bool = True) -> None:

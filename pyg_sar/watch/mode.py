@@ -22,7 +22,7 @@ from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
 from pyg_sar.watch import LOSS, ROWS, SAME, current, install, rules
 from pyg_sar.watch.counts import DIVISOR, Count
-from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, Local
+from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, LocalUse
 from pyg_sar.watch.origins import Known, Origins
 from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH
 
@@ -79,7 +79,7 @@ class Watch(TorchFunctionMode):
         call = Call(func, args, kwargs or {}, self.kind)
         try:
             rules.refuse_ids(call, self.origins.ids)
-        except Local as local:
+        except LocalUse as local:
             self.refuse(local)
         except Exception:  # of a call that is put in another way than expected nothing is known
             pass
@@ -145,13 +145,13 @@ class Watch(TorchFunctionMode):
         tables = "norm" in call.name and any(t in self.own for t, _ in call.kinds)
         try:
             if tables and call.name.startswith("foreach"):
-                raise Local(TABLES, TOGETHER)
+                raise LocalUse(TABLES, TOGETHER)
             found = [
                 rules.assigned(call, self.sizes) if call.name == "setitem" else rules.kind_of(call, t) for t in results
             ]
             placed = not self.ordered and rules.by_position(call, self.sizes)
-        except Local as local:
-            self.refuse(Local(TABLES, TOGETHER) if tables else local)
+        except LocalUse as local:
+            self.refuse(LocalUse(TABLES, TOGETHER) if tables else local)
         except Exception:  # as above
             pass
         self.check(call, found, placed)
@@ -172,17 +172,17 @@ class Watch(TorchFunctionMode):
         elif isinstance(rules.divisor(call), Count):
             self.warn(name, DIVISOR)
         elif name == "backward" and whole:
-            self.refuse(Local(f"differentiates what {COUNTED}", REPLICATED))
+            self.refuse(LocalUse(f"differentiates what {COUNTED}", REPLICATED))
         elif name == "backward" and LOSS in call.whats and not self.local:
             self.losses.append(call.kinds[0][0].detach().double().sum())
         elif rows and name in ARRAYS and Path().through(*METRICS):
-            self.refuse(Local(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER))
+            self.refuse(LocalUse(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER))
         elif rows and name in ARRAYS and call.args[0] not in self.origins.ids:
             self.warn(name, ARRAY)
         elif rows and any(kind is not None and kind.what == SHARE for kind in found) and Path().through(*POOLS):
-            self.refuse(Local("reads out nodes or edges of this worker alone", POOL))
+            self.refuse(LocalUse("reads out nodes or edges of this worker alone", POOL))
         elif name == "randperm" and self.transforms():
-            self.refuse(Local("draws among the nodes or edges of this worker alone ('randperm')", BEFORE))
+            self.refuse(LocalUse("draws among the nodes or edges of this worker alone ('randperm')", BEFORE))
 
     def clip(self, call: Call) -> None:
         """Remember what is clipped between a backward pass and the sum of its gradients."""
@@ -200,7 +200,7 @@ class Watch(TorchFunctionMode):
         kinds = (self.kind(t) for data in found for store in data.stores for t in tensors(dict(store)))
         return any(kind is not None and kind.what == ROWS for kind in kinds)  # not of a whole graph, which others have
 
-    def refuse(self, local: Local) -> None:
+    def refuse(self, local: LocalUse) -> None:
         """Raise, unless this is meant, or done by code that knows what it does."""
         at = Path()
         if self.local or at.known:
@@ -217,7 +217,7 @@ class Watch(TorchFunctionMode):
             raise NotImplementedError(text) from None
         warnings.warn_explicit(text, UserWarning, at.file, at.line)
 
-    def told(self, local: Local, advice: str, at: Path) -> str:
+    def told(self, local: LocalUse, advice: str, at: Path) -> str:
         """Return the words for what is wrong."""
         return f"[rank {rank_of()}] {at.file}, line {at.line}: {at.entry} {local.why}. {advice}. {MEANT}."
 
@@ -251,7 +251,7 @@ class Watch(TorchFunctionMode):
             return ()
         try:
             return self.origins.join(*values, compares=compares)
-        except Local as local:
+        except LocalUse as local:
             raise NotImplementedError(self.told(local, local.advice, Path("pyg_sar"))) from None
 
     def stepped(self, gradients: Iterable[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.operations import EdgeNumbers
 from pyg_sar.structure import tensors
-from pyg_sar.watch.kinds import Local
+from pyg_sar.watch.kinds import LocalUse
 
 ADVICE = (
     "Take all of them from the data of one 'pyg_sar.load'. To have several sets of edges over the same nodes, give "
@@ -90,7 +90,7 @@ class Origins:
                 self.compared[one, other] = one.apart(other)
             told = self.compared[one, other]
             if told and found[one] and found[other]:
-                raise Local(f"joins rows of two partitions, which are of other nodes: {told}", ADVICE)
+                raise LocalUse(f"joins rows of two partitions, which are of other nodes: {told}", ADVICE)
             mixed = mixed or bool(told)
         return () if mixed else tuple(found)
 

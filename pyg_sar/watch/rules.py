@@ -1,5 +1,5 @@
 r"""What functions of torch make of tensors of a kind: :func:`kind_of` answers for one call of a function, and raises
-:class:`~pyg_sar.watch.kinds.Local` for what is wrong.
+:class:`~pyg_sar.watch.kinds.LocalUse` for what is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.structure import tensors
 from pyg_sar.watch import LOSS, ROWS, SAME
-from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, Local
+from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, LocalUse
 
 BEFORE = "Do it before 'pyg_sar.partition', with the whole graph at hand"
 SUM_UP = "Take the sum of all workers first: 'pyg_sar.global_sum(...)', or 'pyg_sar.all_reduce(...)' without a gradient"
@@ -119,7 +119,7 @@ def refuse_ids(call: Call, known: Container[Tensor]) -> None:
     """
     key = key_of_rows(call)
     if isinstance(key, Tensor) and (key in known or call.kind(key) == Kind(IDS)):
-        raise Local("chooses rows of this worker by numbers of nodes in the whole graph", LINKS)
+        raise LocalUse("chooses rows of this worker by numbers of nodes in the whole graph", LINKS)
 
 
 def key_of_rows(call: Call) -> Any:
@@ -149,7 +149,7 @@ def of_rows(call: Call, out: Tensor) -> Kind | None:
     """What comes of rows."""
     name = call.name
     if SHARE in call.whats and name in MIXES:
-        raise Local(f"'{name}' makes use {SUMMED}", SUM_UP)
+        raise LocalUse(f"'{name}' makes use {SUMMED}", SUM_UP)
     refuse_table(call)
     refuse_pairs(call)
     of_two = name in ("max", "min") and isinstance(call.arg(1, "other"), Tensor)
@@ -171,7 +171,7 @@ def refuse_table(call: Call) -> None:
     if call.name == "getitem" and isinstance(call.args[0], torch.nn.Parameter) and call.rows(call.args[0]) is None:
         key = call.args[1]
         if isinstance(key, Tensor) and key.dtype == torch.bool and call.rows(key) is not None:
-            raise Local("chooses rows of a parameter by a mask of this worker's nodes or edges", TABLE)
+            raise LocalUse("chooses rows of a parameter by a mask of this worker's nodes or edges", TABLE)
     if call.name not in ARITHMETIC or call.end_to_end():
         return
     t, kind = call.first()
@@ -182,7 +182,7 @@ def refuse_table(call: Call) -> None:
                 f"joins ('{call.name}') a parameter of shape {list(p.shape)} to the rows of as many nodes or edges of "
                 f"this worker, which are others on each worker, while all have the same parameters"
             )
-            raise Local(why, TABLE)
+            raise LocalUse(why, TABLE)
 
 
 def refuse_pairs(call: Call) -> None:
@@ -190,7 +190,7 @@ def refuse_pairs(call: Call) -> None:
     if call.name in (ARITHMETIC | PAIRED) - STACKS:
         behind = {t.dim() - k.dim for t, k in call.kinds if k is not None and k.what == ROWS and t.size(k.dim) > 1}
         if len(behind) > 1:
-            raise Local(f"combines every row with every other one ('{call.name}') {OVER}", BEFORE)
+            raise LocalUse(f"combines every row with every other one ('{call.name}') {OVER}", BEFORE)
 
 
 def aligned(call: Call, out: Tensor) -> Kind | None:
@@ -222,7 +222,7 @@ def reduced(call: Call, out: Tensor) -> Kind | None:
     if name in ASKS or (what == ENDS and name in ("max", "amax")):  # which tells how many sums to make
         return None
     advice = MEAN if "mean" in name else WIDTH if name in WIDTHS and not t.is_floating_point() else BEFORE
-    raise Local(f"takes '{name}' {OVER}", advice)
+    raise LocalUse(f"takes '{name}' {OVER}", advice)
 
 
 @functools.cache
@@ -243,7 +243,7 @@ def loss(call: Call, out: Tensor) -> Kind | None:
     if reduction == "sum" or call.kwargs.get("size_average") is False:
         return Kind(SHARE, size=t.size(kind.dim))
     advice = ROW_SUMS if reduction == "batchmean" else REDUCTION
-    raise Local(f"takes '{call.name}' with reduction='{reduction}' {OVER}", advice)
+    raise LocalUse(f"takes '{call.name}' with reduction='{reduction}' {OVER}", advice)
 
 
 def normalised(call: Call, out: Tensor) -> Kind | None:
@@ -256,7 +256,7 @@ def normalised(call: Call, out: Tensor) -> Kind | None:
     else:  # by statistics that are known
         apart = range(t.dim())
     if call.rows(t) not in (None, *apart):
-        raise Local(f"takes the statistics of '{name}' {OVER}", NORM)
+        raise LocalUse(f"takes the statistics of '{name}' {OVER}", NORM)
     return aligned(call, out)
 
 
@@ -407,7 +407,7 @@ def scattered(call: Call, out: Tensor) -> Kind | None:
     if call.name in ("scatter_add", "index_add") or call.arg(4, "reduce") == "sum":
         return Kind(SHARE)
     if call.name in ("scatter_reduce", "index_reduce"):
-        raise Local(f"takes '{call.name}' of groups {OVER}", BEFORE)
+        raise LocalUse(f"takes '{call.name}' of groups {OVER}", BEFORE)
     return Kind(ROWS, dim) if call.rows(call.arg(3, "source")) is not None else None
 
 
@@ -416,7 +416,7 @@ def counted(call: Call, out: Tensor) -> Kind | None:
     t, width = call.arg(0, "input"), (1, "num_classes") if call.name == "one_hot" else (2, "minlength")
     if call.arg(*width, -1) in (-1, 0):
         advice = WIDTH if call.name == "one_hot" else DEGREES
-        raise Local(f"takes the width of '{call.name}' from the largest number {OVER}", advice)
+        raise LocalUse(f"takes the width of '{call.name}' from the largest number {OVER}", advice)
     if call.name == "one_hot":
         return call.kind(t)
     return Kind(ROWS) if call.kind(t) == Kind(ENDS) else Kind(SHARE)
@@ -432,9 +432,9 @@ def multiplied(call: Call, out: Tensor) -> Kind | None:
             share = Kind(SHARE, size=a.size(-1))
             return added(call, share) if call.name in PRODUCTS_PLUS else share
     if SHARE in call.whats:
-        raise Local(f"'{call.name}' makes use {SUMMED}", SUM_UP)
+        raise LocalUse(f"'{call.name}' makes use {SUMMED}", SUM_UP)
     if i is not None and j is not None and (i - a.dim() != j - b.dim() or i >= a.dim() - 2):
-        raise Local(f"multiplies every row with every other one ('{call.name}') {OVER}", BEFORE)
+        raise LocalUse(f"multiplies every row with every other one ('{call.name}') {OVER}", BEFORE)
     if call.name == "outer":
         return Kind(ROWS, 0 if j is None else 1)
     for row, t, other in ((i, a, b), (j, b, a)):
@@ -456,7 +456,7 @@ def summed(call: Call, out: Tensor) -> Kind | None:
         return aligned(call, out)
     free = [letter for letter in letters if letter in right]
     if len(free) > 1:
-        raise Local(f"combines every row with every other one ('einsum') {OVER}", BEFORE)
+        raise LocalUse(f"combines every row with every other one ('einsum') {OVER}", BEFORE)
     return Kind(ROWS, right.index(free[0])) if free else Kind(SHARE, size=max(letters.values()))
 
 
@@ -470,7 +470,7 @@ def recurrent(call: Call, out: Tensor) -> Kind | None:
 
 def whole(call: Call, out: Tensor) -> Kind | None:
     """What sees all numbers at once."""
-    raise Local(f"takes '{call.name}' {OVER}", BEFORE)
+    raise LocalUse(f"takes '{call.name}' {OVER}", BEFORE)
 
 
 def attended(call: Call, out: Tensor) -> Kind | None:
@@ -509,11 +509,11 @@ def of_share(call: Call) -> Kind | None:
     real = any(t.is_floating_point() for t, k in call.kinds if k in shares)
     curved = name in CURVED or (name in COMPARED and real)
     if curved or twice or call.kind(below) in shares:
-        raise Local(f"takes '{name}' {SUMMED}", SUM_UP)
+        raise LocalUse(f"takes '{name}' {SUMMED}", SUM_UP)
     count = shares[0].size
     if type(below) in (int, float) and below == count > 1:
         why = f"divides a sum over this worker's {count} rows by their number, which is a mean {OVER}"
-        raise Local(why, MEAN, sure=False)  # it may be that of all workers, of whom only this one has some
+        raise LocalUse(why, MEAN, sure=False)  # it may be that of all workers, of whom only this one has some
     out = Kind(SHARE, size=count)
     return added(call, out) if name in ADDS | PRODUCTS_PLUS else out
 
@@ -531,5 +531,5 @@ def added(call: Call, kind: Kind) -> Kind:
     joined = tensors([t for k, t in enumerate((*call.args, *call.kwargs.values())) if k not in factors])
     if torch.is_grad_enabled() and any(t.requires_grad and (call.kind(t) or kind).what == SAME for t in joined):
         why = f"joins ('{call.name}') to a loss or a sum, of which each has its share, what {COUNTED}"
-        raise Local(why, REPLICATED)
+        raise LocalUse(why, REPLICATED)
     return kind

@@ -20,6 +20,7 @@ from torch_geometric import transforms
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
+from pyg_sar import ops
 
 CLASSES, WIDTH = 5, 16
 
@@ -116,6 +117,14 @@ def test_labels_that_spread_in_single_precision() -> None:
         return finish(pyg_sar.global_mean(values) + pyg_sar.global_mean(soft.sum(-1)), model)
 
     pyg_sar.check(step, graph(), Net())
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="PyG's own code runs in one process without kernels")
+@pytest.mark.parametrize("model", [Net, lambda: pyg_sar.nn.GATConv(WIDTH, CLASSES, edge_dim=3)])
+def test_layers_run_as_they_do_in_a_job(model, monkeypatch) -> None:
+    """By kernels, and not by PyG's own code."""
+    monkeypatch.delattr(pyg_sar.nn.MessagePassing, "updated_edges")
+    pyg_sar.check(correct, graph(), model())
 
 
 def test_nothing_changes() -> None:

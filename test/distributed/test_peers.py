@@ -63,9 +63,7 @@ def measure(group, mode, method):
     return results
 
 
-@pytest.mark.parametrize("method", ["random", "empty"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(("workers", "mode", "method"), some([2, 4], MODES, ["random", "empty"], every=2))
 def test_every_layer_moves_the_boundary_rows_and_nothing_else(pool, workers, mode, method):
     for results in pool.run(workers, measure, mode, method):
         for name, (found, expected) in results.items():

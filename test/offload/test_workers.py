@@ -105,7 +105,7 @@ def by_short_messages(group, kind, way, folder):
         halo.MESSAGE = before
 
 
-@pytest.mark.parametrize("kind", ["sage", "gat", "edge", "rgcn"])
+@pytest.mark.parametrize("kind", ["sage", "rgcn", *(pytest.param(k, marks=pytest.mark.grid) for k in ("gat", "edge"))])
 def test_halo_rows_in_many_messages(pool, kind, tmp_path):
     pool.run(3, by_short_messages, kind, "one is empty", str(tmp_path))
 

@@ -310,9 +310,9 @@ def test_kernels_drop_what_the_reference_drops(kernels, p, dtype):
 def test_every_number_of_sixteen_bits(kernels, dtype):
     """What kernels read is what PyTorch reads."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
-    x = bits.view(dtype if dtype != torch.float32 else torch.bfloat16).to(dtype).view(1, -1)
-    out = torch.zeros(1, x.size(1))
-    kernels.spmm_(out, torch.tensor([0, 1]), torch.tensor([0]), x, None, None, False)
+    x = bits.view(dtype if dtype != torch.float32 else torch.bfloat16).to(dtype).view(16, -1)
+    out, each = torch.zeros(x.shape), torch.arange(17)
+    kernels.spmm_(out, each, each[:-1], x, None, None, False)
     torch.testing.assert_close(out, x.float(), rtol=0, atol=0, equal_nan=True)
 
 

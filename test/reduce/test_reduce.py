@@ -12,6 +12,7 @@ from support.any_message import Message
 from support.layer_check import run
 from support.layers import inputs, leaf
 from support.nasty_graph import NUM_NODES, assignment, close, edges, share
+from support.small_pieces import ordinary_ranges
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, RGCNConv, SAGEConv, TransformerConv
@@ -533,6 +534,7 @@ class As(torch.nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("layer", "args", "kwargs", "roles"), LAYERS)
+@ordinary_ranges()
 def test_error_at_most_twice_that_of_pyg(layer, args, kwargs, roles, dtype):
     """Root mean square of eight random graphs with hubs, for the output and every gradient.
 

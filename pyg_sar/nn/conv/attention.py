@@ -12,7 +12,7 @@ from pyg_sar.aggregate import aggregate
 from pyg_sar.block import rows_at
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.loops import with_self_loops
-from pyg_sar.nn.conv.message_passing import add
+from pyg_sar.nn.conv.products import add
 from pyg_sar.nn.shifted import shifted
 from pyg_sar.ops.dropout import nothing_drops
 from pyg_sar.ops.reference import accumulator

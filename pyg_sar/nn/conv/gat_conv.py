@@ -12,13 +12,8 @@ from pyg_sar.aggregate import SUMS, is_elsewhere
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear
 from pyg_sar.nn.conv.attention import attend, groups_of_heads, pack, replace_self_loops
-from pyg_sar.nn.conv.message_passing import (
-    MessagePassing,
-    edge_weights,
-    is_matrix,
-    loops_between_sets,
-    multiplies_edges,
-)
+from pyg_sar.nn.conv.message_passing import MessagePassing, loops_between_sets
+from pyg_sar.nn.conv.products import edge_weights, is_matrix, multiplies_edges
 from pyg_sar.ops.reference import ADDITIVE
 from pyg_sar.sources import ProjectedRows
 

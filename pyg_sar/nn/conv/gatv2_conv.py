@@ -10,14 +10,8 @@ from torch import Tensor
 
 from pyg_sar.aggregate import SUMS
 from pyg_sar.nn.conv.attention import attend, replace_self_loops
-from pyg_sar.nn.conv.message_passing import (
-    MessagePassing,
-    affine,
-    edge_weights,
-    loops_between_sets,
-    multiplies_edges,
-    project,
-)
+from pyg_sar.nn.conv.message_passing import MessagePassing, loops_between_sets
+from pyg_sar.nn.conv.products import edge_weights, multiplies_edges, project, weight_and_bias
 from pyg_sar.ops.reference import GATV2
 from pyg_sar.sources import ProjectedRows
 
@@ -58,7 +52,7 @@ class GATv2Conv(MessagePassing, torch_geometric.nn.GATv2Conv):
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
         assert x_dst is not None
         res = None if self.res is None else self.res(x_dst)
-        shared, lin = self.share_weights and x_dst is x_src, affine(self.lin_l)
+        shared, lin = self.share_weights and x_dst is x_src, weight_and_bias(self.lin_l)
         rows: Any = project(self.lin_l, x_src) if shared or lin is None else ProjectedRows(x_src, *lin)
         query = rows if shared else project(self.lin_r, x_dst)
         if self.add_self_loops:

@@ -14,7 +14,8 @@ from pyg_sar.block import rows_at
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.loops import with_self_loops
-from pyg_sar.nn.conv.message_passing import MessagePassing, add, affine, multiply, project
+from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.products import add, multiply, project, weight_and_bias
 from pyg_sar.nn.replay.call import PAIR, check_destinations
 from pyg_sar.ops.reference import accumulator
 
@@ -62,7 +63,7 @@ class GCNConv(WeightedSum, torch_geometric.nn.GCNConv):
         fill = (2.0 if self.improved else 1.0) if self.add_self_loops else None
         graph, edge_weight, scale = normalised(graph, edge_weight, fill, x.dtype)
         scaled = scale.to(sum_type(x, edge_weight))
-        times = torch.mul if affine(self.lin) is None else multiply  # a hook may have kept the rows
+        times = torch.mul if weight_and_bias(self.lin) is None else multiply  # a hook may have kept the rows
         sums = functools.partial(normalised_sums, self, graph, edge_weight, scale)
         if edge_weight is None and graph.is_cached(x):
             out = project(self.lin, graph.recall(x, graph, self.aggr, lambda: sums(x * scaled)))

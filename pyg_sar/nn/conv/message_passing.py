@@ -10,12 +10,10 @@ from typing import Any, ClassVar
 import torch
 import torch_geometric.nn
 from torch import Tensor
-from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
 from pyg_sar.aggregate import SIMPLE
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.linear import linear
 from pyg_sar.nn.conv.one_block import has_kernels, one_block, rows_in, sizes
 from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.dispatch import replay
@@ -229,49 +227,3 @@ def own_driver(cls: type, name: str) -> Callable | None:
 def drives(cls: type) -> bool:
     """Whether a class has one of its own, which ``forward`` must call."""
     return any(own_driver(cls, name) for name in DRIVERS)
-
-
-def affine(lin: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Return weight and bias of a linear layer that does nothing else, so that several can become one product."""
-    hooks = (lin._forward_hooks, lin._forward_pre_hooks, lin._backward_hooks, lin._backward_pre_hooks)
-    if type(lin) is not torch_geometric.nn.Linear or any(hooks) or is_uninitialized_parameter(lin.weight):
-        return None
-    return lin.weight, lin.bias
-
-
-def multiplies_edges(lin: Any, edge_attr: Any) -> bool:
-    """Whether a linear layer of edge features is nothing but a matrix, or will be one, where there are features."""
-    if lin is None or not isinstance(edge_attr, Tensor):
-        return True
-    lazy = is_uninitialized_parameter(getattr(lin, "weight", None))
-    return lin.bias is None if lazy else is_matrix(lin)
-
-
-def is_matrix(lin: Any) -> bool:
-    """Whether a linear layer is nothing but its weight."""
-    pair = affine(lin)
-    return pair is not None and pair[1] is None
-
-
-def edge_weights(lin: Any, edge_attr: Tensor) -> Tensor:
-    """Return the matrix of a linear layer of edge features, which is made now if it has waited for their width."""
-    if is_uninitialized_parameter(lin.weight):
-        lin(edge_attr[:0] if edge_attr.dim() > 1 else edge_attr[:0].unsqueeze(-1))
-    return lin.weight
-
-
-def project(lin: Any, x: Tensor) -> Tensor:
-    """Return ``lin(x)``, by the faster product where the linear layer does nothing else."""
-    pair = affine(lin)
-    return lin(x) if pair is None else linear(x, *pair)
-
-
-def add(own: Tensor, term: Tensor) -> Tensor:
-    """Return the sum, in the memory of ``own`` (which nobody else reads) if its type allows."""
-    return own.add_(term) if torch.promote_types(own.dtype, term.dtype) == own.dtype else own + term
-
-
-def multiply(own: Tensor, factor: Tensor) -> Tensor:
-    """Return the product, in the memory of ``own`` (which nobody else reads) if its type and backward allow."""
-    alike = torch.promote_types(own.dtype, factor.dtype) == own.dtype
-    return own.mul_(factor) if alike and not factor.requires_grad else own * factor

@@ -14,7 +14,8 @@ from pyg_sar.block import add_rows
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear, linear_grad
-from pyg_sar.nn.conv.message_passing import MessagePassing, add
+from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.products import add
 from pyg_sar.nn.replay.by_chunks import layer_by_chunks
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.ops import empty, spmm_, zeros

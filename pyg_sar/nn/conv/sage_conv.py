@@ -12,7 +12,8 @@ from torch import Tensor
 from pyg_sar.aggregate import SIMPLE, SUMS, reduce_rows, reduce_rows_async
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.linear import linear
-from pyg_sar.nn.conv.message_passing import MessagePassing, add, affine, of_sources
+from pyg_sar.nn.conv.message_passing import MessagePassing, of_sources
+from pyg_sar.nn.conv.products import add, weight_and_bias
 from pyg_sar.sources import ProjectedRows
 
 
@@ -44,7 +45,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
     def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
         """Run the forward pass; where less is communicated then, rows are transformed before they are summed."""
         x = self.pair(x, edge_index)
-        graph, lin = self.streamed(edge_index, x, size), affine(self.lin_l)
+        graph, lin = self.streamed(edge_index, x, size), weight_and_bias(self.lin_l)
         if graph is None or lin is None:
             return super().forward(x, edge_index, size)
         (x_src, x_dst), (weight, bias) = (x, x) if isinstance(x, Tensor) else x, lin
@@ -73,7 +74,7 @@ class SAGEConv(MessagePassing, torch_geometric.nn.SAGEConv):
         """Return the terms of destinations and the bias, if there are such terms."""
         if not self.root_weight or x is None:
             return None
-        lin = affine(self.lin_r)
+        lin = weight_and_bias(self.lin_r)
         if lin is not None and lin[1] is None:
             return linear(x, lin[0], bias)
         out = self.lin_r(x)

@@ -12,7 +12,8 @@ from torch import Tensor
 from pyg_sar.aggregate import SUMS
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.attention import attend, groups_of_heads, pack
-from pyg_sar.nn.conv.message_passing import MessagePassing, affine, edge_weights, multiplies_edges, project
+from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.nn.conv.products import edge_weights, multiplies_edges, project, weight_and_bias
 from pyg_sar.ops.reference import DOT
 from pyg_sar.sources import ProjectedRows
 
@@ -68,7 +69,11 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
 
     def rows(self, graph: ShardedGraph, x: Tensor) -> Tensor | ProjectedRows:
         """Return packed source rows, values and keys."""
-        value, key, groups = affine(self.lin_value), affine(self.lin_key), groups_of_heads(self, graph)
+        value, key, groups = (
+            weight_and_bias(self.lin_value),
+            weight_and_bias(self.lin_key),
+            groups_of_heads(self, graph),
+        )
         if value is None or key is None or (value[1] is None) != (key[1] is None):
             keys = self.lin_key(x)  # first, as in PyG, if random numbers are drawn for its weights
             return pack(self.lin_value(x), keys, self.heads, groups, 1)

@@ -12,6 +12,7 @@
                   aggregate   messages are source rows: a kernel
                   passes      block by block, reductions merged
                   chunks      some destinations at a time, with all their edges
+                  by_chunks   the same on rows at home
 
 ``runner`` runs the layer's ``propagate`` on some edges; ``trace`` cuts the reductions out of it; ``isolate`` keeps the
 layer as it is meanwhile; ``call`` sorts the arguments by what their rows stand for.

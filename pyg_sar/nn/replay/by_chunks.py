@@ -1,4 +1,4 @@
-r"""Runs a layer by its own code on rows in host memory, one chunk of destinations with all their edges at a time."""
+r"""Runs a layer by its own code on rows at home, one chunk of destinations with all their edges at a time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
 from pyg_sar.nn.replay.isolate import Lost, State
-from pyg_sar.offload.chunks import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, AtHome, Chunk, Program, run
+from pyg_sar.offload.chunks import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, AtHome, Chunk, PerChunk, run
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.structure import tensors
 
 
 def in_host_memory(call: Call) -> HostRows | None:
-    """Return rows in host memory among the arguments, if there are any."""
+    """Return rows at home among the arguments, if there are any."""
     return next((t for t in tensors(call.kwargs) if isinstance(t, HostRows)), None)
 
 
-class Propagation(Program):
+class Propagation(PerChunk):
     """A call of a layer's ``propagate``.
 
     Its inputs are the tensors of the call, then the layer's parameters; ``kinds`` tells what each has rows of.
@@ -72,7 +72,7 @@ class Propagation(Program):
         strategy = choose(call, it.graph, None)
         if strategy.name in ("one-shot", "refused", "padded"):
             raise NotImplementedError(
-                f"'{type(call.layer).__name__}' cannot run on chunks of rows in host memory: {strategy.why}. Leave "
+                f"'{type(call.layer).__name__}' cannot run on chunks of rows at home: {strategy.why}. Leave "
                 "the model in memory."
             )
         return strategy.run(call, it.graph)
@@ -85,7 +85,7 @@ def given(spec: Any, values: Sequence[Any]) -> Any:
     return values[spec] if type(spec) is Number else spec
 
 
-class Layer(Program):
+class Layer(PerChunk):
     """A layer as a whole, whose code mixes rows beside its aggregation.
 
     Args:

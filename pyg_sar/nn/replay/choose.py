@@ -29,7 +29,7 @@ from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.chunks import FEWEST, Chunks
 from pyg_sar.nn.replay.isolate import isolated, side_effects
 from pyg_sar.nn.replay.probe import BLOCKS, EDGES, KERNELS, Probe, Problem, close
-from pyg_sar.nn.replay.runner import Program, sequence_number
+from pyg_sar.nn.replay.runner import Reductions, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
 from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable
 from pyg_sar.nn.replay.verify import FEW, passing
@@ -164,7 +164,7 @@ def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
     probe, begin = Probe(problem), sequence_number()
     with side_effects(problem.layer, problem.device, lasting=problem.call.updates) as problem.side_effects:
         out = Chunks(probe.runner, FEW, FEWEST).step(None, probe.block, probe.x, probe.rows)
-    program = Program(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
+    program = Reductions(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
     ids = torch.arange(EDGES, device=problem.device)
     for name in ("chunks", "padded"):
         strategy = Strategy(name, why, problem.edge, program)

@@ -41,7 +41,7 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
         if call.backwards or call.updates or edge_index.kind != EDGES:
             name = type(call.layer).__name__
             how = "with updates of edges before its messages" if call.updates else "against the direction of edges"
-            fail(edge_index._graph, f"'{name}' cannot run on rows in host memory {how}", "Leave the model in memory")
+            fail(edge_index._graph, f"'{name}' cannot run on rows at home {how}", "Leave the model in memory")
         return by_chunks(call, graph, rows)
     if any(map(is_lazy, call.layer.parameters())):  # which are drawn now
         return None

@@ -14,7 +14,7 @@ from pyg_sar.distributed.shard import shard
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import Call
 from pyg_sar.nn.replay.passes import heads
-from pyg_sar.nn.replay.runner import Program, Runner, hidden_parameters, sequence_number
+from pyg_sar.nn.replay.runner import Reductions, Runner, hidden_parameters, sequence_number
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
 from pyg_sar.reduce import Rows
 
@@ -135,7 +135,7 @@ class Probe:
     """Runs a layer's own code on all edges of the probe graph, again and again, and sees what it does."""
 
     def __init__(self, problem: Problem) -> None:
-        graph, call, self.program = problem.graph(1), problem.leaves(), Program()
+        graph, call, self.program = problem.graph(1), problem.leaves(), Reductions()
         inputs = call.bind(graph, problem.edge)
         self.runner = Runner(call, inputs, graph, self.program, 0)
         self.runner.probes = True
@@ -180,7 +180,7 @@ class Probe:
             raise NotStreamable("it has no reduction by destination")
         program.drops = self.runner.dropped
 
-    def operations(self, program: Program) -> list[str]:
+    def operations(self, program: Reductions) -> list[str]:
         """Return the names of the operations that messages are made by, in the order of autograd's graph, given all
         results but the last ones, of any value.
         """

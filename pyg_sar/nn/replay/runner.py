@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.autograd import nodes_behind
 from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.halo import fetch_halo
@@ -28,7 +29,7 @@ Pair = tuple[Tensor, Tensor]  # and its gradient
 
 
 @dataclass
-class Program:
+class Reductions:
     """The reductions by destination in a layer's ``propagate``.
 
     Args:
@@ -59,7 +60,7 @@ class Runner:
     """
 
     def __init__(
-        self, call: Call, inputs: Inputs, graph: ShardedGraph, program: Program, seed: int | None, drops: bool = True
+        self, call: Call, inputs: Inputs, graph: ShardedGraph, program: Reductions, seed: int | None, drops: bool = True
     ) -> None:
         self.call, self.inputs, self.graph, self.program, self.seed = call, inputs, graph, program, seed
         self.layer = layer = call.layer
@@ -294,19 +295,14 @@ def sequence_number() -> int:
 
 def hidden_parameters(outs: Sequence[Tensor], begin: int, known: set[int]) -> list[Tensor]:
     """Return parameters that a message reads besides those known; raise for what is made of some."""
-    stack, seen, found = [out.grad_fn for out in outs], set(), []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    found = []
+    for node in nodes_behind(outs):
         if hasattr(node, "variable"):
             if id(node.variable) not in known:
                 found.append(node.variable)
                 known.add(id(node.variable))
         elif node._sequence_nr() < begin:
             raise NotStreamable("its messages read a tensor with a gradient that is no argument")
-        stack += [following for following, _ in node.next_functions]
     return found
 
 

@@ -13,7 +13,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import Call, nodes_at
 from pyg_sar.nn.replay.chunks import FEWEST, in_chunks, largest_degree
 from pyg_sar.nn.replay.passes import in_one_pass, in_passes
-from pyg_sar.nn.replay.runner import Program, Runner
+from pyg_sar.nn.replay.runner import Reductions, Runner
 
 NAMES = ("kernel", "softmax", "passes", "chunks", "padded", "one-shot", "refused")
 
@@ -36,7 +36,7 @@ class Strategy:
     name: str
     why: str = ""
     edge: frozenset[str] = frozenset()
-    program: Program = dataclasses.field(default_factory=Program)
+    program: Reductions = dataclasses.field(default_factory=Reductions)
     aggr: str = ""
     weighted: bool = False
     const: dict[str, torch.Size] = dataclasses.field(default_factory=dict)

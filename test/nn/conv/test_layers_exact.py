@@ -155,10 +155,9 @@ def of_many_relations(dtype, seed, ids=False, **kwargs):
     return weights, (x, edge_index, types), out, exact
 
 
-@pytest.mark.parametrize("kind", [*RGCN, {"ids": True}], ids=str)
-@pytest.mark.parametrize("parts", [1, 3, 20])
-@pytest.mark.parametrize("remat", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "remat", "parts", "kind"), some(
+    [torch.bfloat16, torch.float16], [True, False], [1, 3, 20], [*RGCN, {"ids": True}], every=2,
+))  # fmt: skip
 def test_rgcn_adds_many_relations_in_single_precision(parts, remat, dtype, kind):
     """PyG's error does not grow with the number of relations, either."""
     square = torch.zeros(2)
