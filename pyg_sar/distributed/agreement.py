@@ -46,6 +46,7 @@ class Mark(NamedTuple):
     changes: int  # how often the gradient had been changed
     state: tuple[int, float]  # that of the parameter
     call: int  # the number of the call
+    dirty: bool = False  # whether the gradient had been summed before, and is wrong if it is used
 
 
 def on_all(work: Callable[[], Any], doing: str, group: Group, mine: bool = False) -> Any:
@@ -140,16 +141,22 @@ def trouble(tensors: Sequence[Tensor]) -> tuple[int, int]:
     """Return what is wrong with one of the gradients, and with which of them."""
     for k, tensor in enumerate(tensors):
         mark, grad = guard.SUMMED.get(tensor), tensor.grad
-        if mark is None or grad is None or mark.grad() is not grad:
+        if mark is None:
             continue
-        changes = changes_of(grad) - mark.changes
-        # Two of them may be a change to zeros and the next backward pass.
-        if (changes == 0 or (changes == 1 and bool(grad.any()))) and not stepped(mark.call):
-            return 1 + changes, k
+        if mark.dirty and state_of(tensor) != mark.state:
+            return 2, k
+        again = False
+        if grad is not None and mark.grad() is grad:
+            changes = changes_of(grad) - mark.changes
+            # Two of them may be a change to zeros and the next backward pass.
+            again = changes == 0 or (changes == 1 and bool(grad.any()))
+            if again and not has_stepped(mark.call):
+                return 1 + changes, k
+        guard.SUMMED[tensor] = mark._replace(dirty=again)
     return 0, 0
 
 
-def stepped(call: int) -> bool:
+def has_stepped(call: int) -> bool:
     """Whether some parameter changed since its gradient was summed by this or a later call: a gradient of others that
     is never used may be summed as often as one likes.
     """
@@ -173,7 +180,9 @@ def remember(tensors: Sequence[Tensor], totals: Sequence[float], tables: Sequenc
     totals = [*totals, *[0.0] * len(tables)]
     for tensor, total in zip([*tensors, *tables], totals, strict=True) if guard.ON else ():
         if tensor.grad is not None:
-            mark = Mark(weakref.ref(tensor.grad), changes_of(tensor.grad), state_of(tensor, total), call)
+            before = guard.SUMMED.get(tensor)
+            dirty = before is not None and before.dirty
+            mark = Mark(weakref.ref(tensor.grad), changes_of(tensor.grad), state_of(tensor, total), call, dirty)
             guard.SUMMED[tensor] = mark
 
 

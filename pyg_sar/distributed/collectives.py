@@ -17,7 +17,7 @@ from pyg_sar.distributed import notices
 from pyg_sar.distributed.agreement import SHAPES, agree, compare, describe, remember
 from pyg_sar.distributed.group import current, is_local, size_of, talking
 from pyg_sar.ops.reference import accumulator
-from pyg_sar.watch import SAME, gives, is_rows, same_on_all, stepped
+from pyg_sar.watch import SAME, count_step, gives, is_rows, same_on_all
 from pyg_sar.watch.counts import refuse_tables
 
 
@@ -142,7 +142,7 @@ def sum_gradients(
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
     named = {name: p for name, p in every.items() if not is_local(p)}
     tables = [p for p in every.values() if is_local(p)]
-    losses = stepped([p.grad for p in named.values()], [p.grad for p in tables])
+    losses = count_step([p.grad for p in named.values()], [p.grad for p in tables])
     if notices.LOOKS:
         debugging.look(every, group)
     if not grouped(group):

@@ -1,7 +1,8 @@
 r"""Checks that workers do the same before they exchange rows; :envvar:`PYG_SAR_GUARDS` ``=0`` turns them off.
 
 Before rows are communicated, workers tell each other in a *header* which layer of the model they run, on rows of which
-shape, and the sum of its parameters. Whoever hears of something else than its own raises at once, with both names.
+shape, and a number made of its parameters. Whoever hears of something else than its own raises at once, with both
+names.
 What :func:`pyg_sar.sum_gradients` compares is in :mod:`pyg_sar.distributed.agreement`.
 """
 
@@ -60,7 +61,7 @@ def has_headers(group: Group, device: torch.device) -> bool:
 class Told(NamedTuple):
     """What is in a header."""
 
-    total: float  # the sum of the layer's parameters
+    total: float  # that of the layer's parameters, see `totals`
     kind: int  # `UNTOLD`, `FIRST` or `CHANGED`
     checksum: int  # that of the words, which may have been cut
     words: str  # what the worker does
@@ -171,23 +172,39 @@ class Turn:
                 self.fail(why, error)
 
 
+def is_summed(tensor: Tensor) -> bool:
+    """Whether the gradient that a parameter has was summed."""
+    mark = SUMMED.get(tensor)
+    return mark is not None and mark.grad() is tensor.grad
+
+
 def summable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters that all workers have alike and whose sum is known without waiting for a device."""
+    """Return the parameters that all workers have alike and whose total is known without waiting for a device."""
     return [t for t in tensors if type(t) is torch.nn.Parameter and t.is_cpu and not is_local(t)]
 
 
 @torch.no_grad()
 def totals(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sum of each tensor, 0 of those that have none."""
-    found = [t.sum(dtype=accumulator(t.dtype)) if has_sum(t) else t.new_zeros(()) for t in tensors]
+    """Return the sum of the numbers of each tensor and of their norm, 0 of those that have none.
+
+    Steps of one size keep the sum of the weights of a softmax's scores whatever the gradient is, and of weights before
+    a normalisation nearly the norm: one of the two tells steps apart.
+    """
+    found = [total(t) if has_sum(t) else t.new_zeros(()) for t in tensors]
     if all(t.is_cpu for t in found):
         return [float(t) for t in found]
     return torch.stack([t.double().to(found[0].device) for t in found]).tolist()  # one host-device synchronisation
 
 
+def total(tensor: Tensor) -> Tensor:
+    """Return the sum of the numbers of a tensor and of their norm."""
+    kind = accumulator(tensor.dtype)
+    return tensor.sum(dtype=kind) + torch.linalg.vector_norm(tensor, dtype=kind)
+
+
 @torch.no_grad()
 def bound(tensor: Tensor) -> float:
-    """Return how far the sum of a tensor may be off on other processors."""
+    """Return how far the total of a tensor may be off on other processors."""
     if not has_sum(tensor):
         return 0.0
     values = tensor.double()
@@ -195,10 +212,10 @@ def bound(tensor: Tensor) -> float:
 
 
 def has_sum(tensor: Tensor) -> bool:
-    """Whether a tensor can be summed up."""
+    """Whether a tensor has a total."""
     return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.layout == torch.strided
 
 
 def alike(one: float, other: float, bound: float = 0.0) -> bool:
-    """Whether two sums differ by no more than a bound, or both are no numbers."""
+    """Whether two totals differ by no more than a bound, or both are no numbers."""
     return one == other or (one != one and other != other) or abs(one - other) <= bound

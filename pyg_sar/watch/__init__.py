@@ -122,12 +122,12 @@ def loaded(data: Any, rows: Iterable[tuple[Tensor, int, Any]]) -> None:
         watch.load(data, rows)
 
 
-def stepped(gradients: Iterable[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:
+def count_step(gradients: Sequence[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:
     """Report a training step, whose gradients are about to be summed, but for those of a worker's ``own`` parameters;
     return how many of its losses are known, and their sum.
     """
     watch = current()
-    return (0, 0.0) if watch is None else watch.stepped(gradients, own)
+    return (0, 0.0) if watch is None else watch.count_step(gradients, own)
 
 
 @contextmanager

@@ -3,7 +3,7 @@ r"""The mode of torch that follows rows through the first training step, and ref
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -47,6 +47,10 @@ TOGETHER = (
     "'pyg_sar.all_reduce(table.weight.grad.pow(2).sum())'"
 )
 ARRAY = f"gives the numbers of this worker's rows alone; a metric of these is that of one worker. {GATHER}"
+REST = (
+    "each worker changes them by gradients of its own rows alone, so that they become others. Give it all modules that "
+    "train: 'pyg_sar.sum_gradients(model, predictor)'"
+)
 POSITION = (
     "chooses rows by where they stand among those of this worker, which are others than in the whole graph. Of a mask "
     "for all nodes 'mask[data.n_id]' are this worker's rows; 'torch.isin(data.n_id, ids)' is a mask of those of its "
@@ -63,6 +67,8 @@ class Watch(TorchFunctionMode):
         self.values = WeakIdKeyDictionary()  # of shares: those that others add to in place are shares no more
         self.clipped: WeakIdKeyDictionary | None = None  # what was clipped since a backward pass, and where
         self.own: WeakIdKeyDictionary = WeakIdKeyDictionary()  # gradients that were not summed
+        self.trained: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that functions read
+        self.left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # those whose gradients were not summed, and versions
         self.losses: list[Tensor] = []  # those that were differentiated since the last step
         self.steps = self.calls = self.local = self.aside = 0
         self.over = self.ordered = False
@@ -93,7 +99,10 @@ class Watch(TorchFunctionMode):
         if known is None:
             if not isinstance(tensor, torch.nn.Parameter):
                 return None
-            return Kind(ROWS) if is_local(tensor) else Kind(SAME)
+            if is_local(tensor):
+                return Kind(ROWS)
+            self.trained[tensor] = True
+            return Kind(SAME)
         if known.what == SHARE and not torch.equal(tensor, self.values[tensor]):
             return None
         return known
@@ -254,7 +263,7 @@ class Watch(TorchFunctionMode):
         except LocalUse as local:
             raise NotImplementedError(self.told(local, local.advice, Path("pyg_sar"))) from None
 
-    def stepped(self, gradients: Iterable[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:
+    def count_step(self, gradients: Sequence[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:
         """Count a training step, and refuse gradients that were clipped before they are summed; return how many losses
         were differentiated, and their sum.
         """
@@ -266,10 +275,23 @@ class Watch(TorchFunctionMode):
                 f"they are this worker's share. Call 'pyg_sar.sum_gradients' right after 'backward', and clip "
                 f"afterwards. {MEANT}."
             )
+        self.look_at_the_rest(gradients)
         self.steps += 1
         if self.steps >= STEPS:
             self.leave()
         return len(losses), float(torch.stack(losses).sum()) if losses else 0.0
+
+    def look_at_the_rest(self, gradients: Sequence[Tensor | None]) -> None:
+        """Warn of parameters that an optimizer changed by gradients that were never summed."""
+        summed = {id(g) for g in gradients}
+        rest = [p for p in self.trained if p.grad is not None and id(p.grad) not in summed and not guard.is_summed(p)]
+        changed = [list(p.shape) for p in rest if self.left.get(p, p._version) != p._version]
+        if changed and not self.local:
+            which = ", ".join(map(str, changed[:3])) + (", ..." if len(changed) > 3 else "")
+            text = f"[rank {rank_of()}] 'sum_gradients' was not given parameters that were changed, of shapes {which}"
+            at = Path("pyg_sar")
+            warnings.warn_explicit(f"{text}: {REST}. {MEANT}.", UserWarning, at.file, at.line)
+        self.left = WeakIdKeyDictionary({p: p._version for p in rest})
 
     def leave_if_over(self) -> bool:
         """Leave the stack of modes if there is nothing more to watch; return whether that is so."""

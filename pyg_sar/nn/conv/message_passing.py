@@ -15,7 +15,7 @@ from pyg_sar.aggregate import SIMPLE
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.one_block import has_kernels, one_block, rows_in, sizes
-from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks
+from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks, has_plain_aggregation
 from pyg_sar.nn.replay.dispatch import replay
 from pyg_sar.operations import sharded
 from pyg_sar.refusals import fail, for_layer, refuse_table, wrong_rows
@@ -81,7 +81,9 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             return None
         cls: Any = type(self)
         own = overridden(cls) or any(name in self.__dict__ for name in OWN) or (whole and drives(cls))
-        if own or has_message_hooks(self) or self.flow != FLOW or self.aggr not in self.streamable:
+        if own or has_message_hooks(self) or self.flow != FLOW:
+            return None
+        if self.aggr not in self.streamable or not has_plain_aggregation(self):
             return None
         if not self.takes_ids and not all(t is None or t.is_floating_point() for t in rows_in(x)):
             return None
@@ -123,7 +125,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         if isinstance(edge_index, ShardedEdgeIndex):
             refuse_aggregation(self, edge_index)
         try:
-            return as_rows(self, edge_index, Call(self, kwargs).run(edge_index, size, kwargs))
+            call = Call(self, kwargs)
+            return as_rows(self, edge_index, call.run(edge_index, size, call.kwargs))
         except IndexError as error:  # PyG's quantiles of nodes without in-edges, for example
             if not isinstance(edge_index, ShardedEdgeIndex):
                 raise
@@ -148,7 +151,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         out = self.updated_edges(edge_index, size, kwargs)
         if out is not None:
             return out
-        return as_rows(self, edge_index, Call(self, kwargs, updates=True).run(edge_index, size, kwargs))
+        call = Call(self, kwargs, updates=True)
+        return as_rows(self, edge_index, call.run(edge_index, size, call.kwargs))
 
     @gives(ROWS)
     def updated_edges(self, edge_index: Any, size: Any, kwargs: dict[str, Any]) -> Tensor | None:

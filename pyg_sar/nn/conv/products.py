@@ -24,8 +24,9 @@ def multiplies_edges(lin: Any, edge_attr: Any) -> bool:
     """Whether a linear layer of edge features is nothing but a matrix, or will be one, where there are features."""
     if lin is None or not isinstance(edge_attr, Tensor):
         return True
-    lazy = is_uninitialized_parameter(getattr(lin, "weight", None))
-    return lin.bias is None if lazy else is_matrix(lin)
+    if type(lin) is not torch_geometric.nn.Linear:  # to ask a parametrized one for its weight makes it anew
+        return False
+    return lin.bias is None if is_uninitialized_parameter(lin.weight) else is_matrix(lin)
 
 
 def is_matrix(lin: Any) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from inspect import Parameter
 from typing import Any, NamedTuple
 
 import torch
 import torch_geometric.nn
 from torch import Tensor
+from torch_geometric.nn import aggr
 
 from pyg_sar.distributed.group import is_local
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -31,6 +33,17 @@ class Call:
     layer: Any
     kwargs: dict[str, Any]
     updates: bool = False
+
+    def __post_init__(self) -> None:
+        """Fill in defaults of what is not given, as the code does that PyG generates for a class and this one is run
+        instead of.
+        """
+        inspector, special = self.layer.inspector, self.layer.special_args
+        functions = ("edge_update",) if self.updates else ("message", "aggregate", "update")
+        for param in (p for function in functions for p in inspector.get_params(function)):
+            name = param.name[:-2] if param.name.endswith(("_i", "_j")) else param.name
+            if param.default is not Parameter.empty and param.name not in special and name not in self.kwargs:
+                self.kwargs = {**self.kwargs, name: param.default}
 
     @property
     def asked(self) -> list[str]:
@@ -190,6 +203,19 @@ def has_message_hooks(layer: Any) -> bool:
     functions = ("_propagate", "_message", "_aggregate", "_edge_update")
     hooks = (v for name, v in layer.__dict__.items() if name.endswith("_hooks") and name.startswith(functions))
     return any(hooks) or layer.explain or layer.decomposed_layers > 1
+
+
+AGGREGATIONS = {
+    "add": aggr.SumAggregation, "sum": aggr.SumAggregation, "mean": aggr.MeanAggregation, "min": aggr.MinAggregation,
+    "max": aggr.MaxAggregation, "softmax": aggr.SoftmaxAggregation,
+}  # fmt: skip
+
+
+def has_plain_aggregation(layer: Any) -> bool:
+    """Whether messages are combined by what ``aggr`` names, and no hook looks at it: so a kernel may do the same."""
+    module, name = layer.aggr_module, layer.aggr if isinstance(layer.aggr, str) else ""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is AGGREGATIONS.get(name) and "forward" not in module.__dict__ and not any(hooks)
 
 
 def check_destinations(layer: Any, name: str, value: Any, it: ShardedEdgeIndex) -> None:

@@ -31,7 +31,7 @@ from pyg_sar.nn.replay.isolate import isolated, side_effects
 from pyg_sar.nn.replay.probe import BLOCKS, EDGES, KERNELS, Probe, Problem, close
 from pyg_sar.nn.replay.runner import Reductions, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
-from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable
+from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable, ReadsRows
 from pyg_sar.nn.replay.verify import FEW, passing
 from pyg_sar.pieces import is_one_piece
 
@@ -128,6 +128,8 @@ def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> Generat
             except NotStreamable as error:
                 if problem.side_effects:
                     raise
+                if isinstance(error, ReadsRows) and not graph.exchange.alone and is_of_layer(error.read, call):
+                    raise MixesEdges(f"{error}: a table of all nodes is a 'pyg_sar.nn.NodeEmbedding'") from None
                 why = str(error)
             if why:
                 signed = Problem(call, graph, edge, signed=True)
@@ -140,6 +142,12 @@ def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> Generat
     except Exception as error:  # the layer's own: with few edges, or of random values
         last[0].why = f"on the probe graph it raises {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
     yield from last
+
+
+def is_of_layer(t: Tensor, call: Call) -> bool:
+    """Whether all workers hold a tensor alike, or the parameter that it was made like."""
+    given = [p.shape for p in call.kwargs.values() if isinstance(p, torch.nn.Parameter)]
+    return any(t is own for own in (*call.layer.parameters(), *call.layer.buffers())) or t.shape in given
 
 
 def by_blocks(problem: Problem) -> Iterator[Strategy]:

@@ -2,6 +2,7 @@ r"""Runs the code of a layer that is in use without a trace: keeps what it was l
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -22,8 +23,11 @@ def isolated(layer: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
     Modules that look at all rows that they get are refused: in messages, these are all edges of the graph.
     """
+    thread = threading.get_ident()  # hooks are those of all simulated workers
 
     def refuse(module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() != thread:
+            return
         if (takes_group(type(module)) and not by_row(module)) or (isinstance(module, _BatchNorm) and module.training):
             raise NotStreamable(f"its messages go through {type(module).__name__}, which sees all of them")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyg_sar.distributed.shard import shard
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay.call import Call
+from pyg_sar.nn.replay.call import Call, has_plain_aggregation
 from pyg_sar.nn.replay.passes import heads
 from pyg_sar.nn.replay.runner import Reductions, Runner, hidden_parameters, sequence_number
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
@@ -92,6 +92,23 @@ class Problem:
         other = copy.copy(self)
         other.call, other.is_positive = self.call.map(make, self.edge, self.bipartite), True
         return other
+
+    def shuffled(self) -> Problem | None:
+        """Return the problem with other rows of what all edges share and other numbers, if there are any."""
+        found = []
+
+        def make(kind: str, value: Any) -> Any:
+            if kind != "const" or not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            found.append(value)
+            rows = value[torch.randperm(len(value), generator=self.random).to(value.device)]
+            if not rows.is_floating_point():
+                return rows
+            return rows * (1 + torch.rand(rows.shape, generator=self.random, dtype=torch.float64).to(rows) / 8)
+
+        other = copy.copy(self)
+        other.call = self.call.map(make, self.edge, self.bipartite)
+        return other if found else None
 
     def graph(self, blocks: int) -> ShardedGraph:
         """Return the probe graph in some blocks."""
@@ -217,7 +234,7 @@ class Probe:
         own = any(
             getattr(type(layer), f) is not getattr(base, f) or f in layer.__dict__ for f in ("aggregate", "update")
         )
-        aggr = KERNELS.get(type(layer.aggr_module))
+        aggr = KERNELS.get(type(layer.aggr_module)) if has_plain_aggregation(layer) else None
         if own or aggr is None or len(inputs.src) != 1 or inputs.table or self.program.drops:
             return None
         x, weights = self.x, [e for e in self.rows.edge if e.numel() == EDGES]

@@ -134,7 +134,8 @@ class Runner:
         make = getattr(self.layer, name)
 
         def message(**given: Any) -> Any:
-            with NoMixing(edges.size(1), self.shared(rows)):
+            holds = [*self.shared(rows), *self.layer.parameters(), *self.layer.__dict__.values()]
+            with NoMixing(edges.size(1), self.shared(rows), given.get("index"), num_dst, holds):
                 return make(**given)
 
         stubs: dict[str, Any] = {name: message, "update": lambda out, **_: out}

@@ -74,6 +74,8 @@ class Strategy:
 
     def fits(self, call: Call, graph: ShardedGraph) -> bool:
         """Whether arguments are still rows of edges, or shared by them; all workers must find the same."""
+        if self.name in ("one-shot", "refused"):  # which read all rows as they are, of which each worker has others
+            return True
         for name, t in call.kwargs.items():
             if name in self.edge and t.size(0) != graph.num_edges and t.shape[:1] == (1,):
                 return False  # any other number of rows is an error, which says so

@@ -54,6 +54,14 @@ class NotStreamable(Exception):
     """Why a function cannot run on some of its edges at a time."""
 
 
+class ReadsRows(NotStreamable):
+    """Code reads rows by the numbers of nodes of this worker, or of some of them."""
+
+    def __init__(self, read: Tensor, why: str) -> None:
+        super().__init__(why)
+        self.read = read
+
+
 class MixesEdges(NotStreamable):
     """Why a function may not run on some of its edges, however these are chosen."""
 
@@ -163,18 +171,30 @@ class Shared:
 
 
 class NoMixing(TorchFunctionMode):
-    """Refuses code that computes one number from all edges, which would be another one from some of them.
+    """Refuses code that computes one number from all edges, which would be another one from some of them, or that reads
+    rows of what a layer ``holds`` by ``index``, the numbers of ``num_dst`` destinations.
 
     To ask whether there are edges of some kind is allowed.
     """
 
-    def __init__(self, num_edges: int, shared: Sequence[Tensor]) -> None:
+    def __init__(
+        self, num_edges: int, shared: Sequence[Tensor], index: Any = None, num_dst: int = 0, holds: Sequence[Any] = ()
+    ) -> None:
         super().__init__()
-        self.num_edges, self.shared = num_edges, Shared(shared)
+        self.num_edges, self.shared, self.row, self.num_dst, self.holds = (
+            num_edges,
+            Shared(shared),
+            index,
+            num_dst,
+            holds,
+        )
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch a function of torch."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        reads = name in READS and any(t is self.row for t in tensors(args[1:], kwargs))
+        if reads and any(t is args[0] for t in self.holds):
+            check_read(name, args, kwargs, self.num_dst)
         if self.shared.holds(name, args, list(tensors(args, kwargs))):
             return self.shared.add(func(*args, **kwargs))
         if mixes(self.num_edges, name, args, kwargs) and args[0].is_floating_point():
@@ -315,6 +335,8 @@ class Trace(Dropout):
         elif name in SUMS | EXTREMA:
             return self.reduce(name, args, kwargs)
         elif name in READS and [self.kinds.get(t) for t in tensors(args[1:], kwargs)] == ["row"]:
+            if not self.ended:
+                check_read(name, args, kwargs, self.num_dst)
             out = func(*args, **kwargs)
             if first == "unknown":
                 self.kinds[out] = "unknown"
@@ -388,6 +410,31 @@ def _chooses(key: Any) -> bool:
         k is None or k is Ellipsis or k == slice(None) if not isinstance(k, Tensor) else k.dtype == torch.bool
         for k in keys
     )
+
+
+def check_read(name: str, args: Any, kwargs: Any, num_dst: int) -> None:
+    """Raise unless a tensor that is read by the numbers of some destinations has no more rows than there are of these:
+    rows of others are numbered in another way.
+    """
+    if length_read(name, args, kwargs) > num_dst:
+        raise ReadsRows(
+            args[0],
+            f"it reads a tensor of shape {list(args[0].shape)} by 'index', which numbers the nodes of a block (give "
+            f"'propagate' the tensor by a name, and ask for this name with '_i' behind it)",
+        )
+
+
+def length_read(name: str, args: Any, kwargs: Any) -> float:
+    """Return the length of the dimension of a tensor that is read by an index; infinity if that is not clear."""
+    where = args[1] if name == "__getitem__" else kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if isinstance(where, Tensor):
+        where = 0
+    elif isinstance(where, tuple):
+        at = next(k for k, index in enumerate(where) if isinstance(index, Tensor))
+        if any(index is None for index in where):
+            return math.inf
+        where = at - len(where) if any(index is Ellipsis for index in where[:at]) else at
+    return args[0].size(where)
 
 
 def _bind(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:

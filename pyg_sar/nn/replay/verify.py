@@ -33,15 +33,18 @@ def difference(strategy: Strategy, problem: Problem) -> str:
     """Return in what a strategy and the layer's own code differ; the strategy is told which inputs nothing reads.
 
     Outputs are compared with other parameters, too, where some that are read, or buffers, hold one number, as gates do
-    at the beginning: with zeros, less may be done.
+    at the beginning: with zeros, less may be done. So they are with other rows of what all edges share, of which the
+    first ones may be alike.
     """
     while (found := compared(strategy, problem)) is None:
         problem = problem.positive()
     aside = {id(p) for p in strategy.program.unused}
     read = [*(p for p in problem.layer.parameters() if id(p) not in aside), *problem.layer.buffers()]
-    if not found and any(t.is_floating_point() and bool((t == t.flatten()[:1]).all()) for t in read):
+    alike = any(t.is_floating_point() and bool((t == t.flatten()[:1]).all()) for t in read)
+    shuffled = problem.shuffled()
+    if not found and (alike or shuffled is not None):
         with other_parameters(problem), suppress(Exception):  # which its code may not be made for
-            found = compared(strategy, problem, grads=False) or ""
+            found = compared(strategy, problem if shuffled is None else shuffled, grads=False) or ""
     return found
 
 
