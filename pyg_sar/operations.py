@@ -250,6 +250,12 @@ def get(func: Callable, args: Any, kwargs: Any) -> Any:
     """``t[i]`` where either side may be sharded."""
     target, index = args
     if not isinstance(target, EdgeNumbers):
+        which, *columns = index if isinstance(index, tuple) else (index,)
+        if everything(which) and len(columns) == 1:
+            return gather(func, target, 1, columns[0])
+        if isinstance(which, EdgeNumbers) and all(k is Ellipsis or type(k) in (int, slice) for k in columns):
+            rows = gather(func, target, 0, which)
+            return rows[(slice(None), *columns)] if columns else rows
         return gather(func, target, 0, index)
     if target.kind == SOURCES:
         return pick(func, target, index)

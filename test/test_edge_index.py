@@ -135,6 +135,9 @@ def test_gather(plain, sharded, x):
         x.t().index_select(1, row).t(),
     ):
         assert found.equal(expected)
+    for found, columns in ((x[row, :], slice(None)), (x[row, 1], 1), (x[row, ...], ...), (x[row, 1:3], slice(1, 3))):
+        assert found.equal(x[plain[0], columns])
+    assert x.t()[:, row].equal(x.t()[:, plain[0]])
     for values in (torch.arange(N), torch.arange(N) % 2 == 0, torch.randn(N, 2, 3), torch.randn(N, dtype=torch.cfloat)):
         assert values[row].equal(values[plain[0]])
 
@@ -297,7 +300,8 @@ ROW = {
     "one node": lambda row, x: row == torch.full_like(row, 3),
     "nodes of other edges": lambda row, x: row == torch.arange(len(row)) % N,
     "scalar rows": lambda row, x: x.sum()[row],
-    "two indices": lambda row, x: x[row, 0],
+    "two indices": lambda row, x: x[0, row],
+    "a new dimension": lambda row, x: x[row, None],
     "two tensors": lambda row, x: x[row, torch.zeros(len(row), dtype=torch.long)],
     "matrix of indices": lambda row, x: x[row.view(-1, 1)],
     "gather": lambda row, x: x[:, 0].gather(0, row),

@@ -231,6 +231,56 @@ def test_gradients_are_summed_again(how, passes, text, method, none):
     assert all(error.step == 0 for error in found)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("forgets", ["the sum", "the rate"])
+def test_steps_that_keep_the_sum_of_weights(momentum, forgets):
+    """As those of a softmax's scores are, whose gradients add up to zero over the classes."""
+
+    def work(rank, model, x, edge_index):
+        layer = pyg_sar.nn.GCNConv(8, 3)
+        pyg_sar.broadcast_parameters(layer)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1 * (1 + rank * (forgets == "the rate")), momentum=momentum)
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = layer(x, edge_index)
+            pyg_sar.global_mean(torch.nn.functional.cross_entropy(out, labels(out), reduction="none")).backward()
+            if forgets == "the rate":
+                pyg_sar.sum_gradients(layer)
+            optimizer.step()
+
+    assert all("The parameters of layer 'GCNConv' are not those of worker" in text for text in errors(workers(2, work)))
+
+
+def labels(out):
+    return torch.arange(out.size(0)) % out.size(1)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_optimizers_that_step_at_different_times(size, steps):
+    """What one of them accumulates is summed in each step of the other; that is wrong if it is used."""
+
+    def work(rank, model, x, edge_index):
+        first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (model.convs, model.head))
+        for step in range(6):
+            out = model(x, edge_index)
+            pyg_sar.global_mean(torch.nn.functional.cross_entropy(out, labels(out), reduction="none")).backward()
+            pyg_sar.sum_gradients(model)
+            second.step()
+            second.zero_grad()
+            if step % 3 == 2:
+                if steps:
+                    first.step()
+                first.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    found = workers(size, work)
+    if steps:
+        assert all("A backward pass added to the gradient of 'convs.0" in text for text in errors(found))
+    else:
+        trained(found)
+
+
 # What must not raise.
 
 

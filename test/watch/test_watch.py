@@ -1057,3 +1057,43 @@ def test_a_term_of_a_table_is_a_share(parts: str) -> None:
 
     for result in outcomes(f"{parts}/one", work):
         assert isinstance(result, Tensor) or "replicated" not in str(result), result
+
+
+class Head(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+
+@pytest.mark.parametrize("given", ["both", "one after the other", "model", "frozen", "meant"])
+def test_modules_that_are_left_out_of_the_sum(parts: str, given: str) -> None:
+    """A predictor beside the model, as in many scripts, which steps by its own rows alone."""
+
+    def work(data: Any) -> None:
+        torch.manual_seed(0)
+        model, head = Net(), Head()
+        learns = [*model.parameters()] if given == "frozen" else [*model.parameters(), *head.parameters()]
+        optimizer = torch.optim.Adam(learns)
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = head(model(data))[data.train_mask]
+            pyg_sar.global_mean(F.cross_entropy(out, data.y[data.train_mask], reduction="none")).backward()
+            if given == "meant":
+                with pyg_sar.allow_local():
+                    pyg_sar.sum_gradients(model)
+            else:
+                pyg_sar.sum_gradients(model, *[head] * (given == "both"))
+            if given == "one after the other":
+                pyg_sar.sum_gradients(head)
+            optimizer.step()
+
+    if given != "model":
+        passes(f"{parts}/one", work)
+        return
+    with pytest.warns(
+        UserWarning, match=r"not given parameters that were changed, of shapes \[3, 3\], \[3\]: each wor"
+    ):
+        passes(f"{parts}/one", work)

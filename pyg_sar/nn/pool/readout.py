@@ -27,7 +27,7 @@ class Readout:
         dim: int = -2, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Aggregate rows by their graph of a batch, which all workers number alike; rows of edges by destinations."""
-        if not together(self.group) or of_edges(index, self.group):
+        if not together(self.group) or of_edges(index, dim_size, self.group):
             return super().__call__(x, index, ptr, dim_size, dim, **kwargs)  # type: ignore[misc]
         return self.over_all(x, index, ptr, dim_size, dim, **kwargs)
 
@@ -62,9 +62,11 @@ class Readout:
 
 
 @torch.compiler.disable
-def of_edges(index: Tensor | None, group: Any) -> bool:
-    """Whether rows are those of all edges that a running module was given, and the index has their destinations, as far
-    as any worker can tell: one without edges, or nodes, asks the others.
+def of_edges(index: Tensor | None, dim_size: int | None, group: Any) -> bool:
+    """Whether rows are those of edges that a running module was given, and the index has their destinations, as far as
+    any worker can tell: one without edges, or nodes, asks the others.
+
+    Those of some edges, or in another order, are told by how many they are, and by how many rows are made of them.
     """
     if isinstance(index, EdgeNumbers):  # sources, onto which PyG's own code adds exactly, if at all
         return True
@@ -72,9 +74,17 @@ def of_edges(index: Tensor | None, group: Any) -> bool:
     if index is None or not here:
         return False
     edges = any(ends is not None and torch.equal(ends, index) for ends in map(destinations, here))
-    some = index.numel() > 0
+    some, counts = index.numel() > 0, {n for it in here for n in (it._graph.num_src, it._graph.num_dst)}
+    if not edges and index.numel() not in counts:
+        edges = index.numel() > max(counts) or dim_size in {it._graph.num_dst for it in here}
     of_nodes, of_them = global_max(index.new_tensor([some and not edges, some and edges]), group).tolist()
-    return bool(of_them and not of_nodes)
+    if of_them and of_nodes:
+        raise ValueError(
+            f"[rank {rank_of(group)}] An aggregation within a module that was given edges has {index.numel()} rows on "
+            f"this worker, and seems to be one of edges on some workers, of nodes on others. Give it 'dim_size', the "
+            f"number of this worker's nodes for edges, or take a MessagePassing layer for these."
+        )
+    return bool(of_them)
 
 
 def destinations(it: EdgeNumbers) -> Tensor | None:

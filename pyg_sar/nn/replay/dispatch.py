@@ -22,7 +22,7 @@ from pyg_sar.nn.replay.choose import STRATEGIES, choose, rows_of_edges
 from pyg_sar.nn.replay.strategy import Strategy
 from pyg_sar.operations import EDGES, SOURCES
 from pyg_sar.pieces import is_one_piece
-from pyg_sar.refusals import fail
+from pyg_sar.refusals import fail, for_layer
 
 WEIGHTS = "return_attention_weights"
 
@@ -91,7 +91,7 @@ def along_edges(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, s
     if strategy.name == "one-shot":
         return None
     if strategy.name == "refused":
-        fail(edge_index._graph, f"'{name}' cannot run on a share of the graph: {strategy.why}")
+        fail(edge_index._graph, f"'{name}' cannot run on a share of the graph: {strategy.why}", for_layer(name))
     if not edge_index.streams and (strategy.ordered or strategy.name == "padded"):
         fail(edge_index._graph, f"'{name}' needs all edges in their order, but some were added or left out since they "
              f"were loaded: do so before 'partition'")  # fmt: skip

@@ -394,3 +394,93 @@ def test_rows_that_are_no_real_numbers(dtype, parts):
     expected = gnn.GINConv(torch.nn.Identity())(x, edges())
     found = nn.GINConv(torch.nn.Identity())(x, shard(edges(), N, parts) if parts else edges())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+class Defaults(gnn.MessagePassing):
+    """What a call leaves out."""
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j, weight=None, negate: bool = False):
+        assert weight is None
+        return -x_j if negate else x_j
+
+    def update(self, out, residual: float = 0.5):
+        return out * residual
+
+
+class DefaultsOfEdges(gnn.MessagePassing):
+    """The same of an update of edges."""
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x, e=self.edge_updater(edge_index, x=x))
+
+    def message(self, x_j, e):
+        return x_j * e
+
+    def edge_update(self, x_i, double: bool = False):
+        return x_i * 2 if double else x_i
+
+
+class Ours(nn.MessagePassing, Defaults):
+    """Below the base class of this package."""
+
+
+@pytest.mark.parametrize(("make", "reference"), [
+    *((lambda cls=cls: nn.convert(cls()), cls) for cls in (Defaults, DefaultsOfEdges)), (Ours, Defaults),
+])  # fmt: skip
+def test_defaults_of_what_is_not_given(make, reference):
+    x = torch.randn(N, 4, dtype=torch.float64)
+    expected = reference()(x, edges())
+    for edge_index in (edges(), shard(edges(), N, 1), shard(edges(), N, 3)):
+        torch.testing.assert_close(make()(x, edge_index), expected, rtol=1e-10, atol=1e-10)
+
+
+def hooked(layer):
+    layer.aggr_module.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def hooked_before(layer):
+    layer.aggr_module.register_forward_pre_hook(lambda module, args: (args[0] + 1, *args[1:]))
+
+
+def replaced(layer):
+    layer.aggr_module = gnn.MaxAggregation()
+
+
+def patched(layer):
+    layer.aggr_module.forward = gnn.MeanAggregation().forward
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_before, replaced, patched])
+@pytest.mark.parametrize("name", ["SAGEConv", "GCNConv", "GATConv", "GATv2Conv", "TransformerConv", "GraphConv"])
+def test_aggregations_that_were_changed(name, change):
+    """Also after calls without."""
+    torch.manual_seed(0)
+    reference, x = getattr(gnn, name)(8, 4).double(), torch.randn(N, 8, dtype=torch.float64)
+    ours = getattr(nn, name)(8, 4).double() if hasattr(nn, name) else nn.convert(getattr(gnn, name)(8, 4).double())
+    ours.load_state_dict(reference.state_dict())
+    graphs = [edges(), shard(edges(), N, 1), shard(edges(), N, 3)]
+    for changed in (False, True):
+        if changed:
+            change(ours)
+            change(reference)
+        expected = reference(x, edges())
+        for edge_index in graphs:
+            torch.testing.assert_close(ours(x, edge_index), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv", "TransformerConv"])
+def test_weights_of_edges_that_are_made_anew(name):
+    """Once in a call: a spectral norm goes on with each of them."""
+    layers = []
+    for library in (nn, gnn):
+        torch.manual_seed(0)
+        layer = getattr(library, name)(8, 4, edge_dim=3).double()
+        torch.nn.utils.parametrizations.spectral_norm(layer.lin_edge)
+        layers.append(layer)
+    x, attr = torch.randn(N, 8, dtype=torch.float64), ATTR.double()
+    for _ in range(2):
+        ours, theirs = (layer(x, edges(), attr) for layer in layers)
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

@@ -148,3 +148,34 @@ def test_what_optimises_or_looks_for_neighbours_is_refused():
     for make in (lambda: gnn.SchNet(4, 4, 1, 4), lambda: gnn.GNNFF(4, 4, 1)):
         with pytest.raises(NotImplementedError, match="looks for neighbours among all nodes"):
             convert(make())
+
+
+class OfSomeEdges(torch.nn.Module):
+    """Aggregates some edges by their destinations, or all of them in another order, or twice."""
+
+    def __init__(self, which, sized):
+        super().__init__()
+        self.aggr, self.which, self.sized = gnn.SumAggregation(), which, sized
+
+    def forward(self, x, edge_index):
+        src, dst = edge_index
+        which = {"no loops": lambda: (src != dst).nonzero().view(-1), "sorted": lambda: dst.argsort(stable=True),
+                 "twice": lambda: torch.arange(len(dst)).repeat(2)}[self.which]()  # fmt: skip
+        return self.aggr(x[src[which]], dst[which], dim_size=x.size(0) if self.sized else None)
+
+
+def of_some_edges(group, which, method):
+    mine = share(group, edges(), assignment(method, group.size()))
+    x = torch.randn(N, F, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for sized in (True, False):
+        found, expected = (
+            convert(OfSomeEdges(which, sized), group)(x[mine.src], mine.edge_index),
+            OfSomeEdges(which, True)(x, edges())[mine.dst],
+        )
+        close(found, expected[: len(found)], which)
+
+
+@pytest.mark.parametrize("which", ["no loops", "sorted", "twice"])
+@pytest.mark.parametrize("method", ["random", "empty"])
+def test_aggregations_of_some_edges(pool, which, method):
+    pool.run(2, of_some_edges, which, method)

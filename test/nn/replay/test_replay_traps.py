@@ -629,3 +629,91 @@ def number(group):
 
 def test_numbers_that_workers_do_not_share(pool):
     assert pool.run(3, number) == [4, 4, 4]
+
+
+class ByIndex(gnn.MessagePassing):
+    """Reads what nodes have by the number of a destination, as an argument, an attribute or what messages return."""
+
+    def __init__(self, how, aggr="sum"):
+        super().__init__(aggr=aggr)
+        self.how, self.table = how, torch.nn.Parameter(torch.rand(3))
+
+    def forward(self, x, edge_index, batch):
+        self.batch = batch
+        return self.propagate(edge_index, x=x, batch=batch)
+
+    def message(self, x_j, batch, index):
+        if self.how == "aggregate":
+            return x_j
+        batch = self.batch if self.how == "attribute" else batch
+        return x_j * self.table[batch[index]].unsqueeze(-1)
+
+    def aggregate(self, inputs, index, batch, dim_size):
+        if self.how == "aggregate":
+            inputs = inputs * self.table[batch.index_select(0, index)].unsqueeze(-1)
+        return super().aggregate(inputs, index, dim_size=dim_size)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("how", "aggr"), [("argument", "sum"), ("attribute", "sum"), ("argument", "median"),
+                                           ("attribute", "median"), ("aggregate", "sum")])  # fmt: skip
+def test_rows_of_nodes_by_the_number_of_a_destination(parts, how, aggr):
+    """Blocks and chunks have numbers of their own; ids of graphs are alike for the first of them."""
+    layer, x, batch = ByIndex(how, aggr), rows(), torch.arange(NUM_NODES) // (NUM_NODES // 2)
+    expected = layer.double()(x, edges(), batch)
+    try:
+        found = convert(layer)(x, pyg_sar.shard(edges(), NUM_NODES, parts), batch)
+    except NotImplementedError as error:
+        assert how == "aggregate" and "ask for this name with '_i' behind it" in str(error)
+        return
+    close(found, expected, how)
+
+
+class OfTable(ByIndex):
+    """Reads a parameter with a row for each node."""
+
+    def __init__(self, how):
+        super().__init__(how)
+        self.table = torch.nn.Parameter(torch.ones(NUM_NODES))
+
+    def message(self, x_j, batch, index):
+        return x_j * (batch if self.how == "argument" else self.table)[index].unsqueeze(-1)
+
+
+def by_table(group, how):
+    mine, layer = share(group, edges(), torch.arange(NUM_NODES) % group.size()), convert(OfTable(how), group)
+    x = torch.randn(len(mine.src), 4)
+    given = layer.table if how == "argument" else None
+    with pytest.raises(NotImplementedError, match=r"a table of all nodes is a 'pyg_sar.nn.NodeEmbedding'"):
+        layer(x, mine.edge_index, given)
+
+
+@pytest.mark.parametrize("how", ["argument", "attribute"])
+def test_parameters_by_the_number_of_a_destination_are_refused(pool, how):
+    pool.run(2, by_table, how)
+
+
+class Residual(gnn.MessagePassing):
+    """Runs one-shot."""
+
+    def forward(self, x, edge_index, h):
+        return self.propagate(edge_index, x=x, h=h)
+
+    def update(self, out, h):
+        return out + h
+
+
+def other_graph(group):
+    """Of the first graph workers have as many nodes, of the second not."""
+    layer = convert(Residual(), group)
+    for part in (torch.arange(NUM_NODES - 1) % 2, (torch.arange(NUM_NODES) >= 10).long()):
+        edge_index = edges()[:, (edges() < len(part)).all(0)]
+        mine = share(group, edge_index, part)
+        x = torch.arange(4.0 * len(part), dtype=torch.float64).view(-1, 4)
+        found = layer(x[mine.src], mine.edge_index, x[mine.src].sin())
+        close(found, Residual()(x, edge_index, x.sin())[mine.dst], "output")
+
+
+def test_rows_of_nodes_that_were_as_many_on_all_workers(pool):
+    assert NUM_NODES % 2 == 1
+    pool.run(2, other_graph, timeout=20)
