@@ -250,12 +250,13 @@ def get(func: Callable, args: Any, kwargs: Any) -> Any:
     """``t[i]`` where either side may be sharded."""
     target, index = args
     if not isinstance(target, EdgeNumbers):
-        which, *columns = index if isinstance(index, tuple) else (index,)
-        if everything(which) and len(columns) == 1:
-            return gather(func, target, 1, columns[0])
-        if isinstance(which, EdgeNumbers) and all(k is Ellipsis or type(k) in (int, slice) for k in columns):
-            rows = gather(func, target, 0, which)
-            return rows[(slice(None), *columns)] if columns else rows
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if everything(first) and len(rest) == 1:
+            return gather(func, target, 1, rest[0])
+        if isinstance(first, EdgeNumbers) and all(k is Ellipsis or type(k) in (int, slice) for k in rest):
+            rows = gather(func, target, 0, first)
+            within = (slice(None), *rest)
+            return rows[within] if rest else rows
         return gather(func, target, 0, index)
     if target.kind == SOURCES:
         return pick(func, target, index)

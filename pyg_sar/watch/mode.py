@@ -48,7 +48,7 @@ TOGETHER = (
 )
 ARRAY = f"gives the numbers of this worker's rows alone; a metric of these is that of one worker. {GATHER}"
 REST = (
-    "each worker changes them by gradients of its own rows alone, so that they become others. Give it all modules that "
+    "each worker changes them by its share of the gradient alone, so that they become others. Give it all modules that "
     "train: 'pyg_sar.sum_gradients(model, predictor)'"
 )
 POSITION = (

@@ -38,7 +38,7 @@ LINKS = (
 )
 REPLICATED = (
     "Wrap it in 'pyg_sar.replicated(...)': what does not depend on nodes, or does so through a sum of all alone, as "
-    "'pyg_sar.replicated(pyg_sar.global_sum(losses.sum()))'"
+    "'pyg_sar.replicated(pyg_sar.global_sum(losses.sum()))', also of squares of a table of nodes"
 )
 
 OVER = "over nodes or edges, of which this worker holds a share: the others would get other results"

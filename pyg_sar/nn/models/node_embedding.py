@@ -38,7 +38,7 @@ class NodeEmbedding(torch.nn.Module):
 
     For every number of workers the rows begin as those of :class:`torch.nn.Embedding` in one process with the seed of
     rank 0 (on the CPU), and random numbers go on as there. Every worker draws all of them, piece by piece, and keeps
-    its own.
+    its own. For other numbers call :meth:`draw`: functions of :mod:`torch.nn.init` see the local rows alone.
 
     The ``state_dict`` holds the local rows and ``n_id``, without which rows cannot be told apart: to load it into
     another part of the graph raises. :func:`whole_state_dict` has all rows in the order of the graph, as PyG in one

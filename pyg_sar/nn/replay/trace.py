@@ -413,8 +413,8 @@ def _chooses(key: Any) -> bool:
 
 
 def check_read(name: str, args: Any, kwargs: Any, num_dst: int) -> None:
-    """Raise unless a tensor that is read by the numbers of some destinations has no more rows than there are of these:
-    rows of others are numbered in another way.
+    """Raise if a tensor that is read by the numbers of some destinations has more rows than there are of these: it
+    numbers them in another way.
     """
     if length_read(name, args, kwargs) > num_dst:
         raise ReadsRows(
