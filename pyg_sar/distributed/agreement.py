@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.group import Group, all_gather, gather_objects, host, is_local, rank_of, talking
+from pyg_sar.distributed.group import Group, all_gather, gather_objects, host, is_local, rank_of, size_of, talking
 
 # What is wrong with a gradient that was summed before.
 TROUBLES = {
@@ -65,7 +65,10 @@ def on_all(work: Callable[[], Any], doing: str, group: Group, mine: bool = False
 
 def agree(what: str, mine: Sequence[Any], group: Group = None, advice: str = "Make them all alike.") -> None:
     """Raise on every worker unless ``mine`` is the same on all: gloo would abort, or add up what does not belong."""
-    said = gathered(checksum(mine), group)
+    if size_of(group) == 1:
+        return
+    with talking("comparing what they have in common", group):
+        said = torch.stack(all_gather(torch.tensor(checksum(mine), device=host(group)), group)).tolist()
     if not differs(said):
         return
     everything = [set(map(str, one)) for one in gathered(mine, group)]

@@ -12,10 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from pyg_sar import debugging
 from pyg_sar.affine import merge_moments
+from pyg_sar.caller import beyond, within
 from pyg_sar.distributed import group as workers
-from pyg_sar.distributed import notices
+from pyg_sar.distributed import guard, notices
 from pyg_sar.distributed.agreement import SHAPES, agree, compare, describe, remember
-from pyg_sar.distributed.group import current, is_local, size_of, talking
+from pyg_sar.distributed.group import Member, current, is_local, size_of, talking
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.watch import SAME, count_step, gives, is_rows, same_on_all
 from pyg_sar.watch.counts import refuse_tables
@@ -36,7 +37,29 @@ def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
 
     Returns:
         The sum, of the same shape and type, the same on all workers.
+
+    Raises:
+        RuntimeError: On all workers, if their tensors have different shapes or types.
     """
+    check_given("all_reduce", tensor, group)
+    return summed(tensor, group)
+
+
+def check_given(name: str, tensor: Tensor, group: Any) -> None:
+    """Raise on all workers unless a script gives tensors of the same shape and type on all of them: others would be
+    added up as they lie in memory, or end the process. Functions of this package give the same; simulated workers see
+    for themselves.
+    """
+    if not guard.ON or not grouped(group) or isinstance(current(group), Member):
+        return
+    _, frame = beyond(__name__, "pyg_sar.watch", "torch")
+    if frame is not None and not within(frame, "pyg_sar"):
+        given = [f"{tensor.dtype} of shape {list(tensor.shape)}"]
+        agree(f"what they give to '{name}'", given, group, "Give tensors of one shape and type, also without rows.")
+
+
+def summed(tensor: Tensor, group: Any = None) -> Tensor:
+    """Return the sum of tensors of one shape and type over all workers, without a gradient."""
     tensor = tensor.detach().clone(memory_format=torch.contiguous_format)  # workers add up what lies in memory
     if grouped(group):
         with talking("summing over all of them", group):
@@ -50,11 +73,11 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = current(group)
-        return all_reduce(tensor, group)
+        return summed(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return global_sum(grad, ctx.group), None
+        return _Sum.apply(grad, ctx.group), None
 
 
 @gives(SAME)
@@ -65,9 +88,13 @@ def global_sum(tensor: Tensor, group: Any = None) -> Tensor:
     backward is a sum over all of them, too.
 
     Args:
-        tensor (torch.Tensor): This worker's share.
+        tensor (torch.Tensor): This worker's share, of the same shape and type on all workers.
         group (ProcessGroup, optional): The workers. (default: :obj:`None`, all of them)
+
+    Raises:
+        RuntimeError: On all workers, if their tensors have different shapes or types.
     """
+    check_given("global_sum", tensor, group)
     return _Sum.apply(tensor, group)
 
 

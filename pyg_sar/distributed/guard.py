@@ -187,8 +187,8 @@ def summable(tensors: Iterable[Tensor]) -> list[Tensor]:
 def totals(tensors: Sequence[Tensor]) -> list[float]:
     """Return the sum of the numbers of each tensor and of their norm, 0 of those that have none.
 
-    Steps of one size keep the sum of the weights of a softmax's scores whatever the gradient is, and of weights before
-    a normalisation nearly the norm: one of the two tells steps apart.
+    Steps of SGD keep the sum of the weights that make a softmax's scores, whatever the gradient is, and hardly change
+    the norm of weights before a normalisation: where the one does not tell steps apart, the other does.
     """
     found = [total(t) if has_sum(t) else t.new_zeros(()) for t in tensors]
     if all(t.is_cpu for t in found):

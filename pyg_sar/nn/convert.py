@@ -107,7 +107,8 @@ class Converted:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Say how to make it again."""
         (original,) = (base for base in type(self).__bases__ if base not in (Converted, Readout, MessagePassing))
-        return blank, (original,), self.__dict__
+        state = getattr(self, "__getstate__", lambda: self.__dict__)  # which each object has from Python 3.11 on
+        return blank, (original,), state()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 from support.setup import setup, whole
 from torch.nn.parallel import DistributedDataParallel
 
-from pyg_sar import accuracy, all_reduce, broadcast_parameters, degree_histogram, global_mean, sum_gradients
+from pyg_sar import accuracy, all_reduce, broadcast_parameters, degree_histogram, global_mean, global_sum, sum_gradients
 from pyg_sar.distributed import collectives
 from pyg_sar.distributed.group import gather_objects
 from pyg_sar.nn import SAGEConv
@@ -177,6 +177,30 @@ def test_a_lost_worker_is_named(pool, function):
     for rank, outcome in ((0, first), (2, third)):
         assert outcome[1] == "LostWorkers"
         assert f"[rank {rank}] Lost the other workers while" in outcome[2]
+
+
+DIFFER = {
+    "a number without rows": (torch.tensor(0.75, dtype=torch.float64), torch.tensor(0)),
+    "a type as wide": (torch.ones(2), torch.ones(2, dtype=torch.int32)),
+    "a narrower type": (torch.tensor(0.75), torch.tensor(0)),
+    "another shape": (torch.ones(2, 3), torch.ones(3, 2)),
+    "another length": (torch.ones(3), torch.ones(4)),
+}
+
+
+def unlike(group, function, name):
+    found = DIFFER[name][dist.get_rank(group) % 2]
+    with pytest.raises(
+        RuntimeError, match=rf"The workers differ in what they give to '{function.__name__}': ranks \[0"
+    ):
+        function(found, group)
+    return function(torch.ones(2, requires_grad=True), group).tolist()
+
+
+@pytest.mark.parametrize("function", [all_reduce, global_sum])
+@pytest.mark.parametrize("name", DIFFER)
+def test_tensors_of_scripts_that_differ(pool, function, name):
+    assert pool.run(3, unlike, function, name) == [[3.0, 3.0]] * 3
 
 
 # Workers without labels, edges or nodes, in a whole model.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn
+from support.cases import some
 from support.messages import started
 from support.nasty_graph import NUM_NODES, assignment, edges, share
 from torch.nn.parallel import DistributedDataParallel
@@ -420,8 +421,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "size"), some(RECIPES, [2, 3], every=2))
 def test_no_false_alarm(name, size):
     """The last of three workers owns nothing."""
     trained(workers(size, RECIPES[name], "empty" if size == 3 else "random"))

@@ -232,3 +232,29 @@ def test_only_groups_of_workers_are_replaced():
     assert (
         "group" not in vars(model) and convert(model, other).norm.module.group is other and "group" not in vars(model)
     )
+
+
+class Stateful(gnn.MessagePassing):
+    """Holds what cannot be pickled, and makes it anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice = lambda x: 2 * x
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return self.twice(x_j)
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "twice"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.twice = lambda x: 2 * x
+
+
+def test_layers_with_a_state_of_their_own_are_pickled():
+    layer, x, edge_index = convert(Stateful()), torch.randn(5, 2), torch.tensor([[0, 1, 2], [1, 2, 2]])
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x, edge_index), layer(x, edge_index))

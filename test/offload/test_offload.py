@@ -84,7 +84,7 @@ def test_equals_pyg(kind, count):
 PIECES = [(1, 20), (4, 7), (5, 1), (4, None)]
 
 
-@pytest.mark.parametrize(("kind", "pieces", "keeps"), some(LAYERS, PIECES, [False, True], every=7))
+@pytest.mark.parametrize(("kind", "pieces", "keeps"), some(LAYERS, PIECES, [False, True], every=11))
 def test_source_pieces(kind, pieces, keeps, tmp_path):
     """Of so many rows that a chunk is read in several pieces; in slots and not; homes in memory and in files."""
     count, slots = pieces

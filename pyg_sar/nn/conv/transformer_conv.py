@@ -69,11 +69,8 @@ class TransformerConv(MessagePassing, torch_geometric.nn.TransformerConv):
 
     def rows(self, graph: ShardedGraph, x: Tensor) -> Tensor | ProjectedRows:
         """Return packed source rows, values and keys."""
-        value, key, groups = (
-            weight_and_bias(self.lin_value),
-            weight_and_bias(self.lin_key),
-            groups_of_heads(self, graph),
-        )
+        value, key = weight_and_bias(self.lin_value), weight_and_bias(self.lin_key)
+        groups = groups_of_heads(self, graph)
         if value is None or key is None or (value[1] is None) != (key[1] is None):
             keys = self.lin_key(x)  # first, as in PyG, if random numbers are drawn for its weights
             return pack(self.lin_value(x), keys, self.heads, groups, 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn as gnn
+from support.cases import some
 from support.nasty_graph import NUM_NODES, assignment, edges, share
 from torch_geometric.utils import scatter
 
@@ -453,8 +454,10 @@ def patched(layer):
     layer.aggr_module.forward = gnn.MeanAggregation().forward
 
 
-@pytest.mark.parametrize("change", [hooked, hooked_before, replaced, patched])
-@pytest.mark.parametrize("name", ["SAGEConv", "GCNConv", "GATConv", "GATv2Conv", "TransformerConv", "GraphConv"])
+@pytest.mark.parametrize(("name", "change"), some(
+    ["SAGEConv", "GCNConv", "GATConv", "GATv2Conv", "TransformerConv", "GraphConv"],
+    [hooked, hooked_before, replaced, patched], every=2,
+))  # fmt: skip
 def test_aggregations_that_were_changed(name, change):
     """Also after calls without."""
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ def draw(case, rows, device, seed):
     return results[::-1]
 
 
-@pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.grid)])
 def test_layers(rows, device):
     """From rows of the user's, or from those of another layer under autocast."""
     problems = []
