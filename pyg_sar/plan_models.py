@@ -52,12 +52,10 @@ def deep_layer(args: Namespace, hidden: int) -> torch.nn.Module:
     """Return a layer of a deep model."""
     if args.model == "gcn2":
         return WithFirstRows(hidden)
-    resgcn = args.model == "resgcn"
-    conv = (
-        nn.GENConv(hidden, hidden, aggr="softmax", learn_t=True, norm="layer")
-        if resgcn
-        else layer(args, hidden, hidden)
-    )
+    if args.model == "resgcn":
+        conv: torch.nn.Module = nn.GENConv(hidden, hidden, aggr="softmax", learn_t=True, norm="layer")
+    else:
+        conv = layer(args, hidden, hidden)
     return DeepGCNLayer(conv, torch.nn.LayerNorm(hidden), torch.nn.ReLU(), dropout=0.5)
 
 

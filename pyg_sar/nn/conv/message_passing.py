@@ -15,7 +15,7 @@ from pyg_sar.aggregate import SIMPLE
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.one_block import has_kernels, one_block, rows_in, sizes
-from pyg_sar.nn.replay.call import FLOW, PAIR, Call, check_destinations, has_message_hooks, has_plain_aggregation
+from pyg_sar.nn.replay.call import FLOW, PAIR, Call, aggregation_of, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.dispatch import replay
 from pyg_sar.operations import sharded
 from pyg_sar.refusals import fail, for_layer, refuse_table, wrong_rows
@@ -83,7 +83,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         own = overridden(cls) or any(name in self.__dict__ for name in OWN) or (whole and drives(cls))
         if own or has_message_hooks(self) or self.flow != FLOW:
             return None
-        if self.aggr not in self.streamable or not has_plain_aggregation(self):
+        if self.aggr not in self.streamable or self.aggr not in aggregation_of(self):
             return None
         if not self.takes_ids and not all(t is None or t.is_floating_point() for t in rows_in(x)):
             return None

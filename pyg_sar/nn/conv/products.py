@@ -10,12 +10,12 @@ from torch import Tensor
 from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
 from pyg_sar.linear import linear
+from pyg_sar.nn.replay.call import has_hooks
 
 
 def weight_and_bias(lin: Any) -> tuple[Tensor, Tensor | None] | None:
     """Return weight and bias of a linear layer that does nothing else, so that several can become one product."""
-    hooks = (lin._forward_hooks, lin._forward_pre_hooks, lin._backward_hooks, lin._backward_pre_hooks)
-    if type(lin) is not torch_geometric.nn.Linear or any(hooks) or is_uninitialized_parameter(lin.weight):
+    if type(lin) is not torch_geometric.nn.Linear or has_hooks(lin) or is_uninitialized_parameter(lin.weight):
         return None
     return lin.weight, lin.bias
 

@@ -205,17 +205,22 @@ def has_message_hooks(layer: Any) -> bool:
     return any(hooks) or layer.explain or layer.decomposed_layers > 1
 
 
-AGGREGATIONS = {
-    "add": aggr.SumAggregation, "sum": aggr.SumAggregation, "mean": aggr.MeanAggregation, "min": aggr.MinAggregation,
-    "max": aggr.MaxAggregation, "softmax": aggr.SoftmaxAggregation,
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody looks at what a module is given and returns, so that it has to run."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+AGGREGATIONS: dict[type, tuple[str, ...]] = {  # which kernels have, and what they are called
+    aggr.SumAggregation: ("sum", "add"), aggr.MeanAggregation: ("mean",), aggr.MaxAggregation: ("max",),
+    aggr.MinAggregation: ("min",), aggr.SoftmaxAggregation: ("softmax",),
 }  # fmt: skip
 
 
-def has_plain_aggregation(layer: Any) -> bool:
-    """Whether messages are combined by what ``aggr`` names, and no hook looks at it: so a kernel may do the same."""
-    module, name = layer.aggr_module, layer.aggr if isinstance(layer.aggr, str) else ""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is AGGREGATIONS.get(name) and "forward" not in module.__dict__ and not any(hooks)
+def aggregation_of(layer: Any) -> tuple[str, ...]:
+    """Return what messages are combined by, by the names of that; none if it is not for a kernel to do."""
+    module = layer.aggr_module
+    return () if has_hooks(module) or "forward" in module.__dict__ else AGGREGATIONS.get(type(module), ())
 
 
 def check_destinations(layer: Any, name: str, value: Any, it: ShardedEdgeIndex) -> None:

@@ -25,10 +25,10 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay.call import PAIR, Call
+from pyg_sar.nn.replay.call import PAIR, Call, aggregation_of
 from pyg_sar.nn.replay.chunks import FEWEST, Chunks
 from pyg_sar.nn.replay.isolate import isolated, side_effects
-from pyg_sar.nn.replay.probe import BLOCKS, EDGES, KERNELS, Probe, Problem, close
+from pyg_sar.nn.replay.probe import BLOCKS, EDGES, Probe, Problem, close
 from pyg_sar.nn.replay.runner import Reductions, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
 from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable, ReadsRows
@@ -157,8 +157,7 @@ def by_blocks(problem: Problem) -> Iterator[Strategy]:
         probe.explore()
     weighted = None if updates else probe.kernel()
     if weighted is not None:
-        aggr = KERNELS[type(problem.layer.aggr_module)]
-        yield Strategy("kernel", edge=problem.edge, aggr=aggr, weighted=weighted)
+        yield Strategy("kernel", edge=problem.edge, aggr=aggregation_of(problem.layer)[0], weighted=weighted)
     if not updates and probe.is_softmax():
         probe.program.operations = probe.operations(probe.program)
         yield Strategy("softmax", edge=problem.edge, program=probe.program)

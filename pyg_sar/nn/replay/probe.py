@@ -10,20 +10,15 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 
+from pyg_sar.aggregate import SIMPLE
 from pyg_sar.distributed.shard import shard
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay.call import Call, has_plain_aggregation
+from pyg_sar.nn.replay.call import Call, aggregation_of
 from pyg_sar.nn.replay.passes import heads
 from pyg_sar.nn.replay.runner import Reductions, Runner, hidden_parameters, sequence_number
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
 from pyg_sar.reduce import Rows
 
-KERNELS: dict[type, str] = {
-    torch_geometric.nn.SumAggregation: "sum",
-    torch_geometric.nn.MeanAggregation: "mean",
-    torch_geometric.nn.MaxAggregation: "max",
-    torch_geometric.nn.MinAggregation: "min",
-}
 WHOLE = {"size", "size_j", "adj_t"}  # what a block cannot tell of the whole graph
 SRC, DST, EDGES, BLOCKS = 7, 5, 23, 3  # of the probe graph
 VIEWS = ("View", "UnsafeView", "Reshape", "Split", "Transpose", "Permute", "Unsqueeze", "Squeeze", "Alias", "Expand")
@@ -93,8 +88,8 @@ class Problem:
         other.call, other.is_positive = self.call.map(make, self.edge, self.bipartite), True
         return other
 
-    def shuffled(self) -> Problem | None:
-        """Return the problem with other rows of what all edges share and other numbers, if there are any."""
+    def shuffled(self) -> Problem:
+        """Return the problem with other rows and numbers of what all edges share; itself if they share nothing."""
         found = []
 
         def make(kind: str, value: Any) -> Any:
@@ -108,7 +103,7 @@ class Problem:
 
         other = copy.copy(self)
         other.call = self.call.map(make, self.edge, self.bipartite)
-        return other if found else None
+        return other if found else self
 
     def graph(self, blocks: int) -> ShardedGraph:
         """Return the probe graph in some blocks."""
@@ -234,8 +229,8 @@ class Probe:
         own = any(
             getattr(type(layer), f) is not getattr(base, f) or f in layer.__dict__ for f in ("aggregate", "update")
         )
-        aggr = KERNELS.get(type(layer.aggr_module)) if has_plain_aggregation(layer) else None
-        if own or aggr is None or len(inputs.src) != 1 or inputs.table or self.program.drops:
+        aggr = next(iter(aggregation_of(layer)), "")
+        if own or aggr not in SIMPLE or len(inputs.src) != 1 or inputs.table or self.program.drops:
             return None
         x, weights = self.x, [e for e in self.rows.edge if e.numel() == EDGES]
         nodes_first = layer.node_dim % inputs.src[0].dim() == 0

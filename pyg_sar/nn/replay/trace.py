@@ -181,13 +181,8 @@ class NoMixing(TorchFunctionMode):
         self, num_edges: int, shared: Sequence[Tensor], index: Any = None, num_dst: int = 0, holds: Sequence[Any] = ()
     ) -> None:
         super().__init__()
-        self.num_edges, self.shared, self.row, self.num_dst, self.holds = (
-            num_edges,
-            Shared(shared),
-            index,
-            num_dst,
-            holds,
-        )
+        self.num_edges, self.shared = num_edges, Shared(shared)
+        self.row, self.num_dst, self.holds = index, num_dst, holds
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch a function of torch."""

@@ -474,6 +474,13 @@ def test_aggregations_that_were_changed(name, change):
             torch.testing.assert_close(ours(x, edge_index), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("aggr", [gnn.MaxAggregation(), "max"])
+def test_aggregations_that_are_given_as_modules_have_kernels(aggr):
+    layer = nn.convert(gnn.SimpleConv(aggr=aggr))
+    layer(torch.randn(N, 4), shard(edges(), N, 3))
+    assert "streams (max of source rows, by a kernel)" in nn.describe(layer)
+
+
 @pytest.mark.parametrize("name", ["GATConv", "GATv2Conv", "TransformerConv"])
 def test_weights_of_edges_that_are_made_anew(name):
     """Once in a call: a spectral norm goes on with each of them."""
