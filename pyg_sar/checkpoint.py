@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_sar.csr import Lookup
 from pyg_sar.distributed import values
 from pyg_sar.distributed.agreement import on_all
 from pyg_sar.distributed.collectives import global_max
 from pyg_sar.distributed.group import Group, host, is_local, rank_of, size_of
-from pyg_sar.distributed.links import Directory
 from pyg_sar.durable import checksum, digest, sync, write_json
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import Seeds
@@ -365,7 +365,7 @@ def _pick(parts: list[Tensor], theirs: list[Tensor], ids: Tensor) -> Tensor:
     """Return the rows of some nodes, of which each part has some."""
     out, count = parts[0].new_empty(len(ids), *parts[0].shape[1:]), 0
     for rows, owned in zip(parts, theirs, strict=True):
-        row = Directory(owned).rows(ids)
+        row = Lookup(owned).rows(ids)
         here = row >= 0
         out[here] = rows[row[here]]
         count += int(here.sum())

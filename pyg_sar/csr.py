@@ -1,9 +1,12 @@
-r"""Row pointers (CSR), and sorting by counting: piece by piece, so that never all edges are sorted at once."""
+r"""Row pointers (CSR); sorting by counting, piece by piece, so that never all edges are sorted at once; and the rows of
+global ids.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -97,3 +100,23 @@ def sorting(numbers: Tensor, count: int) -> Tensor:
         order[place] = which.to(order.dtype) + k * size
         begin += counts
     return order
+
+
+class Lookup:
+    """Finds the row of a global id among those of all rows, which are sorted when they are first looked through."""
+
+    def __init__(self, n_id: Tensor) -> None:
+        self.n_id = n_id
+
+    @cached_property
+    def sorted(self) -> tuple[Tensor, Tensor]:
+        """The ids in ascending order, and the row of each."""
+        return self.n_id.sort()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the row of every id, or -1."""
+        known, row = self.sorted
+        if known.numel() == 0:
+            return torch.full_like(ids, -1)
+        place = torch.searchsorted(known, ids).clamp(max=known.numel() - 1)
+        return torch.where(known[place] == ids, row[place], -1)

@@ -261,6 +261,8 @@ def get(func: Callable, args: Any, kwargs: Any) -> Any:
     if target.kind == SOURCES:
         return pick(func, target, index)
     which, columns = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
+    if isinstance(which, list) and which == [1, 0] and everything(columns):
+        return flip(func, (target, 0), {})
     if type(which) is int:
         return pick(func, row(target, which), columns, target)
     if which is not Ellipsis and not everything(which):
@@ -348,8 +350,31 @@ def scatter(func: Callable, args: Any, kwargs: Any) -> Any:
     if not isinstance(index, EdgeNumbers) or len(list(sharded(args, kwargs))) > 1 or target.dim() == 0:
         refuse(func, args, kwargs)
     if src.shape != index.shape:  # torch would leave out what is longer
-        found, count = f"'{func.__name__}' got a source of shape {list(src.shape)}", f"{index.size(dim)} edges"
-        raise wrong_rows(index._graph, found, count, "edge_attr[data.e_id]")
+        raise wrong_source(func, index, src, index.size(dim))
+    return add_onto(func, args, kwargs, target, dim, index, src)
+
+
+def index_add(func: Callable, args: Any, kwargs: Any) -> Any:
+    """``t.index_add_(dim, i, src)`` onto sources."""
+    target, dim, index, src = bind(args, kwargs, "input", "dim", "index", "source")
+    if not isinstance(index, EdgeNumbers) or index.dim() != 1 or len(list(sharded(args, kwargs))) > 1:
+        refuse(func, args, kwargs)
+    if src.dim() == 0 or src.size(dim) != len(index):
+        raise wrong_source(func, index, src, len(index))
+    alpha = kwargs.get("alpha", 1)
+    return add_onto(func, args, kwargs, target, dim, index, src if alpha == 1 else alpha * src)
+
+
+def wrong_source(func: Callable, index: EdgeNumbers, src: Tensor, num_edges: int) -> ValueError:
+    """Return the error for rows that are not those of the edges onto whose sources they shall be added."""
+    found = f"'{func.__name__}' got a source of shape {list(src.shape)}"
+    return wrong_rows(index._graph, found, f"{num_edges} edges", "edge_attr[data.e_id]")
+
+
+def add_onto(
+    func: Callable, args: Any, kwargs: Any, target: Tensor, dim: int, index: EdgeNumbers, src: Tensor
+) -> Tensor:
+    """Add rows of edges onto those of their sources."""
     graph, size = index._graph, list(target.shape)
     if index.of_flow:
         refuse(func, args, kwargs, "a layer of a message-flow graph does not have all out-edges of its sources")
@@ -357,9 +382,10 @@ def scatter(func: Callable, args: Any, kwargs: Any) -> Any:
         refuse(func, args, kwargs, f"it adds onto dimension {dim} of a tensor of shape {size} by the {index.kind}, "
                f"which reaches the rows of {graph.num_src} nodes")  # fmt: skip
     size[dim] += graph.exchange.routes.num_halo
-    sums = src.new_zeros(size).scatter_add(dim, plain(index), src)
+    onto = src.new_zeros(size)
+    sums = (onto.index_add if "index" in func.__name__ else onto.scatter_add)(dim, plain(index), src)
     out = sum_halo(sums.movedim(dim, 0), graph).movedim(0, dim)
-    return target.add_(out) if func.__name__ == "scatter_add_" else target + out
+    return target.add_(out) if func.__name__.endswith("_") else target + out
 
 
 def move(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -409,6 +435,7 @@ OPERATIONS: dict[Callable[[Callable, Any, Any], Any], str] = {
     index_select: "index_select",
     select: "select",
     scatter: "scatter_add_ scatter_add",
+    index_add: "index_add_ index_add",
     move: "to cpu cuda",
     describe: "__repr__ __format__ __str__",
     extreme: "max min amax amin",

@@ -14,7 +14,7 @@ ROOT = Path(pyg_sar.__file__).parent
 LEVELS = """
     csr
     autograd block caller running structure watch.__init__ distributed.traffic distributed.values durable
-    distributed.notices
+    distributed.notices distributed.simulated
     distributed.group
     debugging
     offload.__init__ offload.home

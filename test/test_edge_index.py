@@ -157,6 +157,22 @@ def test_scatter(plain, sharded):
     assert degree.equal(torch.bincount(plain[0], minlength=N))
 
 
+def test_index_add(plain, sharded):
+    weight, start = torch.randn(plain.size(1), 3), torch.randn(N, 3)
+    expected = start.index_add(0, plain[0], weight, alpha=2)
+    torch.testing.assert_close(start.index_add(0, sharded[0], weight, alpha=2), expected)
+    torch.testing.assert_close(torch.index_add(start, dim=0, index=sharded[0], source=weight, alpha=2), expected)
+    torch.testing.assert_close(start.t().index_add(-1, sharded[0], weight.t(), alpha=2), expected.t())
+    inplace = start.clone()
+    assert inplace.index_add_(0, sharded[0], weight, alpha=2) is inplace
+    torch.testing.assert_close(inplace, expected)
+    degree = torch.zeros(N, dtype=torch.long).index_add_(0, sharded[0], torch.ones(plain.size(1), dtype=torch.long))
+    assert degree.equal(torch.bincount(plain[0], minlength=N))
+    for wrong in (weight[:-1], torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"'index_add' got a source of shape .* for each of this worker's"):
+            start.index_add(0, sharded[0], wrong)
+
+
 def test_compare(plain, sharded):
     (row, col), loops = sharded, plain[0] == plain[1]
     assert (row == col).equal(loops) and (col == row).equal(loops) and torch.eq(row, col).equal(loops)
@@ -177,6 +193,8 @@ def test_flip(plain, sharded):
         torch.flip(sharded, [0]),
         sharded.flip(dims=(0,)),
         torch.flip(input=sharded, dims=[0]),
+        sharded[[1, 0]],
+        sharded[[1, 0], :],
     ):
         assert it.kind == FLIPPED and numbers(it).equal(plain.flip(0))
         row, col = it
@@ -306,7 +324,8 @@ ROW = {
     "matrix of indices": lambda row, x: x[row.view(-1, 1)],
     "gather": lambda row, x: x[:, 0].gather(0, row),
     "take": lambda row, x: x.take(row),
-    "index_add": lambda row, x: torch.zeros(N).index_add_(0, row, torch.ones(len(row))),
+    "add a matrix of indices": lambda row, x: torch.zeros(N).index_add_(0, row.view(-1, 1), torch.ones(len(row))),
+    "add onto too few": lambda row, x: torch.zeros(N - 1).index_add_(0, row, torch.ones(len(row))),
     "index_put": lambda row, x: x.index_put((row,), torch.zeros(4)),
     "write rows": lambda row, x: x[:-1].__setitem__(row, 0.0),
     "write to others": lambda row, x: torch.zeros(N).__setitem__(row, row),
@@ -329,7 +348,9 @@ BOTH = {
     "first sources": lambda it, x: it[0, :5],
     "first destinations": lambda it, x: it[1, :5],
     "entry": lambda it, x: it[0, 0],
-    "rows by list": lambda it, x: it[[1, 0]],
+    "rows by list": lambda it, x: it[[1, 1]],
+    "rows and edges by list": lambda it, x: it[[1, 0], 3],
+    "add onto both": lambda it, x: torch.zeros(2, N).index_add_(1, it, torch.ones(it.shape)),
     "rows by tensor": lambda it, x: it.index_select(0, torch.tensor([1, 0])),
     "new dimension": lambda it, x: it[None],
     "column": lambda it, x: it.select(1, 0),

@@ -15,7 +15,8 @@ from pyg_sar.checks.diagnose import diagnose, failure
 from pyg_sar.checks.record import CheckError
 from pyg_sar.checks.run import Problem, Run, Step
 from pyg_sar.checks.sample import Sample, total_nodes
-from pyg_sar.distributed.group import is_local, kept_generators
+from pyg_sar.distributed.group import is_local
+from pyg_sar.distributed.simulated import kept_generators
 
 TABLE = 20_000  # nodes of the graph up to which a table with a row for each is taken as it is
 

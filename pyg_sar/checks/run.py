@@ -18,7 +18,8 @@ from torch import Tensor
 from pyg_sar.checks.record import CheckError, Recorder
 from pyg_sar.checks.sample import Sample, ids_of, total_nodes
 from pyg_sar.data.load import load
-from pyg_sar.distributed.group import Workers, copied, is_group, is_local
+from pyg_sar.distributed.group import copied, is_group, is_local
+from pyg_sar.distributed.simulated import Workers
 from pyg_sar.nn.models.node_embedding import NodeEmbedding
 from pyg_sar.structure import tensors
 

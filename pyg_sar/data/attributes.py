@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_geometric.data.storage import NodeStorage
 
 from pyg_sar.caller import warn
+from pyg_sar.csr import Lookup
 from pyg_sar.data import store
-from pyg_sar.distributed.links import Directory
 
 Path = tuple[str, ...]  # a name, and the keys of dictionaries below it
 
@@ -53,7 +53,7 @@ class Attribute:
         """Tell whether it has a row for each "node" or "edge", or else is of the "graph"."""
         return self.rows if self.ids is None and self.rows else "graph"
 
-    def of(self, part: dict[str, Directory]) -> Any:
+    def of(self, part: dict[str, Lookup]) -> Any:
         """Return what a part has of it: its rows, or the rows of those of the ids that are its own, in their order."""
         if not self.rows:
             return self.value
@@ -71,7 +71,7 @@ def alike(attributes: dict[Path, Attribute]) -> list[str]:
     return [path[0] for path, value in found.items() if len(path) == 1 and isinstance(value, Tensor)]
 
 
-def take(attributes: dict[Path, Attribute], part: dict[str, Directory]) -> dict[str, Any]:
+def take(attributes: dict[Path, Attribute], part: dict[str, Lookup]) -> dict[str, Any]:
     """Return a part's share of attributes, by name."""
     found: dict[str, Any] = {}
     for path, attribute in attributes.items():

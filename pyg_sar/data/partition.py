@@ -16,6 +16,7 @@ from torch_geometric import transforms
 from torch_geometric.data import Data, Dataset, HeteroData
 from tqdm import tqdm
 
+from pyg_sar.csr import Lookup
 from pyg_sar.data.assign import assign
 from pyg_sar.data.attributes import (
     Attribute,
@@ -36,7 +37,6 @@ from pyg_sar.data.attributes import (
 from pyg_sar.data.order import ORDERS, order_within
 from pyg_sar.data.split import split
 from pyg_sar.data.store import EDGE, NODE, EdgeRows, EdgeType, NodeRows, Shard, create, write_meta, write_part
-from pyg_sar.distributed.links import Directory
 from pyg_sar.distributed.shard import check_edge_index
 from pyg_sar.operations import EdgeNumbers
 
@@ -289,13 +289,13 @@ def _shards(
     ids = {t: nodes[t].split(part[t].bincount(minlength=num_parts).tolist()) for t in nodes}
     attributes = graph.attributes
     for p in range(num_parts):
-        own, ends = {t: Directory(ids[t][p]) for t in ids}, {}
+        own, ends = {t: Lookup(ids[t][p]) for t in ids}, {}
         of_nodes, of_edges = {}, {}
         for t, rows in own.items():
             of_nodes[t] = NodeRows(graph.num_nodes[t], {"n_id": rows.n_id, **take(attributes[t], {"node": rows})})
         for it, cut in cuts.items():
             topology = next(cut)
-            ends[it] = Directory(topology.e_id)
+            ends[it] = Lookup(topology.e_id)
             of_edges[it] = EdgeRows(graph.edges[it].size(1), topology, take(attributes[it], {"edge": ends[it]}))
         rest = take(attributes[None], own if graph.typed else {"node": own[NODE], "edge": ends[EDGE]})
         yield Shard(p, num_parts, identity, of_nodes, of_edges, rest, alike(attributes[None]))

@@ -49,6 +49,19 @@ class Mark(NamedTuple):
     dirty: bool = False  # whether the gradient had been summed before, and is wrong if it is used
 
 
+class Statement(NamedTuple):
+    """What a worker says of itself before gradients are summed, each as one integer; of all workers, the columns."""
+
+    guards: Any  # whether they are on
+    parameters: Any  # a checksum of names, types and shapes
+    settings: Any = 0  # one of the optimizer's numbers
+    trouble: Any = 0  # what is wrong with a gradient, see `TROUBLES`, and with which one
+    which: Any = 0
+    totals: Any = 0  # the sum of the parameters' totals, and that of the losses since the last call, see `bits`
+    loss: Any = 0
+    passes: Any = 0  # the number of backward passes since then
+
+
 def on_all(work: Callable[[], Any], doing: str, group: Group, mine: bool = False) -> Any:
     """Return what ``work`` returns on every worker, or only here; raise on all if it raises on one."""
     found, error = None, ""
@@ -86,24 +99,26 @@ def compare(
     tensors, numbers = list(named.values()), dict(settings(optimizer))
     described = describe(named)
     totals = guard.totals(tensors) if guard.ON else []
-    mine = [int(guard.ON), checksum(described), 0, 0, 0, 0, 0, 0]
+    mine = Statement(int(guard.ON), checksum(described))
     if guard.ON:
-        doubles = struct.unpack("<2q", struct.pack("<2d", sum(totals), losses[1]))
-        mine[2:] = checksum(numbers), *trouble(tensors), *doubles, losses[0]
+        passes, loss = losses
+        mine = Statement(
+            1, mine.parameters, checksum(numbers), *trouble(tensors), bits(sum(totals)), bits(loss), passes
+        )
     with talking("comparing what gradients they sum", group):
         found = torch.stack(all_gather(torch.tensor(mine, device=host(group)), group)).tolist()
-    guards, parameters, steps, troubles, which, values, told, passes = zip(*found, strict=True)
-    if differs(guards):
-        fail(f"The workers differ in PYG_SAR_GUARDS: {apart(guards)}. Set it to 0 on all of them, or on none.", group)
-    if differs(parameters):
+    said = Statement(*zip(*found, strict=True))
+    if differs(said.guards):
+        fail(f"The workers differ in PYG_SAR_GUARDS: {apart(said.guards)}. Set it to 0 on all, or on none.", group)
+    if differs(said.parameters):
         agree("the parameters that require a gradient", described, group, SHAPES)
-    if differs(steps):
+    if differs(said.settings):
         fail(f"The workers' optimizers differ: {listed(gathered(numbers, group))}. Give all the same numbers.", group)
-    if worst := max(troubles):
-        fail(TROUBLES[worst].format(list(named)[which[troubles.index(worst)]]), group)
-    if differs(told):
-        look_at_losses(struct.unpack(f"<{len(told)}d", struct.pack(f"<{len(told)}q", *told)), passes, group)
-    if differs(values):
+    if worst := max(said.trouble):
+        fail(TROUBLES[worst].format(list(named)[said.which[said.trouble.index(worst)]]), group)
+    if differs(said.loss):
+        look_at_losses([number(loss) for loss in said.loss], said.passes, group)
+    if differs(said.totals):
         look(named, totals, group)
     return totals
 
@@ -231,6 +246,16 @@ def ranks(said: Sequence[Any], value: Any) -> list[int]:
 def apart(said: Sequence[Any]) -> str:
     """Return who differs from whom."""
     return f"ranks {ranks(said, said[0])} have others than the rest"
+
+
+def bits(value: float) -> int:
+    """Return the bits of a number as an integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def number(value: int) -> float:
+    """Return the number of some :func:`bits`."""
+    return float(struct.unpack("<d", struct.pack("<q", value))[0])
 
 
 def checksum(value: Any) -> int:

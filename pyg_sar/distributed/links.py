@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from pyg_sar import watch
 from pyg_sar.block import cut
+from pyg_sar.csr import Lookup
 from pyg_sar.distributed.agreement import agree
 from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max, grouped
 from pyg_sar.distributed.group import host, rank_of, size_of
@@ -62,8 +62,8 @@ def shard_links(edge_label_index: Tensor, n_id: Ids, group: Any = None) -> tuple
         found = f"{edge_label_index.dtype}, {list(edge_label_index.shape)}"
         raise ValueError(f"Expected 'edge_label_index' of type torch.int64 and shape [2, *] (got {found})")
     watch.pairs_of(edge_label_index, (src_id, dst_id))
-    destinations = Directory(dst_id)
-    sources = destinations if src_id is dst_id else Directory(src_id)
+    destinations = Lookup(dst_id)
+    sources = destinations if src_id is dst_id else Lookup(src_id)
     row = destinations.rows(edge_label_index[1])
     mine = (row >= 0).nonzero().view(-1)
     check_owned(mine.numel(), edge_label_index, group)
@@ -124,31 +124,11 @@ def check_owned(count: int, pairs: Tensor, group: Any) -> None:
 def own_rows(node_id: Tensor, n_id: Tensor, group: Any = None) -> Tensor:
     """Return which of the nodes of global ids, the same on all workers, are local rows, those of the ids ``n_id``."""
     agree("the ids of nodes", [f"{node_id.numel()} with checksum {checksum(node_id):08x}"], group)
-    rows = Directory(n_id).rows(node_id)
+    rows = Lookup(n_id).rows(node_id)
     return rows[rows >= 0]
 
 
-class Directory:
-    """Finds the row of a global id among those of all rows, which are sorted when they are first looked through."""
-
-    def __init__(self, n_id: Tensor) -> None:
-        self.n_id = n_id
-
-    @cached_property
-    def sorted(self) -> tuple[Tensor, Tensor]:
-        """The ids in ascending order, and the row of each."""
-        return self.n_id.sort()
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return the local row of every id, or -1."""
-        known, row = self.sorted
-        if known.numel() == 0:
-            return torch.full_like(ids, -1)
-        place = torch.searchsorted(known, ids).clamp(max=known.numel() - 1)
-        return torch.where(known[place] == ids, row[place], -1)
-
-
-def ask(asked: Tensor, directory: Directory, group: Any) -> tuple[Tensor, list[Tensor]]:
+def ask(asked: Tensor, sources: Lookup, group: Any) -> tuple[Tensor, list[Tensor]]:
     """Return the worker that owns each of the ids that are asked for, and the local rows that each worker asks for.
 
     Some ids at a time: those of all workers would be as many as there are nodes, or more.
@@ -160,7 +140,7 @@ def ask(asked: Tensor, directory: Directory, group: Any) -> tuple[Tensor, list[T
         place = torch.arange(start, min(start + size, most), device=asked.device)
         some = asked[start : start + size]
         by_worker = all_gather(F.pad(some, (0, len(place) - len(some)), value=-1), group)
-        rows = directory.rows(by_worker)
+        rows = sources.rows(by_worker)
         owners = all_reduce(torch.where(rows >= 0, rank + 1, 0), group) - 1
         lost = by_worker[(owners < 0) & (place < counts)]
         if lost.numel() > 0:

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import load, partition
 from pyg_sar.data.partition import prepare
-from pyg_sar.distributed.group import Workers
+from pyg_sar.distributed.simulated import Workers
 
 
 def data():

@@ -19,7 +19,8 @@ import pyg_sar
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
 from pyg_sar.distributed import guard
-from pyg_sar.distributed.group import ABANDONED, Workers
+from pyg_sar.distributed.group import ABANDONED
+from pyg_sar.distributed.simulated import Workers
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 X = torch.randn(NUM_NODES, 8, generator=torch.Generator().manual_seed(0))

@@ -12,8 +12,8 @@ from torch_geometric.utils import remove_self_loops, softmax
 import pyg_sar
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
-from pyg_sar.distributed.group import Workers
 from pyg_sar.distributed.reverse import reverse
+from pyg_sar.distributed.simulated import Workers
 from pyg_sar.halo import fetch_halo
 from pyg_sar.nn import convert
 from pyg_sar.nn.replay.choose import STRATEGIES

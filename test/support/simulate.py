@@ -8,7 +8,7 @@ from torch import Tensor
 from pyg_sar import ShardedEdgeIndex
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
-from pyg_sar.distributed.group import Workers
+from pyg_sar.distributed.simulated import Workers
 
 
 def simulate(size: int, work: Callable[[int], Any]) -> list[Any]:

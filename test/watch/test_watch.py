@@ -28,7 +28,7 @@ from torch_geometric.utils import degree, homophily, scatter, softmax
 import pyg_sar
 from pyg_sar.data.load import assemble
 from pyg_sar.data.split import split
-from pyg_sar.distributed.group import Workers
+from pyg_sar.distributed.simulated import Workers
 from pyg_sar.distributed.stages import mesh_of
 from pyg_sar.distributed.values import from_bytes, to_bytes
 from pyg_sar.edge_index import ShardedEdgeIndex

@@ -8,7 +8,7 @@ from support.nasty_graph import close
 
 import pyg_sar
 import pyg_sar.nn
-from pyg_sar.distributed.group import Workers
+from pyg_sar.distributed.simulated import Workers
 
 POOLS = ("global_add_pool", "global_mean_pool", "global_max_pool")
 SIZES = {"even": [5, 5, 5, 5], "uneven": [0, 1, 17, 2]}
