@@ -30,6 +30,9 @@ ADVICE = {
     "__array__ __reduce_ex__ numpy share_memory_ to_networkx to_scipy_sparse_matrix tolist",
     "There are 'data.num_nodes' nodes here; pass them as 'num_nodes' where a function asks for it": "amax amin max min",
     "In-edges are counted by 'degree(edge_index[1], data.num_nodes)', out-edges by 'edge_index[0]'": "bincount",
+    "At the sources of edges there are sums and means alone, of 'data.num_nodes' rows. Combine at destinations, "
+    "'edge_index[1]', or turn all edges round before 'partition'":
+    "index_reduce index_reduce_ scatter scatter_reduce scatter_reduce_ softmax",
     "Its rows are 'edge_index[0]' and 'edge_index[1]', a mask chooses edges, 'edge_index[:, mask]', and rows of nodes "
     "are read by one of its rows, 'x[edge_index[0]]'":
     "T __getitem__ flatten index_select reshape select t transpose view",
@@ -44,7 +47,7 @@ LOOPS = (
     "make the layer with 'add_self_loops=False'"
 )
 # Functions of PyG that need nothing but the number of nodes.
-COUNTED = ("add_remaining_self_loops", "add_self_loops", "degree", "get_laplacian", "scatter", "softmax")
+COUNTED = ("add_remaining_self_loops", "add_self_loops", "degree", "get_laplacian")
 SPOKEN = {"__eq__": "==", "__getitem__": "indexing", "__ne__": "!=", "__reduce_ex__": "copying or saving",
           "__setitem__": "writing"}  # fmt: skip
 

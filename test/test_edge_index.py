@@ -427,11 +427,13 @@ EXACT = {
     "AddSelfLoops": lambda data: T.AddSelfLoops()(data).num_edges,
     "remove_self_loops": lambda data: U.remove_self_loops(data.edge_index, data.x[data.edge_index[0]])[1],
     "degree": lambda data: [U.degree(row, data.num_nodes) for row in data.edge_index],
+    "mean": lambda data: U.scatter(data.x[data.edge_index[1]], data.edge_index[0], 0, N, reduce="mean"),
     "dropout_edge": lambda data: torch.manual_seed(0) and U.dropout_edge(data.edge_index)[1],
     "pairs": lambda data: (data.x[data.edge_index[0]] * data.x[data.edge_index[1]]).sum(-1),
 }
 WHOLE, ASK = "to the whole graph, before 'partition'", "of the whole graph, before 'partition'"
 COUNT, AGAIN, ROWS = "'data.num_nodes' nodes", "load the partition again", "Its rows are 'edge_index[0]'"
+SUMS = "sums and means alone, of 'data.num_nodes' rows"
 CALLS = {
     "Data.validate": (lambda data: data.validate(), ASK),
     "Data.is_undirected": (lambda data: data.is_undirected(), ASK),
@@ -445,6 +447,8 @@ CALLS = {
     "to_undirected": (lambda data: U.to_undirected(data.edge_index), WHOLE),
     "add_self_loops": (lambda data: U.add_self_loops(data.edge_index), COUNT),
     "degree": (lambda data: U.degree(data.edge_index[0]), COUNT),
+    "softmax": (lambda data: U.softmax(data.edge_index[1] * 0.1, data.edge_index[0], num_nodes=N), SUMS),
+    "scatter": (lambda data: U.scatter(data.edge_index[1], data.edge_index[0], reduce="max"), SUMS),
     "to_dense_adj": (lambda data: U.to_dense_adj(data.edge_index), WHOLE),
     "sort_edge_index": (lambda data: U.sort_edge_index(data.edge_index), WHOLE),
     "coalesce": (lambda data: U.coalesce(data.edge_index), WHOLE),
