@@ -169,7 +169,7 @@ def sum_gradients(
     every = {name: p for name, p in parameters_of(*modules).items() if p.requires_grad}
     named = {name: p for name, p in every.items() if not is_local(p)}
     tables = [p for p in every.values() if is_local(p)]
-    losses = count_step([p.grad for p in named.values()], [p.grad for p in tables])
+    losses = count_step([*named.values()], tables)
     if notices.LOOKS:
         debugging.look(every, group)
     if not grouped(group):

@@ -5,8 +5,8 @@ normalisation that was not converted, a term of the loss without nodes) sees tho
 give another number than the whole graph does. The watch is a mode of torch that follows the rows of loaded data from
 function to function, and raises where they are mixed, or where gradients are clipped before they are summed; it warns
 where rows are chosen by position, and knows the losses that :func:`pyg_sar.sum_gradients` compares. It begins with
-:func:`pyg_sar.process_group` or :func:`pyg_sar.init` and ends with the second call of ``sum_gradients``: from then on
-it costs nothing.
+:func:`pyg_sar.process_group` or :func:`pyg_sar.init` and ends when ``sum_gradients`` was given each parameter twice:
+from then on it costs nothing, until it is given others, those of another model.
 
 * ``__init__``: functions of the package report by :func:`gives` and :func:`rows` what they return.
 * ``kinds``: what the numbers of a tensor stand for, and calls of functions of torch.
@@ -29,7 +29,9 @@ from torch import Tensor
 
 ROWS, SAME, LOSS = "rows", "same", "loss"  # see `kinds`
 
-_here = threading.local()  # whose `watch` is the `mode.Watch` of this thread, if there is one
+# Whose `watch` is the `mode.Watch` of this thread, if there is one; else its `resting` may be one that has seen enough.
+# `local` counts the `allow_local` blocks that it is in.
+_here = threading.local()
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -38,9 +40,19 @@ def current() -> Any:
     return getattr(_here, "watch", None)
 
 
-def install(watch: Any) -> None:
-    """Have a mode watch this thread, or None."""
-    _here.watch = watch
+def install(watch: Any, resting: Any = None) -> None:
+    """Have a mode watch this thread, or none, beside one that has seen enough."""
+    _here.watch, _here.resting = watch, resting
+
+
+def resting() -> Any:
+    """Return what has watched this thread and may do so again, or None."""
+    return getattr(_here, "resting", None)
+
+
+def is_allowed() -> bool:
+    """Whether this thread says that a worker's rows are meant (:func:`allow_local`)."""
+    return getattr(_here, "local", 0) > 0
 
 
 def gives(what: str) -> Callable[[Function], Function]:
@@ -122,12 +134,12 @@ def loaded(data: Any, rows: Iterable[tuple[Tensor, int, Any]]) -> None:
         watch.load(data, rows)
 
 
-def count_step(gradients: Sequence[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:
-    """Report a training step, whose gradients are about to be summed, but for those of a worker's ``own`` parameters;
-    return how many of its losses are known, and their sum.
+def count_step(parameters: Sequence[Tensor], tables: Sequence[Tensor]) -> tuple[int, float]:
+    """Report a training step, of whose parameters the gradients are about to be summed, but for those of a worker's own
+    ``tables``; return how many of its losses are known, and their sum.
     """
-    watch = current()
-    return (0, 0.0) if watch is None else watch.count_step(gradients, own)
+    watch = current() or resting()
+    return (0, 0.0) if watch is None else watch.count_step(parameters, tables)
 
 
 @contextmanager
@@ -145,11 +157,8 @@ def allow_local() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    watch = current()
-    if watch is not None:
-        watch.local += 1
+    _here.local = getattr(_here, "local", 0) + 1
     try:
         yield
     finally:
-        if watch is not None:
-            watch.local -= 1
+        _here.local -= 1

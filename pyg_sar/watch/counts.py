@@ -8,7 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from pyg_sar.distributed.group import is_local, rank_of
-from pyg_sar.watch import current
+from pyg_sar.watch import current, is_allowed
 
 # Copies and pickles are ordinary integers; of what torch.load reads with 'weights_only', it must call this.
 torch.serialization.add_safe_globals([int])
@@ -40,8 +40,8 @@ def refuse_tables(*modules: Any) -> None:
     """Raise if one of the modules was made for as many nodes as this worker has: it would have a row for each of them,
     which are other nodes on other workers, while all workers have the same parameters.
     """
-    watch = current()
-    found = [it for it in modules if isinstance(it, torch.nn.Module)] if watch is not None and not watch.local else []
+    watches = current() is not None and not is_allowed()
+    found = [it for it in modules if isinstance(it, torch.nn.Module)] if watches else []
     for name, inner in (pair for module in found for pair in module.named_modules()):
         parameters = [p for p in inner.parameters(recurse=False) if not (is_local(p) or is_lazy(p))]
         for key, count in vars(inner).items():

@@ -20,13 +20,13 @@ from pyg_sar.distributed.group import is_local, rank_of, size_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
-from pyg_sar.watch import LOSS, ROWS, SAME, current, install, rules
+from pyg_sar.watch import LOSS, ROWS, SAME, current, install, is_allowed, resting, rules
 from pyg_sar.watch.counts import DIVISOR, Count
 from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, LocalUse
 from pyg_sar.watch.origins import Known, Origins
 from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH
 
-STEPS = 2  # calls of `sum_gradients`: a training step, what follows it, and the beginning of the next one
+STEPS = 2  # sums of each parameter's gradients: a training step, what follows it, and the beginning of the next one
 CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
 TYPES = {"int", "float", "complex"}  # which are methods that return tensors, too
 ARRAYS = {"numpy", "array", "tolist"}
@@ -70,7 +70,9 @@ class Watch(TorchFunctionMode):
         self.trained: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that functions read
         self.left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # those whose gradients were not summed, and versions
         self.losses: list[Tensor] = []  # those that were differentiated since the last step
-        self.steps = self.calls = self.local = self.aside = 0
+        self.calls = self.aside = 0
+        self.steps: WeakIdKeyDictionary = WeakIdKeyDictionary()  # how often gradients of parameters were summed
+        self.known: set[int] = set()  # the numbers by which these are known when the watch is over
         self.over = self.ordered = False
         self.warned: set[str] = set()
         self.sizes: set[int] = set()  # numbers of nodes and edges
@@ -112,7 +114,7 @@ class Watch(TorchFunctionMode):
         if isinstance(tensor, ShardedEdgeIndex):
             return
         shared = kind is not None and kind.what == SHARE
-        if kind is None or (shared and (self.local or tensor.layout != torch.strided)):
+        if kind is None or (shared and (is_allowed() or tensor.layout != torch.strided)):
             self.kinds.pop(tensor, None)
             return
         self.kinds[tensor] = kind
@@ -182,7 +184,7 @@ class Watch(TorchFunctionMode):
             self.warn(name, DIVISOR)
         elif name == "backward" and whole:
             self.refuse(LocalUse(f"differentiates what {COUNTED}", REPLICATED))
-        elif name == "backward" and LOSS in call.whats and not self.local:
+        elif name == "backward" and LOSS in call.whats and not is_allowed():
             self.losses.append(call.kinds[0][0].detach().double().sum())
         elif rows and name in ARRAYS and Path().through(*METRICS):
             self.refuse(LocalUse(f"takes the numbers of nodes or edges of this worker alone ('{name}')", GATHER))
@@ -197,7 +199,7 @@ class Watch(TorchFunctionMode):
         """Remember what is clipped between a backward pass and the sum of its gradients."""
         if call.name == "backward":
             self.clipped = WeakIdKeyDictionary()
-        elif self.clipped is not None and not self.local and any(part in call.name for part in CLIPS):
+        elif self.clipped is not None and not is_allowed() and any(part in call.name for part in CLIPS):
             at = Path()
             for tensor, _ in call.kinds if not at.known else ():
                 self.clipped[tensor] = f"{at.file}, line {at.line}"
@@ -212,7 +214,7 @@ class Watch(TorchFunctionMode):
     def refuse(self, local: LocalUse) -> None:
         """Raise, unless this is meant, or done by code that knows what it does."""
         at = Path()
-        if self.local or at.known:
+        if is_allowed() or at.known:
             return
         advice = local.advice
         if at.through("torch_geometric.transforms"):
@@ -233,7 +235,7 @@ class Watch(TorchFunctionMode):
     def warn(self, name: str, why: str) -> None:
         """Say once that what a script does itself is about this worker's rows."""
         at = Path()
-        if why in self.warned or self.local or at.known or at.entry != "this" or at.through("torch.utils.data"):
+        if why in self.warned or is_allowed() or at.known or at.entry != "this" or at.through("torch.utils.data"):
             return
         self.warned.add(why)
         text = f"[rank {rank_of()}] '{name}' {why}. {MEANT}. This is said once."
@@ -256,37 +258,61 @@ class Watch(TorchFunctionMode):
 
     def together(self, *values: Any, compares: bool = False) -> Known:
         """Return the origins of the rows that a function is given; refuse those of two partitions."""
-        if self.aside or self.local or self.over:
+        if self.aside or is_allowed() or self.over:
             return ()
         try:
             return self.origins.join(*values, compares=compares)
         except LocalUse as local:
             raise NotImplementedError(self.told(local, local.advice, Path("pyg_sar"))) from None
 
-    def count_step(self, gradients: Sequence[Tensor | None], own: Iterable[Tensor | None]) -> tuple[int, float]:
+    def count_step(self, parameters: Sequence[Tensor], tables: Sequence[Tensor]) -> tuple[int, float]:
         """Count a training step, and refuse gradients that were clipped before they are summed; return how many losses
         were differentiated, and their sum.
         """
-        self.own = WeakIdKeyDictionary({g: True for g in own if g is not None})
+        if self.over:
+            return self.resume(parameters)
+        self.own = WeakIdKeyDictionary({p.grad: True for p in tables if p.grad is not None})
         (clipped, losses), self.clipped, self.losses = (self.clipped, self.losses), None, []
-        if clipped and (place := next((clipped[g] for g in gradients if g is not None and g in clipped), "")):
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if clipped and (place := next((clipped[g] for g in gradients if g in clipped), "")):
             raise RuntimeError(
                 f"[rank {rank_of()}] {place}: gradients are clipped, or their norm is taken, before they are summed: "
                 f"they are this worker's share. Call 'pyg_sar.sum_gradients' right after 'backward', and clip "
                 f"afterwards. {MEANT}."
             )
-        self.look_at_the_rest(gradients)
-        self.steps += 1
-        if self.steps >= STEPS:
+        self.look_at_the_rest(parameters)
+        for p in (*parameters, *tables):
+            self.steps[p] = self.steps.get(p, 0) + 1
+        if self.steps and min(self.steps.values()) >= STEPS:
             self.leave()
         return len(losses), float(torch.stack(losses).sum()) if losses else 0.0
 
-    def look_at_the_rest(self, gradients: Sequence[Tensor | None]) -> None:
+    def resume(self, parameters: Sequence[Tensor]) -> tuple[int, float]:
+        """Watch again if there are parameters that were not trained before: those of another model, with other code.
+
+        What was not seen meanwhile may have changed everything but which tensors have rows.
+        """
+        self.leave()  # if it could not before
+        if all(id(p) in self.known for p in parameters):
+            return 0, 0.0
+        for tensor, kind in list(self.kinds.items()):
+            if kind.what not in (ROWS, ENDS, IDS):
+                del self.kinds[tensor]
+        self.calls, self.over, self.clipped, self.losses = 0, False, None, []
+        self.left = WeakIdKeyDictionary()
+        for p in parameters:
+            self.steps[p] = self.steps.get(p, 0) + 1
+        install(self)
+        _push_mode(self)
+        return 0, 0.0
+
+    def look_at_the_rest(self, parameters: Sequence[Tensor]) -> None:
         """Warn of parameters that an optimizer changed by gradients that were never summed."""
-        summed = {id(g) for g in gradients}
-        rest = [p for p in self.trained if p.grad is not None and id(p.grad) not in summed and not guard.is_summed(p)]
+        summed = {id(p.grad) for p in parameters}
+        others = [p for p in self.trained if p.grad is not None and not is_local(p)]  # which tables become later
+        rest = [p for p in others if id(p.grad) not in summed and not guard.is_summed(p)]
         changed = [list(p.shape) for p in rest if self.left.get(p, p._version) != p._version]
-        if changed and not self.local:
+        if changed and not is_allowed():
             which = ", ".join(map(str, changed[:3])) + (", ..." if len(changed) > 3 else "")
             text = f"[rank {rank_of()}] 'sum_gradients' was not given parameters that were changed, of shapes {which}"
             at = Path("pyg_sar")
@@ -301,7 +327,7 @@ class Watch(TorchFunctionMode):
 
     def leave(self) -> None:
         """Leave the stack of modes, wherever others stand above."""
-        self.over = True
+        self.over, self.known = True, set(map(id, self.steps))
         if not any(mode is self for mode in _get_current_function_mode_stack()):
             return  # within a function that it called; the next one of this package will try again
         above = []
@@ -309,7 +335,7 @@ class Watch(TorchFunctionMode):
             above.append(mode)
         for mode in reversed(above):
             _push_mode(mode)
-        install(None)
+        install(None, self)
 
 
 def read_by(call: Call) -> Any:
@@ -350,6 +376,7 @@ def watching(part: bool = False) -> Iterator[None]:
     """Watch this thread while a block runs, at most: if there are several workers, or rows are a ``part`` of all, and
     nobody has switched it off.
     """
+    before = resting()
     if (part or size_of() > 1) and guard.ON:
         watch = Watch()
         install(watch)
@@ -359,3 +386,4 @@ def watching(part: bool = False) -> Iterator[None]:
     finally:
         if (watch := current()) is not None:
             watch.leave()
+        install(None, before)

@@ -33,7 +33,7 @@ from pyg_sar.distributed.stages import mesh_of
 from pyg_sar.distributed.values import from_bytes, to_bytes
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.structure import tensors
-from pyg_sar.watch import LOSS, ROWS, SAME, current, rows
+from pyg_sar.watch import LOSS, ROWS, SAME, current, resting, rows
 from pyg_sar.watch.kinds import ENDS, SHARE, Kind
 from pyg_sar.watch.mode import Watch, watching
 
@@ -893,6 +893,69 @@ def test_it_leaves_after_the_second_step(parts: str) -> None:
     passes(f"{parts}/one", work)
 
 
+def right(model: torch.nn.Module, data: Any) -> None:
+    step(model, torch.optim.SGD(model.parameters(), 0.1), data, lambda: model(data))
+
+
+def wrong(head: torch.nn.Module, data: Any) -> None:
+    head.zero_grad()
+    F.cross_entropy(head(data.x), data.y).backward()  # a mean over local nodes
+    pyg_sar.sum_gradients(head)
+
+
+def student(data: Any, model: torch.nn.Module, head: torch.nn.Module) -> None:
+    for _ in range(3):
+        right(model, data)
+    assert current() is None
+    for _ in range(2):
+        wrong(head, data)
+
+
+def adversary(data: Any, model: torch.nn.Module, head: torch.nn.Module) -> None:
+    for _ in range(2):
+        for _ in range(3):
+            right(model, data)
+        wrong(head, data)
+
+
+@pytest.mark.parametrize("work", [student, adversary])
+def test_it_looks_at_each_model(parts: str, work: Callable[..., None]) -> None:
+    """One that is trained behind another one, and one whose steps come after many of another one."""
+
+    def meant(data: Any) -> None:
+        with pyg_sar.allow_local():
+            work(data, Net(), Head(8))
+
+    def over(data: Any) -> None:
+        model, head = Net(), Head(8)
+        for _ in range(3):
+            right(model, data)
+            pyg_sar.sum_gradients(head)
+        assert current() is None and not _get_current_function_mode_stack()
+        right(model, data)
+        wrong(head, data)
+        assert current() is None
+
+    for result in outcomes(f"{parts}/one", lambda data: work(data, Net(), Head(8))):
+        assert isinstance(result, NotImplementedError) and "global_mean" in str(result), result
+    passes(f"{parts}/one", meant)
+    passes(f"{parts}/one", over)
+    assert resting() is None and not _get_current_function_mode_stack()
+
+
+def test_what_changed_while_it_did_not_look_is_unknown(parts: str) -> None:
+    def work(data: Any) -> None:
+        model, same = Net(), torch.nn.Parameter(torch.ones(20, 3)) * 2
+        assert current().kind(same) == Kind(SAME)
+        for _ in range(2):
+            right(model, data)
+        same.data.copy_(data.y.view(-1, 1))
+        right(Net(), data)
+        assert current().kind(same) is None and current().kind(data.x) == Kind(ROWS)
+
+    passes(f"{parts}/one", work)
+
+
 def test_what_a_step_computed_does_not_outlive_it(parts: str) -> None:
     def work(data: Any) -> None:
         model, alive = pyg_sar.nn.BatchNorm(8), []
@@ -1060,32 +1123,33 @@ def test_a_term_of_a_table_is_a_share(parts: str) -> None:
 
 
 class Head(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, channels: int = C) -> None:
         super().__init__()
-        self.lin = torch.nn.Linear(C, C)
+        self.lin = torch.nn.Linear(channels, C)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lin(x)
 
 
-@pytest.mark.parametrize("given", ["both", "one after the other", "model", "frozen", "meant"])
+@pytest.mark.parametrize("given", ["both", "one after the other", "model", "frozen", "meant", "table"])
 def test_modules_that_are_left_out_of_the_sum(parts: str, given: str) -> None:
     """A predictor beside the model, as in many scripts, which steps by its own rows alone."""
 
     def work(data: Any) -> None:
         torch.manual_seed(0)
-        model, head = Net(), Head()
+        model, head, table = Net(), Head(), pyg_sar.nn.NodeEmbedding(data, C)
         learns = [*model.parameters()] if given == "frozen" else [*model.parameters(), *head.parameters()]
+        learns += table.parameters()  # whose gradients are complete
         optimizer = torch.optim.Adam(learns)
         for _ in range(2):
             optimizer.zero_grad()
-            out = head(model(data))[data.train_mask]
+            out = (head(model(data)) + table())[data.train_mask]
             pyg_sar.global_mean(F.cross_entropy(out, data.y[data.train_mask], reduction="none")).backward()
             if given == "meant":
                 with pyg_sar.allow_local():
                     pyg_sar.sum_gradients(model)
             else:
-                pyg_sar.sum_gradients(model, *[head] * (given == "both"))
+                pyg_sar.sum_gradients(model, *[head] * (given in ("both", "table")), *[table] * (given == "table"))
             if given == "one after the other":
                 pyg_sar.sum_gradients(head)
             optimizer.step()
