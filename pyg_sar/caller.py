@@ -45,14 +45,19 @@ def script_line() -> Place | None:
     return next((Place(f.f_code.co_filename, f.f_lineno) for f in frames), None)
 
 
+def module_of(frame: FrameType) -> str:
+    """Return the module whose code a frame runs; what torch compiled stands in none."""
+    return "torch" if frame.f_code.co_filename.startswith("<eval_with_key>") else frame.f_globals.get("__name__", "")
+
+
 def package_of(frame: FrameType) -> str:
     """Return the package whose code a frame runs."""
-    return frame.f_globals.get("__name__", "").partition(".")[0]
+    return module_of(frame).partition(".")[0]
 
 
 def within(frame: FrameType, *names: str) -> bool:
     """Return whether a frame runs code of a module or package of these names."""
-    module = frame.f_globals.get("__name__", "")
+    module = module_of(frame)
     return any(module == name or module.startswith(f"{name}.") for name in names)
 
 

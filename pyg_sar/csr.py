@@ -118,5 +118,5 @@ class Lookup:
         known, row = self.sorted
         if known.numel() == 0:
             return torch.full_like(ids, -1)
-        place = torch.searchsorted(known, ids).clamp(max=known.numel() - 1)
+        place = torch.searchsorted(known, ids.contiguous()).clamp(max=known.numel() - 1)
         return torch.where(known[place] == ids, row[place], -1)

@@ -298,7 +298,7 @@ class Pipeline:
 
     def watched(self) -> AbstractContextManager[None]:
         """Watch the first step of chunks, which have a part of the rows also in a process of its own."""
-        first = self.epoch == 0 and self.history is not None and watch.current() is None
+        first = self.epoch == 0 and self.history is not None and (watch.current() is None or watch.is_alone())
         return watching(part=True) if first else nullcontext()
 
     def forward_and_backward(

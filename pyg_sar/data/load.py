@@ -109,9 +109,15 @@ def load(
         graph = assemble(rows.topology, rank, group, remat, prefetch, seed, comm_dtype, log)
         edges[it] = ShardedEdgeIndex(graph).replace(one_shot=one_shot)
     data = _data(shard, edges).to(str(device))
-    if shard.num_parts > 1:  # a single worker, such as that of a stage of a pipeline, has all rows
+    # A single worker, such as that of a stage of a pipeline, has all rows, but in another order.
+    if shard.num_parts > 1 or (watch.is_alone() and _is_permuted(shard)):
         _report(data, shard)
     return data
+
+
+def _is_permuted(shard: Shard) -> bool:
+    """Whether rows of a single part are in another order than in the graph."""
+    return any(not torch.equal(ids := rows.attrs["n_id"], torch.arange(len(ids))) for rows in shard.nodes.values())
 
 
 def _report(data: Any, shard: Shard) -> None:

@@ -55,6 +55,11 @@ def is_allowed() -> bool:
     return getattr(_here, "local", 0) > 0
 
 
+def is_alone() -> bool:
+    """Whether what watches this thread is for a single worker."""
+    return current() is not None and current().alone
+
+
 def gives(what: str) -> Callable[[Function], Function]:
     """Report what a function of this package returns: ``ROWS`` if it is given rows or a sharded graph, the ``SAME`` on
     every worker, or a ``LOSS``. What it does within is not watched.
@@ -118,6 +123,12 @@ def pairs_of(pairs: Tensor, ids: Sequence[Tensor]) -> None:
     """Report that pairs of nodes are looked for among some ids; those of other types of nodes are refused."""
     if (watch := current()) is not None:
         watch.origins.check_pairs(pairs, ids)
+
+
+def refuse_pairs(pairs: Any, *values: Any) -> None:
+    """Report what a layer or function takes for edges between rows; pairs of the whole graph are refused."""
+    if isinstance(pairs, Tensor) and (watch := current()) is not None:
+        watch.refuse_pairs(pairs, *values)
 
 
 def same_on_all(tensors: Iterable[Tensor]) -> None:

@@ -20,11 +20,11 @@ from pyg_sar.distributed.group import is_local, rank_of, size_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
-from pyg_sar.watch import LOSS, ROWS, SAME, current, install, is_allowed, resting, rules
-from pyg_sar.watch.counts import DIVISOR, Count
+from pyg_sar.watch import LOSS, ROWS, SAME, current, install, is_allowed, is_alone, resting, rules
+from pyg_sar.watch.counts import DIVISOR, Count, taken_for_all
 from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, LocalUse
 from pyg_sar.watch.origins import Known, Origins
-from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, REPLICATED, SUM_UP, WIDTH
+from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, LINKS, REPLICATED, SUM_UP, WIDTH
 
 STEPS = 2  # sums of each parameter's gradients: a training step, what follows it, and the beginning of the next one
 CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
@@ -47,6 +47,7 @@ TOGETHER = (
     "'pyg_sar.all_reduce(table.weight.grad.pow(2).sum())'"
 )
 ARRAY = f"gives the numbers of this worker's rows alone; a metric of these is that of one worker. {GATHER}"
+BY_IDS = "All workers have the same table: read it by 'data.n_id', or take 'pyg_sar.nn.NodeEmbedding(data, channels)'"
 REST = (
     "each worker changes them by its share of the gradient alone, so that they become others. Give it all modules that "
     "train: 'pyg_sar.sum_gradients(model, predictor)'"
@@ -59,10 +60,16 @@ POSITION = (
 
 
 class Watch(TorchFunctionMode):
-    """Follows rows through the functions of torch that this thread calls."""
+    """Follows rows through the functions of torch that this thread calls.
 
-    def __init__(self) -> None:
+    Args:
+        alone: Whether there is no other worker: all rows are there, in the order of the part, and what is wrong is to
+            choose them by ids, or by position.
+    """
+
+    def __init__(self, alone: bool = False) -> None:
         super().__init__()
+        self.alone = alone
         self.kinds = WeakIdKeyDictionary()
         self.values = WeakIdKeyDictionary()  # of shares: those that others add to in place are shares no more
         self.clipped: WeakIdKeyDictionary | None = None  # what was clipped since a backward pass, and where
@@ -76,6 +83,7 @@ class Watch(TorchFunctionMode):
         self.over = self.ordered = False
         self.warned: set[str] = set()
         self.sizes: set[int] = set()  # numbers of nodes and edges
+        self.positions: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the numbers of all nodes of this worker
         self.origins = Origins()
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,7 +96,7 @@ class Watch(TorchFunctionMode):
         try:
             rules.refuse_ids(call, self.origins.ids)
         except LocalUse as local:
-            self.refuse(local)
+            self.refuse_ids(local)
         except Exception:  # of a call that is put in another way than expected nothing is known
             pass
         out = func(*args, **(kwargs or {}))
@@ -144,7 +152,7 @@ class Watch(TorchFunctionMode):
         for t, dim, kinds in rows:
             self.sizes.add(t.size(dim))
             self.mark(t, Kind(ROWS, dim), tuple(origins[kind] for kind in dict.fromkeys(kinds)))
-        for store in data.node_stores:
+        for store in () if self.alone else data.node_stores:
             store.num_nodes = Count(store.num_nodes)
 
     def look(self, call: Call, out: Any) -> None:
@@ -167,6 +175,8 @@ class Watch(TorchFunctionMode):
             pass
         self.check(call, found, placed)
         self.clip(call)
+        if call.name == "arange" and any(isinstance(n, Count) for n in (*call.args, *call.kwargs.values())):
+            self.positions[out] = True
         for tensor, kind in zip(results, found, strict=True):
             self.mark(tensor, kind, origin)
             if call.name in rules.SAME_IDS and call.args and call.args[0] in self.origins.ids:
@@ -182,6 +192,14 @@ class Watch(TorchFunctionMode):
             self.warn(name, POSITION)
         elif isinstance(rules.divisor(call), Count):
             self.warn(name, DIVISOR)
+        elif why := taken_for_all(call):
+            self.warn(name, why)
+        elif (
+            name == "embedding"
+            and call.arg(0, "input") in self.positions
+            and call.kind(call.arg(1, "weight")) == Kind(SAME)
+        ):
+            self.refuse(LocalUse("reads a table by where nodes stand among those of this worker", BY_IDS))
         elif name == "backward" and whole:
             self.refuse(LocalUse(f"differentiates what {COUNTED}", REPLICATED))
         elif name == "backward" and LOSS in call.whats and not is_allowed():
@@ -214,11 +232,13 @@ class Watch(TorchFunctionMode):
     def refuse(self, local: LocalUse) -> None:
         """Raise, unless this is meant, or done by code that knows what it does."""
         at = Path()
-        if is_allowed() or at.known:
+        if self.alone or is_allowed() or at.known:
             return
         advice = local.advice
         if at.through("torch_geometric.transforms"):
             advice = BEFORE
+        elif at.through("sklearn", "ogb"):
+            advice = GATHER
         elif at.through(*POOLS):
             advice = POOL
         elif at.through("torch_geometric.nn.models") and advice != WIDTH:
@@ -228,6 +248,19 @@ class Watch(TorchFunctionMode):
             raise NotImplementedError(text) from None
         warnings.warn_explicit(text, UserWarning, at.file, at.line)
 
+    def refuse_ids(self, local: LocalUse) -> None:
+        """Raise where rows are chosen by ids, also by the messages of a layer."""
+        at = Path()
+        if not (is_allowed() or at.is_ours):
+            raise NotImplementedError(self.told(local, local.advice, at)) from None
+
+    def refuse_pairs(self, pairs: Tensor, *values: Any) -> None:
+        """Raise for pairs of the whole graph in place of edges between rows."""
+        rows = (kind.what == ROWS for t in tensors(values) if (kind := self.kind(t)) is not None)
+        if not (self.over or is_allowed()) and self.kind(pairs) == Kind(IDS) and any(rows):
+            local = LocalUse("takes pairs of nodes of the whole graph for edges between the rows of this worker", LINKS)
+            raise NotImplementedError(self.told(local, local.advice, Path("pyg_sar")))
+
     def told(self, local: LocalUse, advice: str, at: Path) -> str:
         """Return the words for what is wrong."""
         return f"[rank {rank_of()}] {at.file}, line {at.line}: {at.entry} {local.why}. {advice}. {MEANT}."
@@ -235,7 +268,14 @@ class Watch(TorchFunctionMode):
     def warn(self, name: str, why: str) -> None:
         """Say once that what a script does itself is about this worker's rows."""
         at = Path()
-        if why in self.warned or is_allowed() or at.known or at.entry != "this" or at.through("torch.utils.data"):
+        if (
+            (self.alone and why != POSITION)
+            or why in self.warned
+            or is_allowed()
+            or at.known
+            or at.entry != "this"
+            or at.through("torch.utils.data")
+        ):
             return
         self.warned.add(why)
         text = f"[rank {rank_of()}] '{name}' {why}. {MEANT}. This is said once."
@@ -274,7 +314,7 @@ class Watch(TorchFunctionMode):
         self.own = WeakIdKeyDictionary({p.grad: True for p in tables if p.grad is not None})
         (clipped, losses), self.clipped, self.losses = (self.clipped, self.losses), None, []
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if clipped and (place := next((clipped[g] for g in gradients if g in clipped), "")):
+        if clipped and not self.alone and (place := next((clipped[g] for g in gradients if g in clipped), "")):
             raise RuntimeError(
                 f"[rank {rank_of()}] {place}: gradients are clipped, or their norm is taken, before they are summed: "
                 f"they are this worker's share. Call 'pyg_sar.sum_gradients' right after 'backward', and clip "
@@ -312,7 +352,7 @@ class Watch(TorchFunctionMode):
         others = [p for p in self.trained if p.grad is not None and not is_local(p)]  # which tables become later
         rest = [p for p in others if id(p.grad) not in summed and not guard.is_summed(p)]
         changed = [list(p.shape) for p in rest if self.left.get(p, p._version) != p._version]
-        if changed and not is_allowed():
+        if changed and not (self.alone or is_allowed()):
             which = ", ".join(map(str, changed[:3])) + (", ..." if len(changed) > 3 else "")
             text = f"[rank {rank_of()}] 'sum_gradients' was not given parameters that were changed, of shapes {which}"
             at = Path("pyg_sar")
@@ -351,7 +391,8 @@ class Path:
     def __init__(self, *more: str) -> None:
         inner, frame = beyond(*MODES, *LIBRARIES, *more)
         self.inner = [f for f in inner if not within(f, *MODES)]
-        self.known = frame is None or within(frame, *KNOWING) or any(map(passes_messages, (*self.inner, frame)))
+        self.is_ours = frame is None or within(frame, *KNOWING)
+        self.known = frame is None or self.is_ours or any(map(passes_messages, (*self.inner, frame)))
         self.file, self.line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
     def through(self, *names: str) -> bool:
@@ -373,12 +414,14 @@ def passes_messages(frame: FrameType) -> bool:
 
 @contextmanager
 def watching(part: bool = False) -> Iterator[None]:
-    """Watch this thread while a block runs, at most: if there are several workers, or rows are a ``part`` of all, and
-    nobody has switched it off.
+    """Watch this thread while a block runs, at most, unless somebody has switched it off: for what one of several
+    workers does, or one with a ``part`` of the rows; else for what depends on the order of rows.
     """
     before = resting()
-    if (part or size_of() > 1) and guard.ON:
-        watch = Watch()
+    if guard.ON:
+        if is_alone():
+            current().leave()
+        watch = Watch(alone=not part and size_of() == 1)
         install(watch)
         _push_mode(watch)
     try:

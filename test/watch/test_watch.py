@@ -33,7 +33,7 @@ from pyg_sar.distributed.stages import mesh_of
 from pyg_sar.distributed.values import from_bytes, to_bytes
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.structure import tensors
-from pyg_sar.watch import LOSS, ROWS, SAME, current, resting, rows
+from pyg_sar.watch import LOSS, ROWS, SAME, current, is_alone, resting, rows
 from pyg_sar.watch.kinds import ENDS, SHARE, Kind
 from pyg_sar.watch.mode import Watch, watching
 
@@ -278,6 +278,94 @@ def test_the_number_of_nodes_of_one_worker(parts: str) -> None:
             assert re.search(r"'0' was made for the 20 nodes of this worker \('num_embeddings'\)", str(error)), error
 
 
+def test_the_number_of_nodes_taken_for_that_of_all(parts: str) -> None:
+    draws = [
+        lambda d: torch.randint(0, d.num_nodes, (2, 9)),
+        lambda d: torch.randint(d.num_nodes, (9,)),
+        lambda d: torch.randint(high=d.num_nodes, size=(9,)),
+    ]
+    for work, told in [
+        *((draw, "below 'data.total_nodes'") for draw in draws),
+        (lambda d: torch.eye(d.num_nodes), "one of each worker"),
+    ]:
+        for text in outcomes(f"{parts}/one", lambda data, work=work: warned(lambda: work(data))):
+            assert told in text, text
+
+    def positions(data: Any, local: bool = True) -> Tensor:
+        table = torch.nn.Embedding(data.total_nodes, 4)
+        return table(torch.arange(data.num_nodes) if local else data.n_id)
+
+    for error in outcomes(f"{parts}/one", positions):
+        assert isinstance(error, NotImplementedError) and "read it by 'data.n_id'" in str(error), error
+
+    def right(data: Any) -> None:
+        positions(data, local=False)
+        pyg_sar.nn.NodeEmbedding(data, 4)(torch.arange(data.num_nodes))
+        torch.randint(0, C, (data.num_nodes,)), torch.eye(C), torch.randint(data.total_nodes, (4,))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        passes(f"{parts}/one", right)
+
+
+# What takes pairs of the graph for edges between the rows of a worker.
+PAIRED: dict[str, Callable[[Any], Any]] = {
+    "a layer": lambda d: pyg_sar.nn.SAGEConv(8, C)(d.x, d.edge_label_index),
+    "a converted one": lambda d: pyg_sar.nn.convert(gnn.TAGConv(8, C))(d.x, edge_index=d.edge_label_index),
+    "one of PyG": lambda d: gnn.GraphConv(8, C)(d.x, d.edge_label_index),
+    "rows": lambda d: d.x[d.edge_label_index[0]],
+}
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_pairs_are_no_edges(parts: str, name: str) -> None:
+    def right(data: Any) -> None:
+        PAIRED[name](Data(x=data.x, edge_label_index=torch.randint(len(data.x), (2, 9))))
+        PAIRED[name](Data(x=graph().x, edge_label_index=data.edge_label_index))  # of all nodes
+        with pyg_sar.allow_local():
+            PAIRED[name](Data(x=torch.cat([data.x] * 2), edge_label_index=data.edge_label_index))
+
+    for error in outcomes(f"{parts}/one", PAIRED[name]):
+        told = error.__cause__ or error  # PyG says that ids are too large, if they are
+        assert isinstance(told, NotImplementedError) and "shard_links" in str(told), error
+    passes(f"{parts}/one", right)
+
+
+def test_a_single_worker_has_rows_in_another_order(tmp_path: Any) -> None:
+    def alone(work: Callable[[Any], Any], order: str) -> Any:
+        pyg_sar.partition(graph(), 1, tmp_path / order, order=order, overwrite=True)
+        with watching():
+            data = pyg_sar.load(tmp_path / order)
+            assert torch.equal(data.n_id, torch.arange(N)) == (order == "id")
+            return work(data)
+
+    whole = {**PAIRED, "GAE": lambda d: pyg_sar.nn.GAE(None).recon_loss(d.x, d.edge_label_index)}
+    for work in whole.values():
+        with pytest.raises(NotImplementedError, match=r"pyg_sar\.shard_links"):
+            alone(work, "locality")
+        alone(work, "id")
+    for work in (marked, lambda d: d.x[:10]):
+        with pytest.warns(UserWarning, match="chooses rows by where they stand"):
+            alone(work, "locality")
+
+    def right(data: Any) -> None:
+        model = Net()
+        x = data.x - data.x.mean(0)
+        optimizer = torch.optim.SGD([*model.parameters()], 0.1)
+        for left in (False, True):
+            F.cross_entropy(model(Data(x=x, edge_index=data.edge_index)), data.y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            pyg_sar.sum_gradients(model)
+            optimizer.step()
+            assert (current() is None) == left
+        _ = 1 / data.num_nodes, pyg_sar.shard_links(data.edge_label_index, data.n_id)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone(right, "locality")
+        alone(lambda d: d.x[:10], "id")
+
+
 def per_node(data: Any) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Embedding(data.num_nodes, 4))
 
@@ -508,7 +596,7 @@ def test_nothing_is_refused_without_the_watch(parts: str, monkeypatch: pytest.Mo
     assert all(isinstance(loss, Tensor) for loss in Workers(2).run(worker))
     monkeypatch.undo()
     with watching():  # a single worker sees all rows
-        assert current() is None
+        assert is_alone()
 
 
 def test_allow_local(parts: str) -> None:

@@ -19,7 +19,7 @@ from pyg_sar.nn.replay.call import FLOW, PAIR, Call, aggregation_of, check_desti
 from pyg_sar.nn.replay.dispatch import replay
 from pyg_sar.operations import sharded
 from pyg_sar.refusals import fail, for_layer, refuse_table, wrong_rows
-from pyg_sar.watch import ROWS, gives, together
+from pyg_sar.watch import ROWS, gives, refuse_pairs, together
 from pyg_sar.whole_graph import reason
 
 DRIVERS = ("propagate", "edge_updater")
@@ -184,6 +184,7 @@ def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
     """
     given = {n: args[k] if k < len(args) else kwargs.get(n) for n, k in layer.edge_arguments.items()}
     it: Any = given.pop("edge_index", None)
+    refuse_pairs(it, args, kwargs)
     sharded = isinstance(it, ShardedEdgeIndex)
     if not (sharded or (layer.streamable and type(it) is Tensor)) or it.dim() != 2 or it.layout != torch.strided:
         return

@@ -16,6 +16,7 @@ from pyg_sar.distributed.group import rank_of
 from pyg_sar.distributed.links import non_edges, own_generator, shard_links
 from pyg_sar.distributed.loss import global_mean
 from pyg_sar.edge_index import ShardedEdgeIndex
+from pyg_sar.watch import refuse_pairs
 
 
 class GAE(torch_geometric.nn.GAE):
@@ -44,7 +45,7 @@ class GAE(torch_geometric.nn.GAE):
             neg_edge_index (ShardedEdgeIndex, optional): The pairs that are none. (default: :obj:`None`, as many, drawn
                 from all pairs of different nodes that are not in ``pos_edge_index``)
         """
-        if self.whole(pos_edge_index, neg_edge_index):
+        if self.whole(z, pos_edge_index, neg_edge_index):
             return super().recon_loss(z, pos_edge_index, neg_edge_index)
         if neg_edge_index is None:
             pairs, n_id = non_edges(pos_edge_index, self.group)
@@ -60,7 +61,7 @@ class GAE(torch_geometric.nn.GAE):
             pos_edge_index (ShardedEdgeIndex): The pairs that are edges.
             neg_edge_index (ShardedEdgeIndex): The pairs that are none.
         """
-        if self.whole(pos_edge_index, neg_edge_index):
+        if self.whole(z, pos_edge_index, neg_edge_index):
             return super().test(z, pos_edge_index, neg_edge_index)
         pairs = pos_edge_index, neg_edge_index
         # PyG's own code, given what was decoded already.
@@ -68,9 +69,11 @@ class GAE(torch_geometric.nn.GAE):
         decoded = [join(self.decoder(z, pair, sigmoid=True), self.group).unsqueeze(0) for pair in pairs]
         return torch_geometric.nn.GAE.test(told, z, *decoded)
 
-    def whole(self, *pairs: Tensor | None) -> bool:
+    def whole(self, z: Tensor, *pairs: Tensor | None) -> bool:
         """Whether pairs are those of the whole graph, in one process; raise if nobody knows whose they are."""
         plain = [pair for pair in pairs if not (pair is None or isinstance(pair, ShardedEdgeIndex))]
+        for pair in plain:
+            refuse_pairs(pair, z)
         if not grouped(self.group):
             return len(plain) > 0
         if plain:

@@ -90,6 +90,15 @@ class NodeEmbedding(torch.nn.Module):
 
         Pieces have multiples of 16 rows, and the last one at least 16: so the normal numbers, which torch draws by 16,
         are those of the whole.
+
+        Args:
+            fill (callable): ``fill(rows, generator)`` draws some rows in place. What depends on the number of nodes
+                asks the table and not the rows: of :func:`torch.nn.init.xavier_uniform_` the bound is
+                ``a = (6 / (emb.num_nodes + emb.embedding_dim)) ** 0.5``, and ``fill`` calls
+                ``rows.uniform_(-a, a, generator=generator)``.
+
+        Raises:
+            ValueError: If the table is drawn in several pieces, and rows depend on how many there are.
         """
         mine = torch.get_rng_state()
         generator = torch.Generator()
@@ -99,12 +108,26 @@ class NodeEmbedding(torch.nn.Module):
         step = 16 * math.ceil(CHUNK / 16 / max(self.embedding_dim, 1))
         bounds = [*range(0, max(self.num_nodes - 15, 1), step), self.num_nodes]
         ends = torch.searchsorted(rows, torch.tensor(bounds)).tolist()
+        if len(bounds) > 2:
+            self.check_pieces(fill)
         for (start, end), (a, b) in zip(pairwise(bounds), pairwise(ends), strict=True):
             piece = torch.empty(end - start, self.embedding_dim, dtype=self.weight.dtype, device="cpu")
             fill(piece, generator)
             self.weight[place[a:b].to(self.weight.device)] = piece[rows[a:b] - start].to(self.weight.device)
         if alike:  # else nobody has them go on as on rank 0
             torch.set_rng_state(generator.get_state())
+
+    def check_pieces(self, fill: Callable[[Tensor, torch.Generator], Any]) -> None:
+        """Raise if what some rows get depends on how many are drawn together."""
+        few, more = (torch.empty(n, self.embedding_dim, dtype=self.weight.dtype, device="cpu") for n in (16, 64))
+        for rows in (few, more):
+            fill(rows, torch.Generator().manual_seed(0))
+        if not torch.equal(few, more[:16]):
+            raise ValueError(
+                f"[rank {rank_of(self.group)}] Expected 'fill' to draw rows alike however many it is given: a table of "
+                f"{self.num_nodes} nodes is drawn in pieces, and 'torch.nn.init.xavier_uniform_' and others choose a "
+                f"bound by the number of rows. Compute it from 'num_nodes' and 'embedding_dim' of the table."
+            )
 
     def forward(self, rows: Tensor | None = None) -> Tensor:
         """Return the rows of all local nodes, or of some."""

@@ -14,6 +14,7 @@ from pyg_sar.nn.norm.statistics import PerGraph, sum_by
 from pyg_sar.nn.together import together
 
 
+@torch.compiler.disable  # it waits for others
 def global_add_pool(x: Tensor, batch: Tensor | None, size: int | None = None, group: Any = None) -> Tensor:
     r"""Sum the rows of each graph of a batch over all workers, as :func:`torch_geometric.nn.global_add_pool` in one.
 
@@ -37,6 +38,7 @@ def global_add_pool(x: Tensor, batch: Tensor | None, size: int | None = None, gr
     return PerGraph(x, batch, size, group).sum(x).to(x.dtype)
 
 
+@torch.compiler.disable  # it waits for others
 def global_mean_pool(x: Tensor, batch: Tensor | None, size: int | None = None, group: Any = None) -> Tensor:
     r"""Average the rows of each graph of a batch over all workers, see :func:`global_add_pool`.
 
@@ -58,6 +60,7 @@ def global_mean_pool(x: Tensor, batch: Tensor | None, size: int | None = None, g
     return out.to(x.dtype) if x.is_floating_point() else out
 
 
+@torch.compiler.disable  # it waits for others
 def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None, group: Any = None) -> Tensor:
     r"""Take the largest entry of the rows of each graph of a batch over all workers, 0 where there is none, see
     :func:`global_add_pool`. Equal entries share the gradient evenly, wherever they live (as in PyG, which without

@@ -49,6 +49,30 @@ def test_rows_begin_as_in_one_process(pool, size, method):
             pool.run(size, same_rows, method, num_nodes, dtype)
 
 
+def test_what_is_drawn_by_the_number_of_rows():
+    def xavier(rows, generator):
+        torch.nn.init.xavier_uniform_(rows, generator=generator)
+
+    def bounded(rows, generator):
+        a = (6 / (table.num_nodes + table.embedding_dim)) ** 0.5
+        rows.uniform_(-a, a, generator=generator)
+
+    expected = torch.empty(97, 3)
+    table = NodeEmbedding(torch.arange(97), 3)
+    for draw in (xavier, bounded):  # in one piece
+        torch.manual_seed(0)
+        xavier(expected, None)
+        torch.manual_seed(0)
+        table.draw(draw)
+        assert torch.allclose(table.weight, expected, rtol=1e-6)
+    with mock.patch.object(node_embedding, "CHUNK", 40):
+        with pytest.raises(ValueError, match=r"^\[rank 0\] Expected 'fill' to draw rows alike"):
+            table.draw(xavier)
+        torch.manual_seed(0)
+        table.draw(bounded)
+    assert torch.allclose(table.weight, expected, rtol=1e-6)
+
+
 class Net(torch.nn.Module):
     """R-GCN whose features are learnt."""
 
