@@ -320,7 +320,8 @@ PAIRED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", PAIRED)
 def test_pairs_are_no_edges(parts: str, name: str) -> None:
     def right(data: Any) -> None:
-        PAIRED[name](Data(x=data.x, edge_label_index=torch.randint(len(data.x), (2, 9))))
+        if name != "one of PyG":  # whose sums are those of one worker
+            PAIRED[name](Data(x=data.x, edge_label_index=torch.randint(len(data.x), (2, 9))))
         PAIRED[name](Data(x=graph().x, edge_label_index=data.edge_label_index))  # of all nodes
         with pyg_sar.allow_local():
             PAIRED[name](Data(x=torch.cat([data.x] * 2), edge_label_index=data.edge_label_index))
