@@ -185,7 +185,7 @@ def load_checkpoint(
                 raise ValueError(f"it holds no {what}")
         return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared
 
-    told, shared = on_all(read, f"read '{it}'. Remove this folder to go on from the one before", group, mine=True)
+    told, shared = on_all(read, f"read '{it}'", group, mine=True)
     same = bool(-global_max(torch.tensor([-int(told["same"])], device=host(group)), group))
 
     def put() -> None:
@@ -386,12 +386,23 @@ def _numbers(folder: Path) -> list[int]:
 
 def _info(folder: Path) -> dict[str, Any]:
     """Return what ``checkpoint.json`` says."""
-    info = json.loads(_file(folder, INFO).read_bytes())
+    text = _file(folder, INFO).read_bytes()
+    try:
+        info = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"'{folder / INFO}' is damaged ({error}). {_otherwise(folder)}") from error
     if {key: info.get(key) for key in FORMAT} != FORMAT:
-        raise ValueError(f"'{folder / INFO}' is none of {FORMAT}")
+        raise ValueError(f"'{folder / INFO}' is none of {FORMAT}. {_otherwise(folder)}")
     if info.pop("checksum", "") != checksum(info):
-        raise ValueError(f"'{folder / INFO}' is damaged: its checksum is not that of what it says")
+        raise ValueError(
+            f"'{folder / INFO}' is damaged: its checksum is not that of what it says. {_otherwise(folder)}"
+        )
     return info
+
+
+def _otherwise(folder: Path) -> str:
+    """Return what to do about a checkpoint that cannot be read any more."""
+    return f"Remove '{folder}' to go on from the checkpoint before"
 
 
 def _seeds(data: Any) -> list[Seeds]:
@@ -445,12 +456,15 @@ def _restore_generators(states: dict[str, Any], same: bool, rank: int) -> None:
 def _read(folder: Path, file: str, info: dict[str, Any]) -> Any:
     """Return what a file holds, if it is the one that was written."""
     if digest(_file(folder, file)) != info["files"].get(file):
-        raise ValueError(f"'{folder / file}' is not what was written there: its checksum differs")
+        raise ValueError(f"'{folder / file}' is damaged: its checksum differs. {_otherwise(folder)}")
     return values.read(folder / file)
 
 
 def _file(folder: Path, name: str) -> Path:
     """Return a file, if it is there; to open a pipe in its place would wait for ever."""
     if not (folder / name).is_file():
-        raise FileNotFoundError(f"'{folder / name}' is missing, or is no file")
+        raise FileNotFoundError(
+            f"'{folder / name}' is missing, or is no file. All workers must see its folder; if it is lost, remove "
+            f"'{folder}' to go on from the checkpoint before"
+        )
     return folder / name

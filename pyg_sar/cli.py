@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--method", default="metis", help="metis (default), fennel, random or contiguous")
     how.add_argument("--assignment", help="file .npy with the part of each node, instead of a method")
     add("--order", default="locality", help="order of the rows of a part: locality (default), fennel or id")
-    add("--to-undirected", action="store_true", help="add reverse edges, merge duplicates")
+    add("--to-undirected", action="store_true", help="add reverse edges, merge duplicates, add up their weights")
     add("--self-loops", action="store_true", help="add a self-loop where there is none")
     add("--gcn-norm", action="store_true", help="add self-loops and store GCN's edge_weight")
     add("--features", choices=["bfloat16", "float16", "float32"], help="type to store the node features x in")
@@ -381,7 +381,8 @@ def _fit(args: argparse.Namespace, planned: list[Any]) -> None:
     from pyg_sar.planner import choose, from_counts
 
     workers, budget = 0, f"{args.budget:g} GiB"
-    while workers < 1024:
+    planned.sort(key=lambda needs: needs[0].workers)
+    while planned or workers < 1024:
         if planned:
             needs = planned.pop(0)
         else:

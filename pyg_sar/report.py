@@ -203,7 +203,7 @@ def scalars(folder: Path) -> Series:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
-        raise ImportError("A run is read by TensorBoard. Run 'pip install pyg_sar[report]'.") from error
+        raise ImportError("A run is read by TensorBoard. Run 'pip install matplotlib tensorboard'.") from error
     for file in folder.glob("*tfevents*"):
         if not file.is_file():  # TensorBoard would wait for what is written into a pipe
             raise ValueError(f"'{file}' is not a file, expected one of events. Move it elsewhere.")
@@ -226,7 +226,7 @@ def drawn(draw: Callable[[Any, Any], None]) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("A report is drawn by matplotlib. Run 'pip install pyg_sar[report]'.") from error
+        raise ImportError("A report is drawn by matplotlib. Run 'pip install matplotlib tensorboard'.") from error
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)

@@ -243,7 +243,7 @@ def test_damaged_files(tmp_path, file):
     content = bytearray((it / file).read_bytes())
     content[len(content) // 2] ^= 1
     (it / file).write_bytes(content)
-    with pytest.raises(RuntimeError, match=r"Could not read '.*checkpoint-000001'. Remove this folder to go on from"):
+    with pytest.raises(RuntimeError, match=r"Could not read '.*checkpoint-000001'.* to go on from"):
         pyg_sar.load_checkpoint(tmp_path, model=model)
 
 
@@ -254,13 +254,13 @@ def test_what_is_damaged_is_never_passed_over(tmp_path, change):
     (tmp_path / "checkpoint-old").mkdir()
     alone(tmp_path, epoch=1)
     it, model = alone(tmp_path, epoch=3)
-    file, expected = it / "checkpoint.json", "Could not read '.*checkpoint-000002'. Remove this folder to go on from"
+    file, expected = it / "checkpoint.json", "Could not read '.*checkpoint-000002'"
     if change == "epoch":
         file.write_text(file.read_text().replace('"epoch": 3', '"epoch": 7'))
-        expected += ".*is damaged: its checksum is not that"
+        expected += ".*is damaged: its checksum is not that.*to go on from the checkpoint before"
     elif change == "removed":
         file.unlink()
-        expected += ".*checkpoint.json' is missing"
+        expected += ".*checkpoint.json' is missing.*All workers must see its folder"
     elif change == "pipe":
         (it / "rank-0000.safetensors").unlink()
         os.mkfifo(it / "rank-0000.safetensors")

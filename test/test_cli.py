@@ -239,6 +239,8 @@ def test_plan(capsys, tmp_path):
     told = capsys.readouterr().out.splitlines()
     assert ": mode " in told[-1] and told[-1].endswith("fits 0.2 GiB")
     assert told[-2].endswith("nothing fits 0.2 GiB")
+    assert main(["plan", *counts, "8", "2", *small, "--budget", "9"]) == 0, "the fewest of those that were asked for"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 workers: mode")
 
 
 def test_plan_without_sense(capsys):

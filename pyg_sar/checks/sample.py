@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_sar.data.attributes import leaves, meaning
+from pyg_sar.data.attributes import full_name, integers, leaves, meaning, stem_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 NODES, EDGES, LISTED = 40, 200, 31  # of the first type; ids in a list of them
@@ -90,11 +91,21 @@ class Sample:
 
     def lists(self, data: Any) -> dict[int, int]:
         """Return the lengths of lists of node ids, and of what belongs to their entries, and those that they get."""
-        lengths = set()
+        self.stems: list[tuple[Any, set[str], int]] = []  # of the lists of a type, by their words, and their lengths
         for store in data.stores:
             values = [leaf for key, value in attributes(store) for leaf in leaves((key,), value)]
-            lengths |= {value.size(-1) for path, value in values if meaning(store, path, value)[0] in LISTS}
-        return {n: min(n, LISTED) for n in lengths}
+            lists = [(path, value) for path, value in values if meaning(store, path, value)[0] in LISTS]
+            self.stems += [(store._key, stem_of(path), value.size(-1)) for path, value in lists]
+        return {n: min(n, LISTED) for _, _, n in self.stems}
+
+    def is_listed(self, given: Any, path: tuple[str, ...], value: Tensor) -> bool:
+        """Whether a tensor belongs to a list, as ``edge_label`` to ``edge_label_index``, also if it is as long as there
+        are nodes or edges, see :mod:`pyg_sar.data.attributes`.
+        """
+        if not value.dim() or "mask" in path[0].split("_"):
+            return False
+        lists = (stem for key, stem, n in self.stems if key == given._key and value.size(0) in (n, self.listed[n]))
+        return any(stem and stem <= stem_of(path) for stem in lists)
 
     def fill(self, store: Any, given: Any, first: dict[str, Tensor]) -> None:
         """Set the attributes of a type, given which nodes and edges of it are on the first worker."""
@@ -112,7 +123,7 @@ class Sample:
             return copy.copy(value)
         value = value.detach().cpu()
         level, dim = meaning(given, path, value)
-        if level in first:
+        if level in first and not self.is_listed(given, path, value):
             return self.rows(value, (dim or 0) % value.dim(), first[level])
         if level in LISTS:
             shape = (*value.shape[:-1], self.listed[value.size(-1)])
@@ -169,7 +180,17 @@ class Sample:
 
         with warnings.catch_warnings():  # of what is left out, or has ids: that was told when the graph was partitioned
             warnings.simplefilter("ignore")
-            partition(copy.copy(self.whole), parts, folder, method=self.part(parts), order="id")
+            partition(
+                copy.copy(self.whole), parts, folder, method=self.part(parts), order="id", levels=dict(self.levels())
+            )
+
+    def levels(self) -> Iterator[tuple[str, str]]:
+        """Yield the integers that would have to be explained, as they were when the graph was partitioned."""
+        for store in self.whole.stores:
+            for key, value in attributes(store):
+                plain = integers(value) and value.dim() > 0 and not self.is_listed(store, (key,), value)
+                if plain and meaning(store, (key,), value)[0] == "graph":
+                    yield full_name(store, key), "graph"
 
     def complete(self, data: Any) -> Any:
         """Give a loaded part what was put into the graph after it was loaded, too."""

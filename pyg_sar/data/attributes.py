@@ -113,6 +113,16 @@ def tells_training(stored: Any) -> bool:
     )
 
 
+def names_split(key: str) -> bool:
+    """Return whether an attribute is one of the training, validation or test nodes, or edges, by its name."""
+    return bool(_words((key,)) & SPLITS)
+
+
+def stem_of(path: Path) -> set[str]:
+    """Return the words of a name but those that say that it holds ids: what belongs to these has all of them."""
+    return _words(path) - IDS
+
+
 def in_any(mask: Tensor) -> Tensor:
     """Return whether each node is in any of the splits of a mask."""
     return mask.flatten(1).any(1) if mask.dim() > 1 else mask
@@ -198,7 +208,9 @@ def meaning(stored: Any, path: Path, value: Any) -> tuple[str, int | None]:
     # Ids of a split that a file has as floats: they would be copied whole, and choose other nodes in each part.
     floats = level == "graph" and words & SPLITS and value.is_floating_point() and value.dim() == 1
     if _names_ids(path) and (floats or (integers(value) and (level == "graph" or words & SPLITS))):
-        of_graphs = not words & SURE and 1 < len(value) == num_graphs(stored)  # an id of each, as QM9's "idx"
+        # An id of each, as QM9's "idx"; not numbers of nodes, which PyG counts on from graph to graph.
+        counts_on = bool(torch.as_tensor(stored._parent().__inc__(path[0], value, stored)).any())
+        of_graphs = not words & SURE and 1 < len(value) == num_graphs(stored) and not counts_on
         codes = level == "node" and words & SPLITS == {"split"} and value.unique().numel() < value.numel()
         if not of_graphs and not codes:  # of the splits that nodes are in
             return ("edge_ids" if words & EDGES or [*rows] == ["edge"] else "node_ids"), dim
@@ -214,7 +226,8 @@ def plain(value: Any) -> Any:
             warnings.simplefilter("ignore")
             return torch.from_numpy(np.require(value, requirements="C"))
     if isinstance(value, Tensor):
-        return (value.as_tensor() if hasattr(value, "as_tensor") else value).detach().cpu()
+        value = value.as_tensor() if hasattr(value, "as_tensor") else value
+        return value.detach().cpu().resolve_conj().resolve_neg()
     return value
 
 
@@ -295,8 +308,10 @@ class _Sorter:
             elif key in ROWS and isinstance(value, Tensor) and value.layout != torch.strided:
                 raise ValueError(f"'{name}' is a {value.layout} tensor. Store '{key}.to_dense()', or remove it.")
             else:
-                kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
-                warn(f"'{name}' ({kind}) is left out: only dense tensors of numbers are stored.")
+                kind = type(value).__name__
+                if isinstance(value, Tensor):
+                    kind = f"tensor of {value.dtype if value.layout == torch.strided else value.layout}"
+                warn(f"'{name}' ({kind}) is left out: only dense tensors of numbers are stored, and not of all types.")
 
     def told(self, path: Path, value: Any, what: str, dim: int | None) -> Attribute | None:
         """Return what the user has told, and ids and pairs of ids by their names."""
@@ -341,7 +356,7 @@ class _Sorter:
         """Return what has an entry for each id of a list: ``train_y`` for ``train_idx``, ``y`` for ``y_index``."""
         if not isinstance(value, Tensor) or not value.dim() or "mask" in _words(path):
             return None
-        stems = {other: _words(other) - IDS for other, found in lists.items() if len(value) in _shape(found.value)}
+        stems = {other: stem_of(other) for other, found in lists.items() if len(value) in _shape(found.value)}
         fits = [other for other, stem in stems.items() if stem and stem <= _words(path)]
         if not fits or lists[(best := max(fits, key=lambda other: len(stems[other])))].level != "graph":
             return None
@@ -369,9 +384,10 @@ class _Sorter:
             )
         low, high = value.long().aminmax() if integers(value) and value.numel() else (-1, -1)
         if low >= 0 and high < max(self.types.values(), default=0):
+            name = f"If so, name it '{path[0]}_idx' or make" if value.dim() == 1 else "If so, make"
             raise ValueError(
                 f"{what} may hold ids of nodes or edges: integers from {int(low)} to {int(high)} where {self.counts()} "
-                f"and a name that does not tell. If so, name it '{path[0]}_idx' or make it a mask, {self.keep(path)}."
+                f"and a name that does not tell. {name} it a mask, {self.keep(path)}."
             )
         return Attribute(value)
 

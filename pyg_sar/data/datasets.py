@@ -6,6 +6,7 @@ import difflib
 import inspect
 import os
 import pickle
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from torch_geometric.data.storage import AttrType, BaseStorage, EdgeStorage, Glo
 from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import index_to_mask
 
-from pyg_sar.data.attributes import add_counts, tells_training, whole
+from pyg_sar.data.attributes import add_counts, names_split, tells_training, whole
 from pyg_sar.data.partition import single
 
 KINDS = (
@@ -48,11 +49,13 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data | HeteroDa
     * ``FILE.pt``: a saved :class:`~torch_geometric.data.Data`, or a dictionary of its attributes.
     * ``FILE.npz``: ``edge_index``, or ``edge_src`` and ``edge_dst``, or ``indptr`` and ``indices`` (CSR, edges from row
       to column); every other array becomes an attribute of the same name. The number of nodes is ``num_nodes``, else
-      the length of ``x``, ``y``, ``labels`` or ``train_mask``, else the largest node number plus one.
+      the length of ``x``, ``y``, ``labels`` or ``train_mask``, or of ``feat``, ``features`` or ``label`` if that is
+      more than the largest node number, else that plus one.
     * ``FILE.csv``, ``.tsv``, ``.txt``: source and destination of an edge on each line.
 
     Labels given for lists of nodes (``Entities``) are there as ``y``, -1 where unlabelled, and masks, too. A graph with
-    labels but no masks gets a random split 60/20/20, the same every time, and a note says so. ``num_classes`` and
+    labels and no attribute that is named as one of a split gets a random one, 60/20/20, the same every time, and a note
+    says so. ``num_classes`` and
     ``num_relations`` are set where labels and edge types tell them. A ``HeteroData`` is returned as it is.
 
     Args:
@@ -235,8 +238,10 @@ def _read_pt(path: Path) -> Any:
         with plain_graphs():
             data = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
-            "it holds other objects. Of a torch_geometric.data.Batch, save 'Data.from_dict(batch.to_dict())'."
+            f"it holds other objects{f' ({found[1]})' if found else ''}. Make arrays tensors ('torch.from_numpy'). Of "
+            "a torch_geometric.data.Batch, save 'Data.from_dict(batch.to_dict())'."
         ) from error
     if not isinstance(data, (Data, HeteroData, dict)):
         raise ValueError(f"it holds a {type(data).__name__}.")
@@ -268,6 +273,8 @@ def _read_npz(path: Path) -> Data:
     rows = [key for key in ("x", "y", "labels", "train_mask") if key in arrays]
     if single := [key for key in rows if not arrays[key].ndim]:
         raise ValueError(f"its {single[0]!r} is a single value, expected one for each node.")
+    most = int(edges.max(initial=-1)) if edges.dtype.kind in "iu" else -1
+    rows += [k for k in ("feat", "features", "label") if k in arrays and arrays[k].ndim and len(arrays[k]) > most]
     sizes = [len(arrays[key]) for key in rows]
     num_nodes = arrays.pop("num_nodes", sizes[0] if sizes else None)
     data = _edges(edges, num_nodes)
@@ -329,16 +336,21 @@ _READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 def _complete(data: Data, name: str) -> Data:
     """Bring labels, masks and counts into one form."""
     if "train_idx" in data and "train_y" in data:
-        y = data.y.clone() if _labelled(data) else torch.full((data.num_nodes,), -1)
+        given = data.train_y
+        kind = given.dtype if given.is_floating_point() else torch.int64
+        y = data.y.clone() if _labelled(data) else torch.full((data.num_nodes, *given.shape[1:]), -1, dtype=kind)
         for split in ("train", "val", "test"):
             index, labels = data.get(f"{split}_idx"), data.get(f"{split}_y")
             if index is not None:
                 data[f"{split}_mask"] = index_to_mask(index, data.num_nodes)
-                y[index] = y[index] if labels is None else labels
+                y[index] = y[index] if labels is None else labels.to(y.dtype)
         data.y = y
     if _labelled(data) and not tells_training(data._store):
-        data = _split(data, 0)
-        print(f"{name} has no split: using a random one, 60/20/20% with seed 0.", file=sys.stderr)
+        if told := [key for key in data.keys() if names_split(key)]:  # noqa: SIM118
+            print(f"{name} has {', '.join(told)}, but no training nodes: no split is made.", file=sys.stderr)
+        else:
+            data = _split(data, 0)
+            print(f"{name} has no split: using a random one, 60/20/20% with seed 0.", file=sys.stderr)
     add_counts(data)
     return data
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric import transforms
 from torch_geometric.data import Data, Dataset, HeteroData
 from tqdm import tqdm
 
+from pyg_sar.caller import warn
 from pyg_sar.csr import Lookup
 from pyg_sar.data.assign import assign
 from pyg_sar.data.attributes import (
@@ -28,6 +30,7 @@ from pyg_sar.data.attributes import (
     full_name,
     leaves,
     meaning,
+    names_split,
     plain,
     sort_attributes,
     take,
@@ -41,6 +44,7 @@ from pyg_sar.distributed.shard import check_edge_index
 from pyg_sar.operations import EdgeNumbers
 
 Kind = str | EdgeType | None  # of an attribute: that of its nodes or edges, or none
+INTEGERS = (int, np.integer)
 
 
 def partition(
@@ -125,12 +129,14 @@ def partition(
         FileExistsError: If ``out`` exists and ``overwrite`` is not set.
         ImportError: If METIS is needed and ``pymetis`` is missing.
     """
-    if not isinstance(num_parts, int) or isinstance(num_parts, bool) or num_parts < 1:
+    if not isinstance(num_parts, INTEGERS) or isinstance(num_parts, bool) or num_parts < 1:
         raise ValueError(f"'num_parts' must be an integer of at least 1, got {num_parts!r}.")
-    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+    if not isinstance(seed, INTEGERS) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"'seed' must be an integer of 64 bits, got {seed!r}.")
     if order not in (*ORDERS, "id"):
         raise ValueError(f"Unknown order {order!r}, expected {', '.join(ORDERS)} or id.")
+    num_parts, seed = int(num_parts), int(seed)
+    method = method if isinstance(method, (str, dict)) else torch.as_tensor(method)
     if isinstance(data, Dataset):
         data = single(data)
     if isinstance(method, dict) and not isinstance(data, HeteroData):
@@ -224,7 +230,8 @@ def _edges(edge_type: EdgeType, store: Any, num_nodes: dict[str, int]) -> Tensor
     if not isinstance(edge_index, Tensor):
         raise ValueError(
             f"The graph needs an 'edge_index'{of} [2, num_edges], but holds {[*store.keys()]}. To convert 'adj_t': "
-            "data.edge_index = torch_geometric.utils.to_edge_index(data.adj_t)[0].flip(0)."
+            "edge_index, data.edge_weight = torch_geometric.utils.to_edge_index(data.adj_t); data.edge_index = "
+            "edge_index.flip(0). A graph of several types is a HeteroData."
         )
     for t in (edge_type[0], edge_type[2]):
         if t not in num_nodes:
@@ -367,8 +374,9 @@ def prepare(
         _check_edge_ids(given, data)
     if features is not None:
         x = plain(data.x)
-        if not isinstance(x, Tensor) or not features.is_floating_point:
-            raise ValueError(f"Node features 'x' (got {type(x).__name__}) cannot be stored as {features}.")
+        if not isinstance(x, Tensor) or x.layout != torch.strided or not features.is_floating_point:
+            kind = x.layout if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"Node features 'x' (got {kind}) cannot be stored as {features}.")
         data = copy.copy(data)
         data.x = _converted(x, features)
     return data
@@ -383,6 +391,8 @@ def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
             f"{torch.finfo(dtype).max:.4g}: they would become infinite. Scale them, or take a type of a wider range, "
             "such as bfloat16."
         )
+    if not (x.is_floating_point() or x.is_complex() or torch.equal(out.to(x.dtype), x)):
+        warn(f"Node features 'x' are integers up to {int(x.max())}, some of which {dtype} rounds: ids become others.")
     return out
 
 
@@ -392,8 +402,12 @@ def _undirected(data: Data | HeteroData) -> Data | HeteroData:
     after = {store._key: store for store in out.edge_stores}
     for store in data.edge_stores:
         merged = not store.is_bipartite() and after[store._key].num_edges < 2 * store.num_edges
-        kinds = [key for key, value in store.items() if key != "edge_index" and store.is_edge_attr(key)
-                 and isinstance(value, Tensor) and not value.is_floating_point()]  # fmt: skip
+        every = [key for key, value in store.items() if key != "edge_index" and store.is_edge_attr(key)
+                 and isinstance(value, Tensor)]  # fmt: skip
+        kinds = [key for key in every if not store[key].is_floating_point()]
+        if merged and every and not kinds:
+            warn(f"Edges that are there in both directions, or several times, became one, whose {', '.join(every)} is "
+                 "a sum. PyG's 'to_undirected(reduce=...)' combines them otherwise.")  # fmt: skip
         if merged and kinds:
             raise ValueError(
                 f"Edges that are there in both directions would become one, whose {', '.join(kinds)} would be a sum. "
@@ -409,7 +423,10 @@ def _with_loops(data: Data, self_loops: bool, gcn_norm: bool) -> Data:
     if self_loops:
         data = transforms.AddRemainingSelfLoops()(copy.copy(data))
     if gcn_norm:
-        data = transforms.GCNNorm()(copy.copy(data))
+        data = copy.copy(data)
+        if isinstance(weight := data.get("edge_weight"), Tensor) and not weight.is_floating_point():
+            data.edge_weight = weight.float()  # of an adjacency of zeros and ones
+        data = transforms.GCNNorm()(data)
     # PyG puts self-loops at the end, also those that were there before.
     moved = not torch.equal(before, data.edge_index)
     stay = [key for key in edges if moved and key not in ("edge_index", "edge_weight")]
@@ -439,7 +456,8 @@ def _check_edge_ids(before: Data | HeteroData, after: Data | HeteroData) -> None
 def _one_split(data: Data | HeteroData, column: int) -> Data | HeteroData:
     """Keep one column of the masks of several splits; a mask of one dimension is for all of them."""
     data = copy.copy(data)
-    masks = [(store, key, plain(store[key])) for store in data.node_stores for key in store if key.endswith("_mask")]
+    masks = [(store, key, plain(store[key])) for store in data.node_stores for key in store
+             if key.endswith("_mask") and names_split(key)]  # fmt: skip
     masks = [found for found in masks if isinstance(found[2], Tensor) and found[2].dim() == 2]
     splits = min((mask.size(1) for *_, mask in masks), default=0)
     if not 0 <= column < splits:

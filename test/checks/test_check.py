@@ -471,6 +471,25 @@ def test_link_prediction() -> None:
         assert "'VGAE' in 'VGAE' cannot run on a share" in text and "averages its losses" in text
 
 
+@pytest.mark.parametrize("count", [90, 200, 300])
+def test_as_many_labels_as_nodes_or_edges(count: int) -> None:
+    """Labels belong to their pairs, as ``RandomLinkSplit`` makes them: as many as edges of one direction."""
+    data = link_graph()
+    data.edge_index = data.edge_index[:, :200]
+    pairs = torch.randint(300, (2, count), generator=torch.Generator().manual_seed(3))
+    data.edge_label_index, data.edge_label = pairs, torch.arange(count) % 2.0
+    pyg_sar.check(link_step, data, pyg_sar.nn.VGAE(Encoder()))
+
+
+def test_integers_that_were_explained(tmp_path: Any) -> None:
+    data = link_graph()
+    data.codes = torch.arange(12)
+    with pytest.raises(ValueError, match="may hold ids"):
+        pyg_sar.partition(data, 1, tmp_path / "parts")
+    pyg_sar.partition(data, 1, tmp_path / "parts", levels={"codes": "graph"})
+    pyg_sar.check(link_step, pyg_sar.load(tmp_path / "parts"), pyg_sar.nn.VGAE(Encoder()))
+
+
 class Tables(torch.nn.Module):
     """Learns features of nodes."""
 

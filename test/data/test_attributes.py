@@ -214,6 +214,17 @@ def test_a_batch(tmp_path):
     assert all(shard.graph_attrs["idx"].tolist() == [7, 4] for shard in shards)
     assert all(shard.graph_attrs["y"].tolist() == [0, 3] for shard in shards)
     assert shards[0].node_attrs["batch"].equal(data.batch[shards[0].topology.src_id])
+    del data.ptr
+    data.root_index = torch.tensor([1, 6])  # of which PyG has made numbers of nodes
+    with pytest.warns(UserWarning, match="'root_index' is taken for ids of nodes"):
+        shards = parts(data, tmp_path / "roots")
+    ids = [shard.topology.src_id for shard in shards]
+    assert [ids[k][shard.graph_attrs["root_index"]].tolist() for k, shard in enumerate(shards)] in (
+        [[1], [6]],
+        [[6], [1]],
+        [[1, 6], []],
+        [[], [1, 6]],
+    )
 
 
 # Counts of the whole graph

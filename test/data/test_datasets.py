@@ -315,6 +315,27 @@ def test_karate_club_needs_no_root():
     assert data.num_nodes == 34 and data.num_classes == 4
 
 
+@pytest.mark.parametrize("name", ["test_mask", "mask_val", "val_idx", "split_edge"])
+def test_a_split_without_training_nodes_stays(monkeypatch, capsys, data, name):
+    """Random training nodes would be among those of the test."""
+    del data.train_mask
+    data[name] = torch.tensor([0, 1]) if "mask" not in name else torch.arange(data.num_nodes) < 2
+    monkeypatch.setattr(torch_geometric.datasets, "Mock", made_up(data), raising=False)
+    found = dataset("Mock")
+    assert f"Mock has {name}, but no training nodes: no split is made" in capsys.readouterr().err
+    assert "train_mask" not in found and found[name].equal(data[name])
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0.5, 1.5]), torch.tensor([1, 2]).int(), torch.rand(2, 4)])
+def test_labels_of_lists_have_their_type(monkeypatch, data, labels):
+    del data.train_mask, data.y
+    data.train_idx, data.train_y = torch.tensor([3, 1]), labels
+    monkeypatch.setattr(torch_geometric.datasets, "Mock", made_up(data), raising=False)
+    y = dataset("Mock").y
+    assert y[[3, 1]].equal(labels if labels.is_floating_point() else labels.long())
+    assert y.shape == (data.num_nodes, *labels.shape[1:]) and bool((y[[0, 2]] == -1).all())
+
+
 def test_missing_masks_are_made_and_said(monkeypatch, capsys, data):
     del data.train_mask
     data.num_classes = None

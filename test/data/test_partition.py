@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from support.sample_graphs import GRAPHS, graph, put_together, random_edges, read_part
-from torch_geometric import EdgeIndex
+from torch_geometric import EdgeIndex, transforms
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.data import partition as module
@@ -478,9 +478,34 @@ def test_prepare_makes_no_feature_infinite(x):
     message = r"'x' reach 1e\+06, but torch\.float16 ends at 6\.55e\+04: .*Scale them.*such as bfloat16"
     with pytest.raises(ValueError, match=message):
         prepare(data, features=torch.float16)
-    assert prepare(data, features=torch.bfloat16).x.isfinite().all()
+    if x.is_floating_point():
+        assert prepare(data, features=torch.bfloat16).x.isfinite().all()
+    else:
+        with pytest.warns(UserWarning, match=r"are integers up to 1000000, some of which torch\.bfloat16 rounds"):
+            assert prepare(data, features=torch.bfloat16).x.isfinite().all()
+        assert prepare(data, features=torch.float32).x.equal(data.x.float())
     data.x = torch.full((60, 2), float("inf"))  # which they were before
     assert prepare(data, features=torch.float16).x.isinf().all()
+
+
+def test_prepare_adds_up_what_edges_have():
+    data = random_data()
+    data.edge_index = torch.cat([data.edge_index, data.edge_index.flip(0)], 1)
+    data = Data(edge_index=data.edge_index, edge_weight=torch.ones(data.num_edges), num_nodes=60)
+    with pytest.warns(UserWarning, match="whose edge_weight is a sum"):
+        assert int(prepare(data, to_undirected=True).edge_weight.sum()) == 2 * data.num_edges
+    data.edge_weight = data.edge_weight.bool()  # of an adjacency of zeros and ones
+    expected = transforms.GCNNorm()(Data(edge_index=data.edge_index, num_nodes=60)).edge_weight
+    assert prepare(data, gcn_norm=True).edge_weight.equal(expected)
+
+
+def test_numbers_and_assignments_of_other_libraries(tmp_path):
+    data = random_data()
+    part = (np.arange(60) % 2).tolist()
+    for k, given in enumerate((part, np.array(part), torch.tensor(part))):
+        partition(data, np.int64(2), tmp_path / str(k), method=given, order="id", seed=np.int64(0))
+        (rows,) = store.read_part(tmp_path / str(k), 0).nodes.values()
+        assert rows.attrs["n_id"].equal(torch.arange(0, 60, 2))
 
 
 @pytest.mark.parametrize("hetero", [False, True])
@@ -488,7 +513,9 @@ def test_prepare_split(hetero):
     data = HeteroData() if hetero else random_data()
     store = data["paper"] if hetero else data
     store.train_mask, store.test_mask = torch.rand(60, 3) < 0.5, torch.ones(60, dtype=torch.bool)
+    store.attention_mask = torch.rand(60, 5)  # no mask of splits
     kept = prepare(data, split=2)
+    assert (kept["paper"] if hetero else kept).attention_mask.equal(store.attention_mask)
     own = kept["paper"] if hetero else kept
     assert own.train_mask.equal(store.train_mask[:, 2]) and store.train_mask.dim() == 2
     assert own.test_mask.equal(store.test_mask)

@@ -65,9 +65,11 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             return run(*args, **kwargs)
         together(args, kwargs)
         check_edges(self, args, kwargs)
+        if self._compiled_call_impl is not None and next(sharded(args, kwargs), None) is not None:
+            return self._call_impl(*args, **kwargs)  # of 'layer.compile()', too
         return super().__call__(*args, **kwargs)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="layers run as they are on a sharded graph, without 'fullgraph=True'")
     def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer as it is."""
         return self(*args, **kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch_geometric.nn
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
 from pyg_sar.linear import linear
@@ -15,7 +16,9 @@ from pyg_sar.nn.replay.call import has_hooks
 
 def weight_and_bias(lin: Any) -> tuple[Tensor, Tensor | None] | None:
     """Return weight and bias of a linear layer that does nothing else, so that several can become one product."""
-    if type(lin) is not torch_geometric.nn.Linear or has_hooks(lin) or is_uninitialized_parameter(lin.weight):
+    if type(lin) is not torch_geometric.nn.Linear or is_uninitialized_parameter(lin.weight):
+        return None
+    if has_hooks(lin) or "forward" in lin.__dict__ or _has_any_global_hook():
         return None
     return lin.weight, lin.bias
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch_geometric.nn
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from pyg_sar.caller import running_modules
@@ -30,6 +31,9 @@ WEIGHTS = "return_attention_weights"
 @torch.compiler.disable
 def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None:
     """Run a layer by its own code, or by kernels that do the same; return None if it has to run one-shot."""
+    if forward_ad._current_level >= 0:
+        what = f"'{type(call.layer).__name__}' has no forward-mode derivatives on a sharded graph"
+        fail(edge_index._graph, what, "Take 'torch.autograd.grad', or an ordinary 'edge_index' in one process")
     if has_message_hooks(call.layer):
         note_one_shot(call.layer, "its messages have hooks")
         return None

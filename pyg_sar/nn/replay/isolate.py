@@ -100,11 +100,16 @@ def _footprint(layer: torch.nn.Module) -> list[Any]:
 class State:
     """What a layer and its submodules were like when they were called: attributes, modes, parameters and buffers.
 
-    Of lists and dictionaries it keeps what was in them, and nothing that would keep alive what was computed.
+    Of lists and dictionaries it keeps what was in them, and besides parameters nothing that would keep alive what was
+    computed.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        self.modules = [(m, {k: _copied(v) for k, v in m.__dict__.items() if _plain(v)}) for m in layer.modules()]
+        # Of parameters also those that were computed, as 'torch.func.functional_call' puts them there for a while.
+        self.modules = [
+            (m, {k: _copied(v) for k, v in m.__dict__.items() if k == "_parameters" or _plain(v)})
+            for m in layer.modules()
+        ]
 
     @contextmanager
     def restored(self) -> Iterator[None]:

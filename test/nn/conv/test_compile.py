@@ -105,6 +105,16 @@ def test_layers_that_are_not_converted():
     torch.testing.assert_close(out, model(x, edges()))
 
 
+@pytest.mark.parametrize("name", ["SAGEConv", "GATConv", "TAGConv"])
+def test_layers_that_compile_themselves(name):
+    layer, x = nn.convert(getattr(gnn, name)(8, 4)), torch.randn(NUM_NODES, 8)
+    expected = layer(x, edges())
+    torch._dynamo.reset()
+    layer.compile(backend="eager")
+    torch.testing.assert_close(layer(x, shard(edges(), NUM_NODES, 2)), expected)
+    torch.testing.assert_close(layer(x, edges()), expected)
+
+
 def test_a_compiled_layer_says_what_is_wrong():
     layer = torch.compile(nn.GCNConv(8, 4), backend="eager")
     with pytest.raises(ValueError, match="'GCNConv' got 'edge_weight'"):

@@ -216,6 +216,28 @@ def test_hooks_on_linear_layers_run():
     assert lazy(x, edges()).shape == (NUM_NODES, 4) and lazy.lin.weight.shape == (4, 8)
 
 
+@kernels
+@pytest.mark.parametrize("name", ["SAGEConv", "GCNConv", "GATConv", "GATv2Conv", "TransformerConv"])
+def test_other_code_of_linear_layers_runs(name):
+    """A 'forward' in place of a layer's own, as libraries put there, and hooks of all modules."""
+    ours, theirs = twins(name, 8, 4)
+    x = features(NUM_NODES, 8)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _, out: 2 * out if isinstance(module, torch_geometric.nn.Linear) else None
+    )
+    try:
+        close(ours(x, edges()), theirs(x, edges()), "hooks of all modules")
+    finally:
+        handle.remove()
+    before = ours(x, edges())
+    for conv in (ours, theirs):
+        for lin in (m for m in conv.modules() if isinstance(m, torch_geometric.nn.Linear)):
+            lin.forward = lambda x, forward=lin.forward: 3 * forward(x)
+    out = ours(x, edges())
+    close(out, theirs(x, edges()), "another forward")
+    assert not torch.allclose(out, before)
+
+
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize(("at_once", "ahead"), [(10**9, module.CALLS), (1, 1)])
 def test_when_a_graph_pays_on_a_gpu(monkeypatch, at_once, ahead, captures):

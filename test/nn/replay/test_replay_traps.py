@@ -470,6 +470,33 @@ def test_a_first_call_touches_no_hook(aggr):
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["EdgeConv", "NNConv"])
+def test_parameters_that_were_computed(name, frozen):
+    """As 'torch.func.functional_call' gives them to a layer for one call, in another way than the first time."""
+    if name == "EdgeConv":
+        it, more = convert(gnn.EdgeConv(torch.nn.Linear(8, 3))).double(), ()
+    else:
+        it, more = convert(gnn.NNConv(4, 3, torch.nn.Linear(1, 12))).double(), (weights().view(-1, 1),)
+    graph = pyg_sar.shard(edges(), NUM_NODES, 3)
+    it(rows(), graph, *more).sum().backward()
+    it.requires_grad_(not frozen)
+    results = []
+    for edge_index in (edges(), graph):
+        x, z = rows(), torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+        given = {key: p * z for key, p in it.named_parameters()}
+        out = torch.func.functional_call(it, given, (x, edge_index, *more))
+        results.append([out, *torch.autograd.grad(out.sin().sum(), [x, z])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_forward_mode_derivatives_are_refused():
+    it, graph = convert(gnn.EdgeConv(torch.nn.Linear(8, 3))).double(), pyg_sar.shard(edges(), NUM_NODES, 3)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode deriv"):
+        it(rows(), graph)
+
+
 class Rare(gnn.MessagePassing):
     """A parameter that few messages read, and another one that makes some of them wider."""
 
