@@ -46,6 +46,7 @@ LOOPS = (
     "It adds self-loops up to the largest number of a node. Add them before 'partition' (T.AddRemainingSelfLoops), and "
     "make the layer with 'add_self_loops=False'"
 )
+TABLES = ("LINKX", "LightGCN")  # models which 'convert' cannot give the tables that they need
 # Functions of PyG that need nothing but the number of nodes.
 COUNTED = ("add_remaining_self_loops", "add_self_loops", "degree", "get_laplacian")
 SPOKEN = {"__eq__": "==", "__getitem__": "indexing", "__ne__": "!=", "__reduce_ex__": "copying or saving",
@@ -59,6 +60,8 @@ def fail(graph: ShardedGraph, what: str, advice: str = INSTEAD["nn"]) -> NoRetur
 
 def for_layer(name: str) -> str:
     """Return what to do instead of a class of PyG, or a function, by its name."""
+    if name in TABLES:
+        return f"Take 'pyg_sar.nn.{name}(data, ...)', of whose weights for each node a worker has those of its own"
     return INSTEAD["nn"] if hasattr(sys.modules.get("pyg_sar.nn"), name) else NO_SUCH
 
 

@@ -209,7 +209,9 @@ def scalars(folder: Path) -> Series:
             raise ValueError(f"'{file}' is not a file, expected one of events. Move it elsewhere.")
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    # Of a step that was made again, by a run that went on from a checkpoint, what was told last.
+    found = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    return {tag: sorted(points.items()) for tag, points in found.items()}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -35,6 +35,17 @@ def test_ranges_of_a_profile(capsys):
     assert [e.name for e in seen.events() if e.name.startswith("step")][:2] == ["step 2", "step 3"]
 
 
+def test_steps_that_were_made_again_count_once(tmp_path):
+    for steps in (range(1, 6), range(4, 9)):  # it went on from a checkpoint of step 3
+        log = pyg_sar.RunLog(tmp_path)
+        for step in steps:
+            log(Epoch=step, Loss=10.0 * len(steps) * step + steps[0])
+        log.writer.close()
+    told = scalars(tmp_path / "rank-0")["values/Loss"]
+    assert [step for step, _ in told] == [*range(1, 9)]
+    assert [value % 10 for _, value in told] == [1, 1, 1, 4, 4, 4, 4, 4]
+
+
 def test_words_are_no_scalars(tmp_path):
     log = pyg_sar.RunLog(tmp_path)
     log(Epoch=3, Loss=torch.tensor([0.5]), Name="gat", Val=None, Done=True, Test=np.float32(0.25))

@@ -37,7 +37,7 @@ from pyg_sar.nn.norm.mean_subtraction_norm import MeanSubtractionNorm
 from pyg_sar.nn.norm.pair_norm import PairNorm
 from pyg_sar.nn.pool.readout import Readout
 from pyg_sar.nn.replay.choose import STRATEGIES
-from pyg_sar.refusals import NO_SUCH
+from pyg_sar.refusals import NO_SUCH, TABLES, for_layer
 from pyg_sar.whole_graph import reason
 
 OURS = (
@@ -154,6 +154,8 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
 
 def instead_of(layer: torch.nn.Module) -> str:
     """Return what to do instead of a layer that is refused: it may be of a subclass of what has a form."""
+    if type(layer).__name__ in TABLES:
+        return for_layer(type(layer).__name__)
     form = next((FORMS[base] for base in type(layer).__mro__ if base in FORMS), None)
     return NO_SUCH if form is None else f"Leave it out, or take 'pyg_sar.nn.{form.__name__}'"
 

@@ -9,19 +9,10 @@ from torch.nn.parameter import is_lazy
 
 from pyg_sar.distributed.group import is_local, rank_of
 from pyg_sar.watch import current, is_allowed
-from pyg_sar.watch.kinds import Call
 
 # Copies and pickles are ordinary integers; of what torch.load reads with 'weights_only', it must call this.
 torch.serialization.add_safe_globals([int])
 
-DRAWS = (
-    "draws among the numbers of this worker's nodes alone. Ids of all nodes are below 'data.total_nodes'; draw them "
-    "alike on all workers, for 'pyg_sar.shard_links'"
-)
-FEATURES = (
-    "gives nodes features by where they stand among those of this worker: one of each worker gets the same. Make them "
-    "before 'partition', or take 'pyg_sar.nn.NodeEmbedding(data, channels)'"
-)
 DIVISOR = "divides by the number of this worker's nodes. That of all workers is 'data.total_nodes'"
 
 
@@ -61,12 +52,3 @@ def refuse_tables(*modules: Any) -> None:
                     f"'pyg_sar.nn.NodeEmbedding(data, channels)' for a row for each node, or 'data.total_nodes' and "
                     f"read its rows by 'data.n_id'; if it only keeps this number, 'int(data.num_nodes)'."
                 )
-
-
-def taken_for_all(call: Call) -> str:
-    """Return what is wrong with a call that takes the number of this worker's nodes for that of all, if it does."""
-    given = dict(enumerate(call.args)) | call.kwargs
-    high = given.get("high", given.get(1) if isinstance(given.get(1), int) else given.get(0))
-    if call.name == "randint" and isinstance(high, Count):
-        return DRAWS
-    return FEATURES if call.name == "eye" and isinstance(given.get("n", given.get(0)), Count) else ""

@@ -21,7 +21,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.operations import shares
 from pyg_sar.structure import tensors
 from pyg_sar.watch import LOSS, ROWS, SAME, current, install, is_allowed, is_alone, resting, rules
-from pyg_sar.watch.counts import DIVISOR, Count, taken_for_all
+from pyg_sar.watch.counts import DIVISOR, Count
 from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, LocalUse
 from pyg_sar.watch.origins import Known, Origins
 from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, LINKS, REPLICATED, SUM_UP, WIDTH
@@ -192,7 +192,7 @@ class Watch(TorchFunctionMode):
             self.warn(name, POSITION)
         elif isinstance(rules.divisor(call), Count):
             self.warn(name, DIVISOR)
-        elif why := taken_for_all(call):
+        elif why := rules.taken_for_all(call):
             self.warn(name, why)
         elif (
             name == "embedding"

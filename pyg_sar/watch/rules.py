@@ -18,6 +18,7 @@ from torch import Tensor
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.structure import tensors
 from pyg_sar.watch import LOSS, ROWS, SAME
+from pyg_sar.watch.counts import Count
 from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, LocalUse
 
 BEFORE = "Do it before 'pyg_sar.partition', with the whole graph at hand"
@@ -39,6 +40,15 @@ LINKS = (
 REPLICATED = (
     "Wrap it in 'pyg_sar.replicated(...)': what does not depend on nodes, or does so through a sum of all alone, as "
     "'pyg_sar.replicated(pyg_sar.global_sum(losses.sum()))', also of squares of a table of nodes"
+)
+
+DRAWS = (
+    "draws among the numbers of this worker's nodes alone. Ids of all nodes are below 'data.total_nodes'; draw them "
+    "alike on all workers, for 'pyg_sar.shard_links'"
+)
+FEATURES = (
+    "gives nodes features by where they stand among those of this worker: one of each worker gets the same. Make them "
+    "before 'partition', or take 'pyg_sar.nn.NodeEmbedding(data, channels)'"
 )
 
 OVER = "over nodes or edges, of which this worker holds a share: the others would get other results"
@@ -497,6 +507,15 @@ RULE = {name: rule for rule, found in RULES.items() for name in found}
 def divisor(call: Call) -> Any:
     """Return by what a call divides, if it does."""
     return call.arg(DIVIDES[call.name], "other") if call.name in DIVIDES else None
+
+
+def taken_for_all(call: Call) -> str:
+    """Return what is wrong with a call that takes the number of this worker's nodes for that of all, if it does."""
+    given = dict(enumerate(call.args)) | call.kwargs
+    high = given.get("high", given.get(1) if isinstance(given.get(1), int) else given.get(0))
+    if call.name == "randint" and isinstance(high, Count):
+        return DRAWS
+    return FEATURES if call.name == "eye" and isinstance(given.get("n", given.get(0)), Count) else ""
 
 
 def of_share(call: Call) -> Kind | None:
