@@ -35,7 +35,8 @@ class Sample:
         self.whole = copy.copy(data)
         # By type, which is None if there is but one.
         self.first = {store._key: self.nodes(store, k, tables) for k, store in enumerate(data.node_stores)}
-        self.listed = self.lists(data)
+        self.lists = list(self.find_lists(data))
+        self.listed = {n: min(n, LISTED) for _, _, n in self.lists}  # the lengths that lists get
         for store, given in zip(self.whole.stores, data.stores, strict=True):
             for key in set(store.keys()) - dict(attributes(store)).keys():
                 del store[key]
@@ -89,14 +90,12 @@ class Sample:
             edges[:, -1:] = edges[:, -2:-1]
         return edges
 
-    def lists(self, data: Any) -> dict[int, int]:
-        """Return the lengths of lists of node ids, and of what belongs to their entries, and those that they get."""
-        self.stems: list[tuple[Any, set[str], int]] = []  # of the lists of a type, by their words, and their lengths
+    def find_lists(self, data: Any) -> Iterator[tuple[Any, set[str], int]]:
+        """Yield of each list of ids the type, the words that names of what belongs to its entries have, the length."""
         for store in data.stores:
-            values = [leaf for key, value in attributes(store) for leaf in leaves((key,), value)]
-            lists = [(path, value) for path, value in values if meaning(store, path, value)[0] in LISTS]
-            self.stems += [(store._key, stem_of(path), value.size(-1)) for path, value in lists]
-        return {n: min(n, LISTED) for _, _, n in self.stems}
+            for path, ids in (leaf for key, value in attributes(store) for leaf in leaves((key,), value)):
+                if meaning(store, path, ids)[0] in LISTS:
+                    yield store._key, stem_of(path), ids.size(-1)
 
     def is_listed(self, given: Any, path: tuple[str, ...], value: Tensor) -> bool:
         """Whether a tensor belongs to a list, as ``edge_label`` to ``edge_label_index``, also if it is as long as there
@@ -104,7 +103,7 @@ class Sample:
         """
         if not value.dim() or "mask" in path[0].split("_"):
             return False
-        lists = (stem for key, stem, n in self.stems if key == given._key and value.size(0) in (n, self.listed[n]))
+        lists = (stem for key, stem, n in self.lists if key == given._key and value.size(0) in (n, self.listed[n]))
         return any(stem and stem <= stem_of(path) for stem in lists)
 
     def fill(self, store: Any, given: Any, first: dict[str, Tensor]) -> None:

@@ -55,8 +55,8 @@ def dataset(name: str, root: str | os.PathLike[str] = "data") -> Data | HeteroDa
 
     Labels given for lists of nodes (``Entities``) are there as ``y``, -1 where unlabelled, and masks, too. A graph with
     labels and no attribute that is named as one of a split gets a random one, 60/20/20, the same every time, and a note
-    says so. ``num_classes`` and
-    ``num_relations`` are set where labels and edge types tell them. A ``HeteroData`` is returned as it is.
+    says so. ``num_classes`` and ``num_relations`` are set where labels and edge types tell them. A ``HeteroData`` is
+    returned as it is.
 
     Args:
         name (str): What to load.
@@ -343,7 +343,9 @@ def _complete(data: Data, name: str) -> Data:
             index, labels = data.get(f"{split}_idx"), data.get(f"{split}_y")
             if index is not None:
                 data[f"{split}_mask"] = index_to_mask(index, data.num_nodes)
-                y[index] = y[index] if labels is None else labels.to(y.dtype)
+                if labels is not None and not labels.is_floating_point():
+                    labels = labels.to(y.dtype)
+                y[index] = y[index] if labels is None else labels
         data.y = y
     if _labelled(data) and not tells_training(data._store):
         if told := [key for key in data.keys() if names_split(key)]:  # noqa: SIM118

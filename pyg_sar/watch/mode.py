@@ -88,7 +88,8 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let a function run, and look at what it was given and what it returned."""
-        if torch.compiler.is_compiling() or self.aside or self.over:
+        nothing = self.alone and not self.sizes  # of which the order of rows is another one
+        if torch.compiler.is_compiling() or self.aside or self.over or nothing:
             return func(*args, **(kwargs or {}))
         self.calls += 1
         self.over = self.calls > CALLS

@@ -124,9 +124,9 @@ class NodeEmbedding(torch.nn.Module):
             fill(rows, torch.Generator().manual_seed(0))
         if not torch.equal(few, more[:16]):
             raise ValueError(
-                f"[rank {rank_of(self.group)}] Expected 'fill' to draw rows alike however many it is given: a table of "
-                f"{self.num_nodes} nodes is drawn in pieces, and 'torch.nn.init.xavier_uniform_' and others choose a "
-                f"bound by the number of rows. Compute it from 'num_nodes' and 'embedding_dim' of the table."
+                f"[rank {rank_of(self.group)}] Expected 'fill' to draw rows by its generator, alike however many: a "
+                f"table of {self.num_nodes} nodes is drawn in pieces, and 'torch.nn.init.xavier_uniform_' and others "
+                f"choose a bound by the number of rows. Compute it from 'num_nodes' and 'embedding_dim' of the table."
             )
 
     def forward(self, rows: Tensor | None = None) -> Tensor:

@@ -66,7 +66,7 @@ def test_what_is_drawn_by_the_number_of_rows():
         table.draw(draw)
         assert torch.allclose(table.weight, expected, rtol=1e-6)
     with mock.patch.object(node_embedding, "CHUNK", 40):
-        with pytest.raises(ValueError, match=r"^\[rank 0\] Expected 'fill' to draw rows alike"):
+        with pytest.raises(ValueError, match=r"^\[rank 0\] Expected 'fill' to draw rows by its generator, alike"):
             table.draw(xavier)
         torch.manual_seed(0)
         table.draw(bounded)
