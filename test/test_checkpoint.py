@@ -243,7 +243,9 @@ def test_damaged_files(tmp_path, file):
     content = bytearray((it / file).read_bytes())
     content[len(content) // 2] ^= 1
     (it / file).write_bytes(content)
-    with pytest.raises(RuntimeError, match=r"Could not read '.*checkpoint-000001'.* to go on from"):
+    with pytest.raises(
+        RuntimeError, match=r"Could not read '.*checkpoint-000001'.*Remove '.*checkpoint-000001' to go on from"
+    ):
         pyg_sar.load_checkpoint(tmp_path, model=model)
 
 
@@ -257,14 +259,16 @@ def test_what_is_damaged_is_never_passed_over(tmp_path, change):
     file, expected = it / "checkpoint.json", "Could not read '.*checkpoint-000002'"
     if change == "epoch":
         file.write_text(file.read_text().replace('"epoch": 3', '"epoch": 7'))
-        expected += ".*is damaged: its checksum is not that.*to go on from the checkpoint before"
+        expected += ".*is damaged: its checksum is not that.*Remove '.*checkpoint-000002' to go on from"
     elif change == "removed":
         file.unlink()
-        expected += ".*checkpoint.json' is missing.*All workers must see its folder"
+        expected += (
+            ".*checkpoint.json' is missing.*All workers must see its folder.*to go on from the checkpoint before"
+        )
     elif change == "pipe":
         (it / "rank-0000.safetensors").unlink()
         os.mkfifo(it / "rank-0000.safetensors")
-        expected += ".*rank-0000.safetensors' is missing, or is no file"
+        expected += ".*rank-0000.safetensors' is missing, or is no file.*to go on from the checkpoint before"
     elif change == "no folder":
         tmp_path = file
         expected = "Could not look for checkpoints in '.*checkpoint.json'. rank 0: NotADirectoryError"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.data.attributes import full_name, integers, leaves, meaning, stem_of
+from pyg_sar.data.attributes import belongs, full_name, integers, leaves, meaning, stem_of
 from pyg_sar.edge_index import ShardedEdgeIndex
 
 NODES, EDGES, LISTED = 40, 200, 31  # of the first type; ids in a list of them
@@ -101,10 +101,10 @@ class Sample:
         """Whether a tensor belongs to a list, as ``edge_label`` to ``edge_label_index``, also if it is as long as there
         are nodes or edges, see :mod:`pyg_sar.data.attributes`.
         """
-        if not value.dim() or "mask" in path[0].split("_"):
+        if not value.dim():
             return False
         lists = (stem for key, stem, n in self.lists if key == given._key and value.size(0) in (n, self.listed[n]))
-        return any(stem and stem <= stem_of(path) for stem in lists)
+        return any(belongs(path, stem) for stem in lists)
 
     def fill(self, store: Any, given: Any, first: dict[str, Tensor]) -> None:
         """Set the attributes of a type, given which nodes and edges of it are on the first worker."""

@@ -119,8 +119,14 @@ def names_split(key: str) -> bool:
 
 
 def stem_of(path: Path) -> set[str]:
-    """Return the words of a name but those that say that it holds ids: what belongs to these has all of them."""
+    """Return the words of the name of a list, but those that say that it holds ids."""
     return _words(path) - IDS
+
+
+def belongs(path: Path, stem: set[str]) -> bool:
+    """Return whether an attribute is what the entries of a list have, by its name: all words of the list's stem."""
+    words = _words(path)
+    return len(stem) > 0 and stem <= words and "mask" not in words
 
 
 def in_any(mask: Tensor) -> Tensor:
@@ -354,10 +360,10 @@ class _Sorter:
 
     def beside(self, path: Path, value: Any, lists: dict[Path, Attribute]) -> Attribute | None:
         """Return what has an entry for each id of a list: ``train_y`` for ``train_idx``, ``y`` for ``y_index``."""
-        if not isinstance(value, Tensor) or not value.dim() or "mask" in _words(path):
+        if not isinstance(value, Tensor) or not value.dim():
             return None
         stems = {other: stem_of(other) for other, found in lists.items() if len(value) in _shape(found.value)}
-        fits = [other for other, stem in stems.items() if stem and stem <= _words(path)]
+        fits = [other for other, stem in stems.items() if belongs(path, stem)]
         if not fits or lists[(best := max(fits, key=lambda other: len(stems[other])))].level != "graph":
             return None
         return Attribute(value, lists[best].rows, ids=lists[best].ids)

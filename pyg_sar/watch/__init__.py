@@ -40,9 +40,9 @@ def current() -> Any:
     return getattr(_here, "watch", None)
 
 
-def install(watch: Any, resting: Any = None) -> None:
-    """Have a mode watch this thread, or none, beside one that has seen enough."""
-    _here.watch, _here.resting = watch, resting
+def install(watch: Any, before: Any = None) -> None:
+    """Have a mode watch this thread, or none, and know the one ``before``, which has seen enough."""
+    _here.watch, _here.resting = watch, before
 
 
 def resting() -> Any:

@@ -79,7 +79,6 @@ class Watch(TorchFunctionMode):
         self.losses: list[Tensor] = []  # those that were differentiated since the last step
         self.calls = self.aside = 0
         self.steps: WeakIdKeyDictionary = WeakIdKeyDictionary()  # how often gradients of parameters were summed
-        self.known: set[int] = set()  # the numbers by which these are known when the watch is over
         self.over = self.ordered = False
         self.warned: set[str] = set()
         self.sizes: set[int] = set()  # numbers of nodes and edges
@@ -232,8 +231,7 @@ class Watch(TorchFunctionMode):
 
     def refuse(self, local: LocalUse) -> None:
         """Raise, unless this is meant, or done by code that knows what it does."""
-        at = Path()
-        if self.alone or is_allowed() or at.known:
+        if self.alone or is_allowed() or (at := Path()).known:
             return
         advice = local.advice
         if at.through("torch_geometric.transforms"):
@@ -251,8 +249,7 @@ class Watch(TorchFunctionMode):
 
     def refuse_ids(self, local: LocalUse) -> None:
         """Raise where rows are chosen by ids, also by the messages of a layer."""
-        at = Path()
-        if not (is_allowed() or at.is_ours):
+        if not (is_allowed() or (at := Path()).is_ours):
             raise NotImplementedError(self.told(local, local.advice, at)) from None
 
     def refuse_pairs(self, pairs: Tensor, *values: Any) -> None:
@@ -268,15 +265,10 @@ class Watch(TorchFunctionMode):
 
     def warn(self, name: str, why: str) -> None:
         """Say once that what a script does itself is about this worker's rows."""
+        if (self.alone and why != POSITION) or why in self.warned or is_allowed():
+            return
         at = Path()
-        if (
-            (self.alone and why != POSITION)
-            or why in self.warned
-            or is_allowed()
-            or at.known
-            or at.entry != "this"
-            or at.through("torch.utils.data")
-        ):
+        if at.known or at.entry != "this" or at.through("torch.utils.data"):
             return
         self.warned.add(why)
         text = f"[rank {rank_of()}] '{name}' {why}. {MEANT}. This is said once."
@@ -334,7 +326,7 @@ class Watch(TorchFunctionMode):
         What was not seen meanwhile may have changed everything but which tensors have rows.
         """
         self.leave()  # if it could not before
-        if all(id(p) in self.known for p in parameters):
+        if all(p in self.steps for p in parameters):
             return 0, 0.0
         for tensor, kind in list(self.kinds.items()):
             if kind.what not in (ROWS, ENDS, IDS):
@@ -368,7 +360,7 @@ class Watch(TorchFunctionMode):
 
     def leave(self) -> None:
         """Leave the stack of modes, wherever others stand above."""
-        self.over, self.known = True, set(map(id, self.steps))
+        self.over = True
         if not any(mode is self for mode in _get_current_function_mode_stack()):
             return  # within a function that it called; the next one of this package will try again
         above = []

@@ -511,11 +511,13 @@ def divisor(call: Call) -> Any:
 
 def taken_for_all(call: Call) -> str:
     """Return what is wrong with a call that takes the number of this worker's nodes for that of all, if it does."""
+    if call.name not in ("randint", "eye"):
+        return ""
     given = dict(enumerate(call.args)) | call.kwargs
+    if call.name == "eye":
+        return FEATURES if isinstance(given.get("n", given.get(0)), Count) else ""
     high = given.get("high", given.get(1) if isinstance(given.get(1), int) else given.get(0))
-    if call.name == "randint" and isinstance(high, Count):
-        return DRAWS
-    return FEATURES if call.name == "eye" and isinstance(given.get("n", given.get(0)), Count) else ""
+    return DRAWS if isinstance(high, Count) else ""
 
 
 def of_share(call: Call) -> Kind | None:

@@ -590,7 +590,9 @@ def check_refused(group: Any, case: Case, name: str, method: str, device: str = 
         return [] if case.says in str(error) else [str(error)]
     except NotImplementedError as error:
         rank = "" if isinstance(layer, str) else f"[rank {dist.get_rank(group)}]"
-        way_out = "'pyg_sar.nn" if "add_self_loops" not in case.says else "before 'partition'"
+        way_out = "'pyg_sar.nn'" if "add_self_loops" not in case.says else "before 'partition'"
+        if name in ("LINKX", "LightGCN"):  # which need the data
+            way_out = f"Take 'pyg_sar.nn.{name}(data, ...)'"
         texts = (case.says, way_out, rank)
         return [f"expected {text!r} in {str(error)!r}" for text in texts if text not in str(error)]
     return ["it ran"]

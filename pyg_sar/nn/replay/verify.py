@@ -38,10 +38,10 @@ def difference(strategy: Strategy, problem: Problem) -> str:
     """
     while (found := compared(strategy, problem)) is None:
         problem = problem.positive()
-    aside = {id(p) for p in strategy.program.unused}
-    read = [*(p for p in problem.layer.parameters() if id(p) not in aside), *problem.layer.buffers()]
     if found:
         return found
+    aside = {id(p) for p in strategy.program.unused}
+    read = [*(p for p in problem.layer.parameters() if id(p) not in aside), *problem.layer.buffers()]
     alike, other = any(t.is_floating_point() and bool((t == t.flatten()[:1]).all()) for t in read), problem.shuffled()
     if alike or other is not problem:
         with other_parameters(problem), suppress(Exception):  # which its code may not be made for
