@@ -33,21 +33,23 @@ from pyg_sar.nn.replay.runner import Reductions, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
 from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable, ReadsRows
 from pyg_sar.nn.replay.verify import FEW, passing
-from pyg_sar.pieces import is_one_piece
 
 STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of every layer, by the kind of call
 CHUNKS_CANNOT = {"edge_index", "edge_index_i", "edge_index_j"}  # tell messages which nodes they are about
 
 
-def choose(call: Call, graph: ShardedGraph, size: Any) -> Strategy:
-    """Return the strategy of a call; all workers infer it together, once for arguments of a kind."""
+def choose(call: Call, graph: ShardedGraph, size: Any, own_code: bool = False) -> Strategy:
+    """Return the strategy of a call; all workers infer it together, once for arguments of a kind. With ``own_code`` the
+    layer's own code runs in its place, if that is allowed.
+    """
     inferred = STRATEGIES.setdefault(call.layer, {})
     counts = graph.bipartite and size is not None  # perhaps as many destinations as have edges here
     kind = (counts, *kind_of(call, graph))
     if counts:
         inferred.setdefault(kind, Strategy("one-shot", "it counts the nodes of two sets"))
     strategy = inferred.get(kind)
-    if strategy is None or not strategy.fits(call, graph) or not still_valid(strategy, call, graph):
+    trusted = own_code and strategy is not None and strategy.allows_own_code
+    if strategy is None or not strategy.fits(call, graph) or not (trusted or still_valid(strategy, call, graph)):
         edge, const = rows_of_edges(call, graph)
         with closing(candidates(call, graph, edge)) as found:
             strategy = inferred[kind] = agree(found, graph.exchange.all_reduce_max)
@@ -58,13 +60,13 @@ def choose(call: Call, graph: ShardedGraph, size: Any) -> Strategy:
 def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
     """Whether a layer would still do what a kernel does in its place, or has sums that are linear in a softmax.
 
-    Its code may depend on anything that changed meanwhile, of which no version number tells. So such a layer, unless
-    all edges are one piece, is probed at every call: its ``propagate`` runs once or twice on the 23 edges of the probe
-    graph, which takes 1 to 3 ms on a CPU, however large the graph is. What counts are operations and not numbers, by
-    which workers might differ. Other strategies notice by themselves what they cannot do. The layers of
-    :mod:`pyg_sar.nn` need no probe.
+    Its code may depend on anything that changed meanwhile, of which no version number tells. So such a layer is probed
+    at every call: its ``propagate`` runs once or twice on the 23 edges of the probe graph, which takes 1 to 3 ms on a
+    CPU, however large the graph is. What counts are operations and not numbers, by which workers might differ. Other
+    strategies run the layer's code as it is now, and notice where it mixes edges. The layers of :mod:`pyg_sar.nn` need
+    no probe.
     """
-    if strategy.name not in ("kernel", "softmax") or is_one_piece(graph):
+    if strategy.name not in ("kernel", "softmax"):
         return True
     try:
         with isolated(call.layer, graph.device):

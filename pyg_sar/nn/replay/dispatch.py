@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 import torch_geometric.nn
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
+from pyg_sar.aggregate import refuse_transforms
 from pyg_sar.caller import running_modules
 from pyg_sar.distributed.reverse import reverse
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -31,9 +31,7 @@ WEIGHTS = "return_attention_weights"
 @torch.compiler.disable
 def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None:
     """Run a layer by its own code, or by kernels that do the same; return None if it has to run one-shot."""
-    if forward_ad._current_level >= 0:
-        what = f"'{type(call.layer).__name__}' has no forward-mode derivatives on a sharded graph"
-        fail(edge_index._graph, what, "Take 'torch.autograd.grad', or an ordinary 'edge_index' in one process")
+    refuse_transforms(edge_index._graph, f"layer '{type(call.layer).__name__}'")
     if has_message_hooks(call.layer):
         note_one_shot(call.layer, "its messages have hooks")
         return None
@@ -91,7 +89,8 @@ def along_edges(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, s
     for name in () if others else call.lifted & call.kwargs.keys():
         if isinstance(call.kwargs[name], PAIR) or f"{name}_j" not in call.asked:
             check_destinations(call.layer, name, call.kwargs[name], edge_index)
-    strategy, name = choose(call, graph, size), type(call.layer).__name__
+    own_code = edge_index.kind == EDGES and not call.backwards and is_one_piece(graph)
+    strategy, name = choose(call, graph, size, own_code), type(call.layer).__name__
     if strategy.name == "one-shot":
         return None
     if strategy.name == "refused":
@@ -99,9 +98,6 @@ def along_edges(call: Call, edge_index: ShardedEdgeIndex, graph: ShardedGraph, s
     if not edge_index.streams and (strategy.ordered or strategy.name == "padded"):
         fail(edge_index._graph, f"'{name}' needs all edges in their order, but some were added or left out since they "
              f"were loaded: do so before 'partition'")  # fmt: skip
-    # What is dropped depends on ids of edges, which PyG's code does not know; and its quantiles, which run in chunks,
-    # fail if the first node has no in-edges.
-    as_it_is = edge_index.kind == EDGES and not call.backwards and not strategy.program.drops
-    if as_it_is and is_one_piece(graph) and strategy.name != "chunks":
+    if own_code and strategy.allows_own_code:
         return call.run(graph.derived("coo", graph.coo), size, call.kwargs)
     return strategy.run(call, graph)

@@ -234,15 +234,17 @@ class Probe:
             return None
         x, weights = self.x, [e for e in self.rows.edge if e.numel() == EDGES]
         nodes_first = layer.node_dim % inputs.src[0].dim() == 0
-        for node in (m.grad_fn for m in self.messages):
-            if is_rows(node, x):
-                return False
-            if node is None or node.name() != "MulBackward0" or not nodes_first or aggr not in ("sum", "mean"):
-                continue
-            one, other = (function for function, _ in node.next_functions)
-            for rows, weight in ((one, other), (other, one)):
-                if len(inputs.edge) == 1 and weights and is_rows(rows, x) and is_view(weight, weights[0]):
-                    return True
+        made = [m.grad_fn for m in self.messages if m.grad_fn is not None]  # a mean counts messages, too
+        if len(made) != 1:
+            return None
+        if is_rows(made[0], x):
+            return False
+        if made[0].name() != "MulBackward0" or not nodes_first or aggr not in ("sum", "mean"):
+            return None
+        one, other = (function for function, _ in made[0].next_functions)
+        for rows, weight in ((one, other), (other, one)):
+            if len(inputs.edge) == 1 and weights and is_rows(rows, x) and is_view(weight, weights[0]):
+                return True
         return None
 
     @torch.no_grad()

@@ -55,6 +55,13 @@ class Strategy:
             "refused": f"refused ({self.why})",
         }[self.name]
 
+    @property
+    def allows_own_code(self) -> bool:
+        """Whether the layer's own code may run instead where all edges are one piece: what is dropped depends on ids of
+        edges, which it does not know, and its quantiles, which run in chunks, fail if the first node has no in-edges.
+        """
+        return not self.program.drops and self.name != "chunks"
+
     def run(self, call: Call, graph: ShardedGraph, drops: bool = True, cells: int | None = None) -> Tensor:
         """Run a call, with or without dropout; ``cells`` makes smaller chunks."""
         inputs = call.bind(graph, self.edge)

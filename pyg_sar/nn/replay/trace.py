@@ -130,9 +130,13 @@ class Reduction(NamedTuple):
 
 
 def mixes(num_edges: int, name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a function reduces edges, or puts them in order, in another way than by destination."""
+    """Whether a function reduces edges, or puts them in order, in another way than by destination.
+
+    Where other dimensions are as long, those of heads or channels, the first one may be none of edges. The probe graph
+    and others tell.
+    """
     x = args[0] if args else None
-    if name not in MIXES or not isinstance(x, Tensor) or x.dim() == 0 or x.size(0) != num_edges:
+    if name not in MIXES or not isinstance(x, Tensor) or x.shape[:1] != (num_edges,) or x.shape.count(num_edges) > 1:
         return False
     dims = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None)
     if name in ("norm", "vector_norm", "linalg_vector_norm"):

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from support.nasty_graph import NUM_NODES, close, edges, share
-from torch_geometric.utils import softmax
+from torch_geometric.utils import scatter, softmax
 
 import pyg_sar
-from pyg_sar.nn import convert
+from pyg_sar.nn import convert, describe
 from pyg_sar.nn.replay.choose import STRATEGIES
 from pyg_sar.nn.replay.probe import EDGES
 
@@ -134,6 +134,57 @@ def test_layers_that_change():
     same(it)
     it.p = 0.5
     assert not torch.equal(it(rows(), pyg_sar.shard(edges(), NUM_NODES, 3)), it(rows(), edges()))
+
+
+class Hop(gnn.MessagePassing):
+    """Messages that are rows at first, and later what ``change`` makes of them."""
+
+    def __init__(self, change, **options):
+        super().__init__(aggr="sum", **options)
+        self.change = change
+
+    def forward(self, x, edge_index, hop):
+        return self.propagate(edge_index, x=x, hop=hop)
+
+    def message(self, x_j, index, size_i, hop):
+        return self.change(x_j, index, size_i) if hop else x_j
+
+
+CHANGES = {
+    "centred": lambda x, index, size: x - 0.5 * scatter(x, index, 0, size, "mean")[index],
+    "sigmoid": lambda x, index, size: x.sigmoid(),
+}
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("how", CHANGES)
+def test_rows_that_come_to_be_changed(how, parts, flow):
+    """A number tells the messages, which is no part of the kind of a call."""
+    it = convert(Hop(CHANGES[how], flow=flow))
+    same(it, 0, parts=parts)
+    same(it, 1, parts=parts)
+
+
+def test_a_softmax_that_is_none_any_more():
+    """On one piece, where what is dropped makes it run by blocks."""
+
+    class Attention(Layer):
+        def message(self, x_j, x_i, index, size_i):
+            a = F.dropout(softmax((x_j * x_i).sum(-1), index, num_nodes=size_i), 1e-12)
+            return (a * a if self.squared else a).unsqueeze(-1) * x_j
+
+    it = convert(Attention(None).double())
+    for it.squared in (False, True):
+        same(it, parts=1)
+
+
+@pytest.mark.parametrize("heads", [3, 6, 11, EDGES])
+def test_a_mean_over_as_many_heads_as_a_block_has_edges(heads):
+    lins = [torch.randn(4, 4, dtype=torch.float64) for _ in range(heads)]
+    it = layer(lambda self, x, w, c: torch.stack([(x @ lin).tanh() for lin in lins]).mean(0))
+    same(it)
+    assert describe(it).endswith("streams by replay")
 
 
 def test_autocast_and_then_not():
@@ -491,10 +542,16 @@ def test_parameters_that_were_computed(name, frozen):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_forward_mode_derivatives_are_refused():
-    it, graph = convert(gnn.EdgeConv(torch.nn.Linear(8, 3))).double(), pyg_sar.shard(edges(), NUM_NODES, 3)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode deriv"):
+@pytest.mark.parametrize("make", [lambda: gnn.EdgeConv(torch.nn.Linear(8, 3)), lambda: gnn.GCNConv(4, 3)])
+def test_what_messages_know_nothing_of_is_refused(make):
+    it, graph = convert(make()).double(), pyg_sar.shard(edges(), NUM_NODES, 3)
+    told = pytest.raises(NotImplementedError, match=r"'torch.vmap' and .* go through layer '\w+Conv' on a sharded")
+    with torch.autograd.forward_ad.dual_level(), told:
         it(rows(), graph)
+    with told:
+        torch.vmap(lambda x: it(x, graph))(torch.stack([rows(), rows(1)]))
+    with told:
+        torch.func.grad(lambda x: it(x, graph).sum())(rows())
 
 
 class Rare(gnn.MessagePassing):
