@@ -23,7 +23,7 @@ def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
     rows, p = names["input"], names.get("p", 0.5)
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not names.get("training", True) or p == 0:
+    if not names.get("training", names.get("train", True)) or p == 0:  # 'torch.dropout' has another name for it
         return rows
     if names.get("inplace"):
         refuse(func, args, kwargs, "it changes its argument; leave out 'inplace'")

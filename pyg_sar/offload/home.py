@@ -241,6 +241,8 @@ class Home:
             why = f"of {free:,} free bytes, the system says: {error.strerror}"
             if error.errno == errno.EMFILE:
                 raise self._full(needed, why, "Allow more ('ulimit -n'), or take fewer chunks.", error.errno) from None
+            if error.errno == errno.EFBIG:
+                raise self._full(needed, why, "Allow larger files ('ulimit -f').", error.errno) from None
             raise self._full(needed, why, "Free some, or give a folder of a larger disk.") from None
         return mapping
 

@@ -155,7 +155,7 @@ def check_versions(inputs: Sequence[Any], before: Sequence[Version | None]) -> N
             raise RuntimeError(
                 f"Rows at home of shape {list(t.shape)} were changed in place after they were used, and "
                 f"backward reads them again. They share the memory of the data that was moved: change a copy, or call "
-                f"'backward' before."
+                f"'backward' before; and leave 'torch.utils.checkpoint' out, since backward computes them again anyway."
             )
 
 
@@ -175,6 +175,12 @@ class Pass(torch.autograd.Function):
             del values
             if out is None:
                 out = place.home.empty((num_rows, *rows.shape[1:]), rows.dtype)
+            if rows.shape[1:] != out.shape[1:]:
+                raise RuntimeError(
+                    f"'{name_of(step.op.func)}' makes rows of shape {list(out.shape[1:])} of some rows at home and of "
+                    f"{list(rows.shape[1:])} of others. Give it a shape that does not depend on values "
+                    f"('F.one_hot(y, num_classes)'), or take the rows that it needs before ('out[mask]')."
+                )
             out[a:b] = rows
             place.home.wrote(out, a, b)
             del rows
@@ -265,8 +271,10 @@ class Take(torch.autograd.Function):
     def forward(ctx: Any, rows: HostRows, index: Any) -> Tensor:
         """Copy them to the device."""
         assert rows.host is not None
-        index = index.to(rows.host.device) if isinstance(index, Tensor) else index
         ctx.place, ctx.shape, ctx.dtype, ctx.index = rows.place, rows.shape, rows.dtype, index
+        if isinstance(index, Tensor):
+            ctx.index = None
+            ctx.save_for_backward(index := index.to(rows.host.device))  # which notices if it is changed meanwhile
         return rows.host[index].to(rows.place.device, copy=True)
 
     @staticmethod
@@ -274,11 +282,13 @@ class Take(torch.autograd.Function):
         """Return the gradient of all rows, zeros for those that were not taken."""
         once_differentiable()
         out = ctx.place.home.empty(ctx.shape, ctx.dtype).zero_()
-        grad = grad.to(out.device)
-        if isinstance(ctx.index, Tensor) and ctx.index.dtype != torch.bool:
-            out.index_put_((ctx.index,), grad, accumulate=True)
+        grad, index = grad.to(out.device), ctx.index
+        if index is None:
+            (index,) = ctx.saved_tensors
+        if isinstance(index, Tensor) and index.dtype != torch.bool:
+            out.index_put_((index,), grad, accumulate=True)
         else:
-            out[ctx.index] = grad
+            out[index] = grad
         return HostRows(ctx.place, out), None
 
 
@@ -415,9 +425,22 @@ def total(func: Callable, args: Any, kwargs: Any) -> Any:
     return Total.apply(force(rows), dims is None, None if name_of(func) == "sum" else count, kwargs.get("dtype"))
 
 
+@answers("roll", "renorm", "renorm_")
+def along_rows(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Of five rows it may look as if it treats each one by itself."""
+    rows, name = args[0] if args else kwargs["input"], "dims" if name_of(func) == "roll" else "dim"
+    dims = args[2] if len(args) > 2 else kwargs.get(name, ())
+    moved = [d % rows.dim() for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    if (not moved or 0 in moved) if name == "dims" else moved != [0]:
+        refuse(func, args, kwargs, "the result for a row depends on other rows")
+    return record(func, args, kwargs)
+
+
 @answers("batch_norm")
 def batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     """Normalise by the statistics of all rows."""
+    if func is not F.batch_norm:
+        refuse(func, args, kwargs, "of batch normalisation, 'torch.nn.functional.batch_norm' is known")
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     default = dict(zip(names, (None, None, None, None, None, False, 0.1, 1e-5), strict=True))
     given = {**default, **dict(zip(names, args, strict=False)), **kwargs}

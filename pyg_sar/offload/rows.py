@@ -78,7 +78,7 @@ class Op(NamedTuple):
         kwargs: Those by name.
         changes: Whether it changes its first argument.
         autocast: What it runs within, as it was when it was recorded.
-        versions: Of tensors among the arguments that are no rows, as they were then.
+        versions: Of tensors among the arguments, and of rows that exist, as they were then.
     """
 
     func: Callable[..., Any]
@@ -86,12 +86,13 @@ class Op(NamedTuple):
     kwargs: Any
     changes: bool = False
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    versions: tuple[tuple[Tensor, int], ...] = ()
+    versions: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
 
     def check(self) -> None:
-        """Raise if a tensor that is no row changed since the function was recorded."""
-        for tensor, version in self.versions:
-            if tensor._version != version:
+        """Raise if a tensor changed since the function was recorded."""
+        for reference, version in self.versions:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
                 raise RuntimeError(
                     f"A tensor of shape {list(tensor.shape)} was changed in place after '{name_of(self.func)}' was "
                     f"called with it on rows at home, which are computed when they are needed, and again in "
@@ -252,8 +253,8 @@ def record(func: Callable, args: Any, kwargs: Any) -> Any:
         return tuple(found) if type(whole) is tuple else type(whole)(found)  # such as values and numbers of maxima
     learns = torch.is_grad_enabled() and any(requires_grad(t) for t in tree_leaves((args, kwargs)))
     kept = tree_map(lambda v: snapshot(v) if isinstance(v, HostRows) else v, (args, kwargs))
-    plain = (t for t in tree_leaves(kept) if isinstance(t, Tensor) and not isinstance(t, HostRows))
-    versions = tuple((t, t._version) for t in plain if not t.is_inference())
+    exist = (t.host if isinstance(t, HostRows) else t for t in tree_leaves(kept))
+    versions = tuple((weakref.ref(t), t._version) for t in exist if isinstance(t, Tensor) and not t.is_inference())
     op = Op(func, kept[0], kept[1], changes, autocast, versions)
     out = HostRows(first.place, op=op, probe=whole, requires_grad=learns and whole.is_floating_point())
     if not changes:
@@ -356,14 +357,17 @@ def drawn(device: torch.device) -> Tensor:
 
 
 def random_like(rows: Tensor) -> Tensor:
-    """Return five rows of other numbers, none of which is zero: of sparse rows, or of zeros, little can be seen."""
-    return random_rows(rows.shape, rows.dtype, rows.device) if rows.is_floating_point() else rows
+    """Return five rows of other numbers: of sparse rows, of zeros or of one class, little can be seen."""
+    return random_rows(rows.shape, rows.dtype, rows.device)
 
 
 @lru_cache(maxsize=64)
 def random_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random rows, the same each time; nobody changes them."""
-    return (torch.rand(shape, generator=torch.Generator().manual_seed(0)) + 0.5).to(device, dtype)
+    """Return random rows, the same each time, which nobody changes: numbers other than zero, or zeros and ones in no
+    order, also of the first two rows and the others.
+    """
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(5))
+    return (drawn + 0.5 if dtype.is_floating_point or dtype.is_complex else drawn < 0.5).to(device, dtype)
 
 
 def run_on(

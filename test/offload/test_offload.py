@@ -27,7 +27,7 @@ from pyg_sar.offload.dropout import dropout_rows
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
-from pyg_sar.offload.rows import HostRows, Place
+from pyg_sar.offload.rows import HostRows, Place, record
 from pyg_sar.offload.schedule import count_loads
 
 CHUNKS = [1, 2, 5, 17]
@@ -271,6 +271,7 @@ def test_dropout_of_rows():
         torch.testing.assert_close(out[kept], data.x.host[data.mask][kept] / 0.75)
         assert 0.6 < kept.double().mean() < 0.9
         assert F.dropout(data.x, 0.25, training=False) is data.x
+        assert torch.dropout(data.x, p=0.25, train=False) is data.x
         assert not torch.equal(F.dropout(data.x, 0.25)[data.mask], F.dropout(data.x, 0.25)[data.mask])
     equal(*results)
 
@@ -303,6 +304,10 @@ FUNCTIONS = {
     "in place": lambda x: (x + 0).mul_(2).add_(x).relu_(),
     "clamp": lambda x: x.clamp(min=-0.5),
     "mm": lambda x: F.linear(x, torch.ones(2, IN, dtype=x.dtype)),
+    "roll of columns": lambda x: x.roll(2, 1),
+    "renorm of rows": lambda x: x.renorm(2, 0, 1.0),
+    "classes": lambda x: F.one_hot((x > 0).long().argmax(1), IN) * x,
+    "table": lambda x: F.embedding((x > 0).long().argmax(1), torch.eye(IN, dtype=x.dtype)) * x,
 }
 
 
@@ -365,6 +370,16 @@ MIXES = {
     "hook": lambda x: x.relu().register_hook(print),
     "retained gradient": lambda x: x.relu().retain_grad(),
     "gradient of what is pending": lambda x: torch.autograd.grad(x.sum(), x.relu()),
+    "booleans, cumsum": lambda x: (x > 9).cumsum(0),
+    "booleans, flip": lambda x: (x > 9).flip(0),
+    "booleans, sort": lambda x: (x > 9).sort(0)[0],
+    "integers, cummax": lambda x: (x > 9).long().cummax(0)[0],
+    "integers, roll": lambda x: (x.detach() * 0).argmax(1).roll(1, 0),
+    "roll by a multiple": lambda x: x.roll(30, 0),
+    "roll of all numbers": lambda x: x.roll(1),
+    "renorm of columns": lambda x: x.renorm(2, 1, 1e9),
+    "classes": lambda x: F.one_hot((x > 0).long().argmax(1)),
+    "torch.batch_norm": lambda x: torch.batch_norm(x, None, None, x[:9].mean(0), x[:9].var(0), False, 0.1, 1e-5, True),
     "rows of nothing but zeros, cumsum": lambda x: (x.detach() * 0).cumsum(0),
     "rows of nothing but zeros, norm": lambda x: F.normalize(x.detach() * 0, dim=0),
 }
@@ -495,6 +510,37 @@ def test_a_tensor_that_changes_is_not_read_as_it_is_then():
         out.sum().backward()
     with pytest.raises(RuntimeError, match=r"changed in place after 'add'"):
         later[:5]
+
+
+def test_rows_that_change_before_they_are_read():
+    data, _ = inputs()
+    data.edge_index, data.x = pyg_sar.shard(data.edge_index, NUM_NODES), data.x.detach()
+    there = offload(data, chunks=3)
+    twice = there.x * 2
+    data.x.mul_(10)
+    with pytest.raises(RuntimeError, match=r"shape \[61, 8\] was changed in place after 'mul'"):
+        twice[:5]
+
+
+def test_numbers_of_rows_that_change_before_backward():
+    data, index = small(3), torch.tensor([0, 1, 2])
+    data.x.requires_grad_()
+    out = data.x.sin()[index]
+    index += 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_rows_whose_width_depends_on_values():
+    """As that of classes does, where five rows, and others, have the same."""
+    data = small(4)
+
+    def widths(x):
+        return x.new_zeros(len(x), 2 if len(x) in (2, 3, 5) or bool((x[0] > 100).all()) else 1)
+
+    data.x.host[slice(*data.x.place.ranges[-1])] = 1000
+    with pytest.raises(RuntimeError, match=r"makes rows of shape \[1\] of some rows at home and of \[2\] of others"):
+        host(record(widths, (data.x,), {}))
 
 
 def test_sums_in_half_precision_round_once():
