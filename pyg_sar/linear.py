@@ -25,6 +25,7 @@ from pyg_sar.ops import empty
 from pyg_sar.watch import ROWS, gives
 
 ROWS_AT_A_TIME, SUMMANDS_AT_A_TIME = 1024, 256
+EDGES_AT_A_TIME = 1 << 16
 SMALLEST = 64  # length that oneDNN is given: shorter ones are filled up
 FEWEST_ROWS, FEWEST_WEIGHTS = 1024, 128 * 128  # of a large product
 HAS_ONEDNN = (
@@ -185,12 +186,16 @@ def embed(edge: Tensor, weight: Tensor) -> Tensor:
     return edge.view(edge.size(0), -1).to(weight.dtype) @ weight.t()
 
 
-def embed_grad(grad: Tensor, edge: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both.
+def embed_grad(grad: Tensor, edge: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor | None, Tensor]:
+    """Return the gradients of features, if they are ``wanted``, and of the matrix.
 
-    That of the matrix is one sum over all edges of a block: in double precision (where it is narrow) it has no larger
-    error than PyG's way.
+    The latter is one sum over all edges of a block: in double precision (where it is narrow) it has no larger error
+    than PyG's way. Some edges at a time are made double, or the features of all would live once more, twice as large.
     """
     features = edge.view(edge.size(0), -1)
-    d_weight = grad.double().t() @ features.double() if grad.size(1) <= 64 else grad.t() @ features.to(grad.dtype)
-    return (grad.to(weight.dtype) @ weight).to(edge.dtype).view_as(edge), d_weight.to(weight.dtype)
+    dtype = torch.float64 if grad.size(1) <= 64 else grad.dtype
+    d_weight = torch.zeros_like(weight, dtype=dtype)
+    for some, of in zip(grad.split(EDGES_AT_A_TIME), features.split(EDGES_AT_A_TIME), strict=True):
+        d_weight.addmm_(some.to(dtype).t(), of.to(dtype))
+    d_edge = (grad.to(weight.dtype) @ weight).to(edge.dtype).view_as(edge) if wanted else None
+    return d_edge, d_weight.to(weight.dtype)

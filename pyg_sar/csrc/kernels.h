@@ -51,7 +51,7 @@ struct Product {
 struct Extremum {
   Csr csr;
   Rows<const void> x;
-  Rows<void> best, count;  // the type of x, and accumulator type
+  Rows<void> best, count;  // in accumulator type
   int64_t width;
   bool largest;
 };

@@ -19,7 +19,7 @@ from pyg_sar.nn.conv.gen_conv import GENConv
 from pyg_sar.nn.conv.gin_conv import GINConv
 from pyg_sar.nn.conv.han_conv import HANConv
 from pyg_sar.nn.conv.hgt_conv import HGTConv
-from pyg_sar.nn.conv.message_passing import DRIVERS, MessagePassing, own_driver
+from pyg_sar.nn.conv.message_passing import DRIVERS, MessagePassing, is_wrapped, own_driver
 from pyg_sar.nn.conv.rgcn_conv import FastRGCNConv, RGCNConv
 from pyg_sar.nn.conv.sage_conv import SAGEConv
 from pyg_sar.nn.conv.transformer_conv import TransformerConv
@@ -49,6 +49,8 @@ OURS = (
 FORMS: dict[type, type] = {
     next(base for base in cls.__mro__ if base.__module__.partition(".")[0] != "pyg_sar"): cls for cls in OURS
 }
+# What our class adds to PyG's, in the place of which a layer's module of such a name would not be found.
+TAKEN = [name for name in {*vars(MessagePassing)} - {*dir(torch_geometric.nn.MessagePassing)} if name[0] != "_"]
 
 
 def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -> torch.nn.Module:
@@ -82,9 +84,12 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
     Raises:
         NotImplementedError: If a layer would look at the rows of one worker where it must see all of them. Nothing is
             changed then.
+        ValueError: If a layer has an attribute by whose name our layers have something else. Nothing is changed then.
     """
     table = [(name, layer, *fate(layer)) for name, layer in outer_modules(module)]
     for name, layer, cls, why in table:
+        if cls is not None and not issubclass(type(layer), MessagePassing) and issubclass(cls, MessagePassing):
+            check_names(name, layer)
         if cls is None:
             raise NotImplementedError(
                 f"'{type(layer).__name__}' ({name or 'the module itself'}) cannot run on a share of the graph, because "
@@ -92,13 +97,23 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
             )
     for _, layer, cls, _ in table:
         if cls is not None and cls is not type(layer):
+            if isinstance(layer, torch_geometric.nn.MessagePassing) and not is_wrapped(layer):
+                layer.__dict__.pop("propagate", None)  # of the class that it was
             layer.__class__ = cls
-            layer.__dict__.pop("propagate", None)  # PyG binds it where a layer is or was explained
         if group is not None and cls is not None and takes_group(cls):
             layer.group = group
     if verbose:
         print(describe(module))
     return module
+
+
+def check_names(name: str, layer: torch.nn.Module) -> None:
+    """Raise if a layer has something of a name by which our class has something else."""
+    if taken := next((it for it in TAKEN if hasattr(layer, it)), ""):
+        raise ValueError(
+            f"'{type(layer).__name__}' ({name or 'the module itself'}) has a '{taken}', as layers of pyg_sar have one "
+            f"that is something else. Give it another name."
+        )
 
 
 class Converted:
@@ -154,6 +169,8 @@ def fate(layer: torch.nn.Module) -> tuple[type | None, str]:
 
 def instead_of(layer: torch.nn.Module) -> str:
     """Return what to do instead of a layer that is refused: it may be of a subclass of what has a form."""
+    if isinstance(layer, torch.nn.SyncBatchNorm):
+        return "Take 'torch.nn.BatchNorm1d', of which 'convert' makes one over the rows of all workers"
     if type(layer).__name__ in TABLES:
         return for_layer(type(layer).__name__)
     form = next((FORMS[base] for base in type(layer).__mro__ if base in FORMS), None)

@@ -85,7 +85,7 @@ class ProjectedSoftmax(Softmax):
         keys = product(x, key_weight)  # [N, H]
         d_keys = zeros(keys, *keys.shape, dtype=accumulator(x.dtype))
         d_x = empty(x, *x.shape) if needs.source else None
-        d_weight, groups = torch.empty_like(weight), []
+        d_weight, groups, d_edge = torch.empty_like(weight), [], None
         for heads in self.groups:
             columns = self.columns(heads)
             grad = d_out[:, columns]  # [M, heads * C]
@@ -97,15 +97,17 @@ class ProjectedSoftmax(Softmax):
                 value, d_keys[:, heads], block, keys[:, heads].contiguous(), self.of_heads(rows, heads), found, grad,
                 needs, heads.start,
             )  # fmt: skip
-            groups.append(others)
+            if others.edge and others.edge[0] is not None:
+                d_edge = others.edge[0] if d_edge is None else d_edge.add_(others.edge[0])
+            groups.append(others._replace(edge=()))
             linear_grad(x, d_value, weight[columns], d_x, d_weight[columns], add=heads.start > 0)
-            del value, d_value, grad  # or they would outlive the making of the next ones
+            del value, d_value, grad, others  # or they would outlive the making of the next ones
         d_key_weight = torch.empty_like(key_weight)
         linear_grad(x, d_keys, key_weight, d_x, d_key_weight)
-        dst, edge, const = (list(zip(*grads, strict=True)) for grads in zip(*groups, strict=True))
+        dst, _, const = (list(zip(*grads, strict=True)) for grads in zip(*groups, strict=True))
         return d_x, Rows(
             [None if g[0] is None else torch.cat(g, 1) for g in dst],
-            [sum(g[1:], g[0]) for g in edge],
+            [d_edge] * len(rows.edge),
             [*(torch.cat(g) for g in const), d_weight, d_key_weight],
         )
 
@@ -123,7 +125,7 @@ class ProjectedSoftmax(Softmax):
         if not self.saves_output:  # all edges are in this block, and values become their gradient
             _, _, query, mapped, _ = tensors
             additive_grad_(value, d_key, *into[:2], *walk, key, query, mapped, *saved, grad, *settings[1:])
-            return value, row_gradients(into, rows)
+            return value, row_gradients(into, rows, needs)
         d_value = zeros(value, *value.shape, dtype=accumulator(value.dtype))
         attention_grad_(d_value, d_key, *into, *walk, *tensors, *saved, grad, *settings)
-        return d_value, row_gradients(into, rows)
+        return d_value, row_gradients(into, rows, needs)

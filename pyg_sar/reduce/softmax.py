@@ -166,7 +166,7 @@ class Softmax(Reduce):
             values, None if self.kind == GATV2 else keys, *into, block.rowptr, block.col, *block.transpose, *tensors,
             *saved, d_out, *settings,
         )  # fmt: skip
-        return d_x.to(x.dtype), row_gradients(into, rows)
+        return d_x.to(x.dtype), row_gradients(into, rows, needs)
 
 
 def gradient_buffers(tensors: Sequence[Tensor | None], needs: Needs) -> list[Tensor | None]:
@@ -176,13 +176,13 @@ def gradient_buffers(tensors: Sequence[Tensor | None], needs: Needs) -> list[Ten
     return [None if t is None else torch.zeros_like(t, dtype=accumulator(t.dtype)) for t in wanted]
 
 
-def row_gradients(grads: Sequence[Tensor | None], rows: Rows) -> Rows:
+def row_gradients(grads: Sequence[Tensor | None], rows: Rows, needs: Needs) -> Rows:
     """Return the gradients of rows, given those of queries, mapped features and ``att``."""
     d_query, d_mapped, d_att = grads
-    edge: list[Tensor] = []
+    edge: list[Tensor | None] = []
     const = [] if d_att is None else [d_att.view(rows.const[0].shape)]
     if d_mapped is not None:
-        d_edge, d_map = embed_grad(d_mapped, rows.edge[0], rows.const[-1])
+        d_edge, d_map = embed_grad(d_mapped, rows.edge[0], rows.const[-1], needs.rows.edge[0])
         edge, const = [d_edge], [*const, d_map]
     return Rows([d_query] if rows.dst else [], edge, const)
 

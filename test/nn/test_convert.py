@@ -135,6 +135,7 @@ def test_why_a_layer_ran_one_shot():
         (gnn.GPSConv(8, None), r"'GPSConv' \(1\).*attends over all nodes"),
         (gnn.SuperGATConv(8, 4), r"'SuperGATConv' \(1\).*averages its training loss .* or call 'eval\(\)' before"),
         (gnn.WLConv(), r"'WLConv' \(1\).*numbers the colours of all nodes"),
+        (torch.nn.SyncBatchNorm(8), r"'SyncBatchNorm' \(1\).*Take 'torch\.nn\.BatchNorm1d'"),
     ],
 )
 def test_what_needs_all_rows_is_refused_and_nothing_changed(layer, says):
@@ -142,6 +143,48 @@ def test_what_needs_all_rows_is_refused_and_nothing_changed(layer, says):
     with pytest.raises(NotImplementedError, match=says):
         convert(model)
     assert type(model[0]) is gnn.GCNConv
+
+
+class Scores(gnn.SimpleConv):
+    """Has a module by whose name our layers have a method."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = torch.nn.Bilinear(8, 8, 4)
+
+    def forward(self, x, edge_index):
+        return self.pair(x, super().forward(x, edge_index))
+
+
+def test_names_that_are_taken():
+    model = torch.nn.Sequential(gnn.GCNConv(8, 8), Scores())
+    with pytest.raises(ValueError, match=r"'Scores' \(1\) has a 'pair', .* Give it another name"):
+        convert(model)
+    assert type(model[0]) is gnn.GCNConv
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", ["SAGEConv", "GCNConv", "GATConv", "GraphConv"])
+def test_a_propagate_that_somebody_put_there(name, before):
+    x, results = torch.randn(NUM_NODES, 8), []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        layer = getattr(gnn, name)(8, 4)
+        layer = convert(layer) if ours and not before else layer
+        own = layer.propagate
+        layer.propagate = lambda *args, own=own, **kwargs: 2 * own(*args, **kwargs)
+        results.append((convert(layer) if ours and before else layer)(x, edges()))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("explained", [False, True])
+def test_a_propagate_that_pyg_put_there(explained):
+    layer = gnn.SAGEConv(8, 4)
+    layer.explain = True
+    layer.explain = explained or None
+    assert "propagate" in layer.__dict__
+    convert(layer)
+    assert "propagate" not in layer.__dict__
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")

@@ -80,3 +80,9 @@ def test_the_sum_dies_with_the_name_that_the_model_has_for_it(pool):
     """What has been changed since is kept as it is."""
     assert pool.run(2, kept, True) == [[False, True, True, True]] * 2
     assert pool.run(2, kept, False) == [[False] * 4] * 2
+
+
+def test_a_process_alone_keeps_nothing():
+    """Nobody would read it: torch normalises there."""
+    out = nn.GATConv(8, 3, heads=2)(torch.rand(NUM_NODES, 8), edges())
+    assert out.requires_grad and not hasattr(out, "_sar_made_of")

@@ -15,7 +15,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.loops import with_self_loops
 from pyg_sar.nn.conv.message_passing import MessagePassing
-from pyg_sar.nn.conv.products import add, multiply, project, weight_and_bias
+from pyg_sar.nn.conv.products import add, is_matrix, multiply, project, weight_and_bias
 from pyg_sar.nn.replay.call import PAIR, check_destinations
 from pyg_sar.ops.reference import accumulator
 
@@ -65,9 +65,11 @@ class GCNConv(WeightedSum, torch_geometric.nn.GCNConv):
         scaled = scale.to(sum_type(x, edge_weight))
         times = torch.mul if weight_and_bias(self.lin) is None else multiply  # a hook may have kept the rows
         sums = functools.partial(normalised_sums, self, graph, edge_weight, scale)
-        if edge_weight is None and graph.is_cached(x):
+        # Sums in the place of rows: of a chunk of a pipeline, so that the weight gets the gradient of old rows, too.
+        matrix, few = is_matrix(self.lin), x.size(-1) <= self.out_channels
+        if matrix and edge_weight is None and graph.is_cached(x):
             out = project(self.lin, graph.recall(x, graph, self.aggr, lambda: sums(x * scaled)))
-        elif graph.exchange.remembers and x.size(-1) <= self.out_channels:  # weights get the gradient of old rows, too
+        elif matrix and graph.exchange.remembers and few:
             out = project(self.lin, sums(x * scaled))
         else:
             out = sums(times(project(self.lin, x), scaled))

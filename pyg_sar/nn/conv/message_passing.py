@@ -82,7 +82,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         if (sharded and not edge_index.streams) or (not sharded and not has_kernels(edge_index, x)):
             return None
         cls: Any = type(self)
-        own = overridden(cls) or any(name in self.__dict__ for name in OWN) or (whole and drives(cls))
+        own = overridden(cls) or any(name in self.__dict__ for name in OWN)
+        own = own or (whole and (drives(cls) or is_wrapped(self)))
         if own or has_message_hooks(self) or self.flow != FLOW:
             return None
         if self.aggr not in self.streamable or self.aggr not in aggregation_of(self):
@@ -228,6 +229,15 @@ def own_driver(cls: type, name: str) -> Callable | None:
         if method is not None and method.__module__ != f"{base.__module__}_{base.__name__}_{name}":
             return None if method is ours else method
     return None
+
+
+def is_wrapped(layer: Any) -> bool:
+    """Whether somebody put another ``propagate`` in the place of a layer's own, which PyG binds, too, where a layer is
+    or was explained.
+    """
+    bound, cls = layer.__dict__.get("propagate"), type(layer)
+    own = [getattr(cls, name, None) for name in ("propagate", "_orig_propagate", "_jinja_propagate")]
+    return bound is not None and getattr(bound, "__func__", cls) not in own
 
 
 @functools.cache

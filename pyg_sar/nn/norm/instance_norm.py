@@ -24,6 +24,8 @@ class InstanceNorm(NormalisesPerGraph, torch_geometric.nn.InstanceNorm):
     a batch must be numbered alike on all workers.
     """
 
+    keeps_type = True  # as torch's own, which PyG calls
+
     def over_all(self, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Tensor:
         """Normalise by the rows of all workers, or by running statistics."""
         if self.training or not self.track_running_stats:

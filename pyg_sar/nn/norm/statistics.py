@@ -89,6 +89,7 @@ class NormalisesPerGraph:
 
     group: Any = None  # of workers
     coefficients: Coefficients
+    keeps_type = False  # whether rows of one graph keep their type, whatever that of parameters is
 
     def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
         """Normalise rows ``[n, channels]``."""
@@ -104,12 +105,13 @@ class NormalisesPerGraph:
         parameters = [*self.parameters(recurse=False)]  # type: ignore[attr-defined]
         if batch is None and is_elsewhere(x):
             return x.normalise(self.coefficients, parameters, self.track)  # type: ignore[attr-defined]
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), x.dtype)
         if batch is None:
+            x = x if self.keeps_type else x.to(dtype)
             moments = global_moments(x, self.group)
             self.track(*moments)
             return NormaliseColumns.apply(x, moments, self.group, self.coefficients, *parameters)
         per_graph = PerGraph(x, batch, batch_size, self.group)
-        dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), x.dtype)
         mean = per_graph.mean(x)
         x = x - per_graph.of_rows(mean)
         m2 = per_graph.sum(x * x)

@@ -8,6 +8,8 @@ import torch.distributed as dist
 import torch_geometric.nn as gnn
 from support.cases import some
 from support.nasty_graph import NUM_NODES, assignment, edges, share
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch_geometric.utils import scatter
 
 from pyg_sar import nn, ops, shard
@@ -494,3 +496,49 @@ def test_weights_of_edges_that_are_made_anew(name):
     for _ in range(2):
         ours, theirs = (layer(x, edges(), attr) for layer in layers)
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+class Made(TorchDispatchMode):
+    """Counts the tensors that are made, as large as the features of all edges or larger."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def places(tree):
+            found = (t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.shape[:1] == (NUM_EDGES,))
+            return {t.untyped_storage().data_ptr(): t.numel() for t in found}
+
+        out = func(*args, **(kwargs or {}))
+        self.count += sum(n >= NUM_EDGES * 16 for place, n in places(out).items() if place not in places(args))
+        return out
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_features_of_edges_without_a_gradient_get_none(learns, monkeypatch):
+    """Backward puts them into the order of the block, and makes nothing else that is as large: the gradient of their
+    map is summed piece by piece.
+    """
+    monkeypatch.setattr("pyg_sar.linear.EDGES_AT_A_TIME", 37)
+    x, results = torch.randn(N, 8, dtype=torch.float64), []
+    for library, graph in ((nn, shard(edges(), N, 1)), (gnn, edges())):
+        torch.manual_seed(0)
+        layer = library.GATConv(8, 128, 4, edge_dim=16, add_self_loops=False).double()  # more than one group of heads
+        attr = torch.ones(NUM_EDGES, 16, dtype=torch.float64).cumsum(0).sin().requires_grad_(learns)
+        out = layer(x, graph, attr).sin().sum()
+        with Made() as made:
+            out.backward()
+        results.append([layer.lin_edge.weight.grad, layer.att_edge.grad, *[attr.grad] * learns])
+        if library is nn:
+            assert made.count == 1 if not learns else made.count > 1
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("lin", [torch.nn.Linear(8, 4), torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU())])
+def test_cached_features_and_another_linear_layer(lin):
+    """Which may not be applied to sums instead of rows."""
+    layer, reference = nn.GCNConv(8, 4), gnn.GCNConv(8, 4)
+    layer.lin = reference.lin = lin
+    x, graph = torch.randn(N, 8), shard(edges(), N, 3)
+    graph.cache_features(x)
+    torch.testing.assert_close(layer(x, graph), reference(x, edges()))

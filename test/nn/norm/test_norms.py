@@ -98,3 +98,19 @@ def test_on_several_workers(pool, name, args, method, examples):
 def test_without_workers_it_is_pygs(name, args):
     x = torch.randn(7, F)
     close(getattr(pyg_sar.nn, name)(*args)(x), getattr(torch_geometric.nn, name)(*args)(x), name, 1e-6)
+
+
+def of_halves(group, name):
+    """Rows of bfloat16 and parameters of single precision, as behind a layer under autocast."""
+    reference, ours = (getattr(module, name)(F) for module in (torch_geometric.nn, pyg_sar.nn))
+    ours.group = group
+    x = torch.randn(20, F, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = reference(x)
+    found = ours(x[10 * dist.get_rank(group) :][:10])
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected[10 * dist.get_rank(group) :][:10], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["GraphNorm", "InstanceNorm", "LayerNorm"])
+def test_the_type_is_that_of_pyg(pool, name):
+    pool.run(2, of_halves, name)
