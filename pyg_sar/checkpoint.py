@@ -28,10 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from pyg_sar.csr import Lookup
-from pyg_sar.distributed import values
-from pyg_sar.distributed.agreement import on_all
+from pyg_sar.distributed import guard, values
+from pyg_sar.distributed.agreement import agree, describe, fail, gathered, on_all
 from pyg_sar.distributed.collectives import global_max
 from pyg_sar.distributed.group import Group, host, is_local, rank_of, size_of
 from pyg_sar.durable import checksum, digest, sync, write_json
@@ -41,6 +42,10 @@ from pyg_sar.graph import Seeds
 STATE = ("model", "pipe", "optimizer", "scheduler", "data")  # of a run, by keyword
 INFO, SHARED = "checkpoint.json", "shared.safetensors"
 FORMAT = {"format": "pyg_sar checkpoint", "version": 2}
+THEIRS = (
+    "Those of rank 0 would be kept. Give a pipeline as 'pipe=pipe', make tables of a worker's nodes by "
+    "'pyg_sar.nn.NodeEmbedding', and call 'pyg_sar.broadcast_parameters(model)' at the start"
+)
 
 
 def save_checkpoint(
@@ -71,7 +76,8 @@ def save_checkpoint(
         The folder of the checkpoint.
 
     Raises:
-        RuntimeError: On all workers, if one cannot write, or there is something that could only be pickled.
+        RuntimeError: On all workers, if one cannot write, there is something that could only be pickled, or they have
+            other parameters.
         ValueError: If ``keep`` is less than 1, or there is a ``model`` beside ``pipe``.
     """
     folder, rank = Path(path), rank_of(group)
@@ -80,6 +86,7 @@ def save_checkpoint(
     epoch = operator.index(epoch)
     stage, shared_optimizer = _stage(model, pipe, optimizer)
     local = _LocalRows(model, shared_optimizer)
+    _check_alike(model, local, group)
 
     def begin() -> str:
         if rank > 0:
@@ -131,6 +138,20 @@ def save_checkpoint(
     return folder / name
 
 
+def _check_alike(model: torch.nn.Module | None, local: _LocalRows, group: Group) -> None:
+    """Raise on all workers unless they have the same parameters, of which those of rank 0 are kept."""
+    if model is None or size_of(group) == 1:
+        return
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    named = {name: p for name, p in named.items() if name not in local.names and not is_lazy(p)}
+    agree("the parameters of a checkpoint", describe(named), group, f"{THEIRS}.")
+    mine = zip(guard.totals([*named.values()]), map(guard.bound, named.values()), strict=True)
+    for name, *found in zip(named, *gathered([*mine], group), strict=True):
+        most = max(bound for _, bound in found)
+        if not all(guard.alike(total, found[0][0], most) for total, _ in found):
+            fail(f"The workers hold different values of '{name}'. {THEIRS}.", group)
+
+
 def load_checkpoint(
     path: str | os.PathLike[str], *, model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None, data: Any = None, pipe: Any = None,
@@ -172,8 +193,9 @@ def load_checkpoint(
         mine = _read(it, f"rank-{rank if same else 0:04d}.safetensors", info)
         if not _fits(len(mine["seeds"]), len(_seeds(data))):
             raise ValueError(f"it was saved with 'data' of {len(mine['seeds'])} graphs (got {len(_seeds(data))})")
-        nodes = mine["nodes"], _nodes(data)
-        same = same and (nodes[0] == nodes[1] if local.names else _fits(*nodes))
+        theirs = mine["rows"]  # those of other nodes, and as many, of another partition
+        same = same and _fits(mine["nodes"], _nodes(data))
+        same = same and all(torch.equal(theirs.get(_ids_beside(k), ids[:0]), ids) for k, ids in local.ids.items())
         parts = [mine] if same else []
         if not same and local.names:
             parts = [_read(it, f"rank-{r:04d}.safetensors", info) for r in range(info["workers"])]
@@ -308,21 +330,18 @@ class _LocalRows:
         for name in self.names:
             assert model is not None
             self.ids[name] = model.get_buffer(_ids_beside(name)).cpu()
-
-    def keys(self) -> set[str]:
-        """Return the keys under which a state dictionary has the rows and the ids of their nodes."""
-        return {key for name in self.names for key in (name, _ids_beside(name))}
+        self.keys = {*self.names, *map(_ids_beside, self.names)}  # in a state dictionary, of rows and ids
 
     def state(self) -> dict[str, Any]:
         """Return the rows, and what the optimizer knows of them."""
         assert self.model is not None or not self.names
-        rows = {} if self.model is None else {k: v for k, v in self.model.state_dict().items() if k in self.keys()}
+        rows = {} if self.model is None else {k: v for k, v in self.model.state_dict().items() if k in self.keys}
         states = {} if self.optimizer is None else self.optimizer.state_dict()["state"]
         return {"rows": rows, "states": {k: states[k] for k in self.numbers if k in states}}
 
     def without(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the rest of the state of a model."""
-        return {k: v for k, v in state.items() if k not in self.keys()}
+        return {k: v for k, v in state.items() if k not in self.keys}
 
     def optimizer_without(self) -> dict[str, Any]:
         """Return the rest of the state of the optimizer."""

@@ -46,8 +46,8 @@ def sync(path: Path) -> None:
 def exchange(one: Path, other: Path) -> bool:
     """Have two folders of one disk take each other's name at once; return whether the system can."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    paths = (os.fsencode(path) for path in (one, other))
-    return rename is not None and rename(_AT_FDCWD, next(paths), _AT_FDCWD, next(paths), _EXCHANGE) == 0
+    paths = _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other)
+    return rename is not None and rename(*paths, _EXCHANGE) == 0
 
 
 def owner() -> str:

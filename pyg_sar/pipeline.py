@@ -154,13 +154,24 @@ class Pipeline:
         self.history: History | None = None
         if chunks > 1:
             rowptr = torch.nn.functional.pad(graph.degree.cumsum(0), (1, 0))
-            cuts = [(r.start, r.stop) for r in ranges(rowptr, min(chunks, max(graph.num_dst, 1)))]
-            cuts += [(graph.num_dst, graph.num_dst)] * (chunks - len(cuts))
-            self.history = History(graph, cuts)
+            self.history = History(graph, [(r.start, r.stop) for r in ranges(rowptr, chunks)])
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the parameters of this stage."""
         return self.blocks.parameters()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        r"""Clip the norm of the gradients of all stages together, between :meth:`step` and the optimizer's, and return
+        what it was. :func:`torch.nn.utils.clip_grad_norm_` sees the gradients of one stage.
+
+        Args:
+            max_norm (float): The largest norm of all gradients.
+        """
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(grads).double() ** 2
+        norm = (all_reduce(square, self.stages.channel.group) if self.stages.size > 1 else square).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the blocks to training, or to evaluation."""

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.blocks import even_cut, packed
+from pyg_sar.caller import warn
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.distributed.stages import Stages
@@ -73,11 +74,10 @@ class LooksForMeans(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if not self.told and (name in MEANS or name == "mean") and self.is_mean(func, name, args, kwargs):
             self.told = True
-            warnings.warn(
+            warn(
                 f"[rank {rank_of()}] '{name}' takes a mean over the rows of a chunk, or of one worker, and a pipeline "
                 f"adds up the losses of all of them. Take a sum, and divide it by the number of labels in the whole "
-                f"graph. This is said once.",
-                stacklevel=2,
+                f"graph. This is said once."
             )
         return func(*args, **kwargs)
 

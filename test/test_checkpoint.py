@@ -133,6 +133,45 @@ def test_a_table_of_two_layers(pool, folder, tmp_path):
     assert pool.run(2, tied, folder(2), tmp_path / "saves") == [True, True]
 
 
+def other_parts(group, folder, other, saves):
+    """Rows of a table find their nodes by their ids alone, without ``data``."""
+    model = torch.nn.Module()
+    model.table = pyg_sar.nn.NodeEmbedding(pyg_sar.load(folder, group=group).n_id, 1, group=group)
+    with torch.no_grad():
+        model.table.weight.copy_(model.table.n_id.unsqueeze(1))
+    pyg_sar.save_checkpoint(saves, epoch=1, model=model, group=group)
+    model.table = pyg_sar.nn.NodeEmbedding(pyg_sar.load(other, group=group).n_id, 1, group=group)
+    with pytest.warns(UserWarning) if dist.get_rank(group) == 0 else pytest.MonkeyPatch.context():
+        pyg_sar.load_checkpoint(saves, model=model, group=group)
+    return torch.equal(model.table.weight.detach().view(-1), model.table.n_id.to(model.table.weight.dtype))
+
+
+def test_a_table_of_another_partition(pool, tmp_path):
+    data = community_graph(200, 2000, 4, 3)
+    pyg_sar.partition(data, 2, tmp_path / "one", method="random", seed=0)
+    pyg_sar.partition(data, 2, tmp_path / "other", method="random", seed=1)
+    assert pool.run(2, other_parts, tmp_path / "one", tmp_path / "other", tmp_path / "saves") == [True, True]
+
+
+def own_models(group, saves, how):
+    """As blocks of a pipeline are, or models that nobody made alike."""
+    torch.manual_seed(dist.get_rank(group))
+    model = torch.nn.Linear(2, 3 + (how == "shapes") * dist.get_rank(group))
+    try:
+        pyg_sar.save_checkpoint(saves, model=model, group=group)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("how", "says"), [
+    ("values", "hold different values of 'weight'"), ("shapes", "differ in the parameters of a checkpoint"),
+])  # fmt: skip
+def test_parameters_that_differ_are_not_saved(pool, tmp_path, how, says):
+    for told in pool.run(2, own_models, tmp_path / "saves", how):
+        assert says in told and "'pipe=pipe'" in told and "broadcast_parameters" in told
+    assert not (tmp_path / "saves").exists()
+
+
 def test_rows_at_home_go_on_with_the_same_bits(folder, tmp_path):
     expected, parameters = train_at_home(folder(1), tmp_path / "none", 5)
     train_at_home(folder(1), tmp_path / "saves", 2, (2,))

@@ -164,6 +164,32 @@ def test_one_chunk_is_exact(stages_pool, folders, kind, mesh):
     compare(found, losses, blocks)
 
 
+def clipped(group, stages, parts, folder):
+    mesh = mesh_for(stages, parts)
+    if mesh is None:
+        return None
+    data = pyg_sar.load(folder, group=mesh.get_group("graph"))
+    pipe = pyg_sar.Pipeline(blocks_of(pyg_sar.nn, "gcn"), data.edge_index, mesh)
+    total = int(inputs().train_mask.sum())
+    pipe.step(data.x, lambda out, rows: loss_of(out, data.y[rows], data.train_mask[rows], total))
+    return pipe.clip_grad_norm_(0.01), grads_of(pipe)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gradients_are_clipped_by_the_norm_of_all_stages(stages_pool, folders, mesh):
+    data, blocks = inputs(), blocks_of(torch_geometric.nn, "gcn")
+    x = data.x
+    for block in blocks:
+        x = block(x, data.edge_index)
+    loss_of(x, data.y, data.train_mask, int(data.train_mask.sum())).backward()
+    expected = torch.nn.utils.clip_grad_norm_(blocks.parameters(), 0.01)
+    assert expected > 0.01
+    for norm, grads in stages_pool(clipped, *mesh, folders[mesh[1]]):
+        close(norm, expected)
+        for name, p in blocks.named_parameters():
+            close(grads[name], p.grad)
+
+
 @pytest.mark.parametrize(("kind", "mesh"), some(KINDS, MESHES[1:], every=8))
 def test_batch_norm_with_one_chunk(stages_pool, folders, kind, mesh):
     stages, parts = mesh

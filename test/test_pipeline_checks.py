@@ -148,7 +148,7 @@ def test_means_of_chunks(name):
     pipe = alone(data.edge_index, 3)
     with pytest.warns(UserWarning, match=f"'{name}' takes a mean over the rows of a chunk, or of one worker") as told:
         pipe.step(data.x, lambda out, rows: MEANS[name](out, data.y[rows]))
-    assert len(told) == 1
+    assert len(told) == 1 and told[0].filename == __file__
     pipe.step(data.x, lambda out, rows: MEANS[name](out, data.y[rows]))
     alone(data.edge_index, 1).step(data.x, lambda out, rows: MEANS[name](out, data.y[rows]))
     alone(data.edge_index, 3).step(
@@ -212,6 +212,14 @@ class Undecided(Uneven):
         return self.conv(x if torch.is_grad_enabled() else F.pad(x, (0, 1)), edge_index)
 
 
+class Twice(Uneven):
+    """Aggregates once more with gradients, for each chunk."""
+
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index)
+        return self.conv(x, edge_index) if torch.is_grad_enabled() else x
+
+
 class Checkpointed(Uneven):
     def forward(self, x, edge_index):
         return torch.utils.checkpoint.checkpoint(self.conv, x, edge_index, use_reentrant=False)
@@ -221,6 +229,8 @@ def test_blocks_that_take_another_way():
     data = inputs()
     with pytest.raises(ValueError, match="Block 0 aggregated 1 times for a chunk, and 2 times for others"):
         alone(data.edge_index, 3, blocks=[Uneven()]).step(data.x, lambda out, rows: out.sum())
+    with pytest.raises(ValueError, match="Block 0 aggregated 2 times for a chunk, and 1 times for others"):
+        alone(data.edge_index, 3, blocks=[Twice()]).step(data.x, lambda out, rows: out.sum())
     undecided = Undecided()
     undecided.conv = pyg_sar.nn.convert(torch_geometric.nn.SimpleConv())
     with pytest.raises(ValueError, match=r"Block 0 aggregates rows of shape \[6\], and of shape \[7\] before"):

@@ -106,7 +106,7 @@ def create(out: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Pat
     for aside in _set_aside(out):
         if is_dead(aside.name.split(".")[-3]):
             os.replace(aside, out)
-    for stale in out.parent.glob(f".{escape(out.name)}.*.new"):
+    for stale in _left(out, "new"):
         if is_dead(stale.name.split(".")[-3]):
             shutil.rmtree(stale, ignore_errors=True)
     _check_free(out, overwrite)
@@ -397,7 +397,13 @@ def _is_ours(file: Path) -> bool:
 
 def _set_aside(out: Path) -> list[Path]:
     """Return what a folder held that has no content now, because a writer was killed between two renames."""
-    return [] if out.exists() else [*out.parent.glob(f".{escape(out.name)}.*.old")]
+    return [] if out.exists() else _left(out, "old")
+
+
+def _left(out: Path, what: str) -> list[Path]:
+    """Return what writers of a folder left beside it, and not those of one whose name goes on behind a dot."""
+    there = out.parent.glob(f".{escape(out.name)}.*.{what}")
+    return [path for path in there if path.name.count(".") == out.name.count(".") + 4]
 
 
 def _read_json(file: Path, folder: Path) -> Said:

@@ -68,7 +68,7 @@ class PipelineChunk:
         graph: Their in-edges: those within the chunk, and all others.
         edges: Where the worker's edge tensors hold them.
         reads: The local-first numbers of the rows of other chunks that it reads, ascending.
-        serves: For each worker, which of the rows that it reads (``routes.serve``) are in the chunk.
+        serves: For each worker, the rows of the chunk that it reads, numbered from its first row.
         halo: For each worker, which rows of its chunk of this number are read here, as local-first numbers.
     """
 
@@ -77,7 +77,7 @@ class PipelineChunk:
     graph: ShardedGraph
     edges: Tensor
     reads: Tensor
-    serves: list[slice]
+    serves: list[Tensor]
     halo: list[slice]
 
 
@@ -99,6 +99,7 @@ class History:
         self.sites: dict[tuple[int, int], Site] = {}
         self.place = torch.zeros(len(ranges), dtype=torch.int64)  # of each chunk in the order of this epoch
         self.stale: dict[int, Tensor] = {}  # of each chunk in this epoch
+        self.in_chunks = False  # whether this epoch reads history
         self.block = self.call = 0
         self.chunks = [self.make(k, *span) for k, span in enumerate(ranges)]
         self.whole = self.make(None, 0, graph.num_src)
@@ -117,7 +118,7 @@ class History:
         numbers[start:end] = torch.arange(end - start)
         places = [slice(0, end - start), slice(end - start, end - start + len(reads))]
         blocks = cut(torch.stack([numbers[source], row]), (~within).long(), places, end - start)
-        serves = [spanned(rows, start, end) for rows in routes.serve]
+        serves = [rows[spanned(rows, start, end)].long() - start for rows in routes.serve]
         halo = [ids if number is None else self.of_chunk(ids, number) for ids in routes.ids]
         nobody = torch.empty(0, dtype=torch.int64)
         exchange = ChunkExchange(self, Routes(0, (nobody, nobody), (end - start, len(reads))))
@@ -142,6 +143,7 @@ class History:
         """Begin an epoch, with chunks in this order; None for one in which all is fresh."""
         self.place.zero_()
         self.stale.clear()
+        self.in_chunks = order is not None
         for site in self.sites.values():
             for rows in site:
                 rows.grad = None  # left by an epoch that was interrupted
@@ -170,12 +172,7 @@ class History:
         self.block, self.call = block, 0
         with running.within(running.CHUNK):
             yield
-        calls = sum(block == self.block for block, _ in self.sites)
-        if self.call != calls:
-            raise ValueError(
-                f"[rank {rank_of()}] Block {self.block} aggregated {self.call} times for a chunk, and {calls} times "
-                f"for others. All chunks must take the same way through a block."
-            )
+        self.check_calls()
 
     def site(self) -> Site:
         """Return the site of the next aggregation."""
@@ -185,7 +182,18 @@ class History:
                 f"on a sharded graph it keeps no messages anyway."
             )
         self.call += 1
+        if self.in_chunks and (self.block, self.call) not in self.sites:
+            self.check_calls()
         return self.sites.setdefault((self.block, self.call), [])
+
+    def check_calls(self) -> None:
+        """Raise unless the block has aggregated as often as for other chunks."""
+        calls = sum(block == self.block for block, _ in self.sites)
+        if self.call != calls:
+            raise ValueError(
+                f"[rank {rank_of()}] Block {self.block} aggregated {self.call} times for a chunk, and {calls} times "
+                f"for others. All chunks must take the same way through a block."
+            )
 
     def store(self, it: PipelineChunk, site: Site, tile: int, x: Tensor, meter: Meter, about: About | None) -> None:
         """Keep the rows of a chunk, and exchange those that workers read of each other."""
@@ -211,9 +219,8 @@ class History:
         self.peers.begin_turn(about, meter)
         for q in routes.others:
             client = routes.client(q)
-            out = own[routes.serve[client][it.serves[client]].long() - it.span.start]
             into = channel.buffer(it.halo[q].stop - it.halo[q].start, all_rows)
-            arriving.append((q, into, channel.swap(out, client, into, q, what, meter)))
+            arriving.append((q, into, channel.swap(own[it.serves[client]], client, into, q, what, meter)))
         for q, into, transfers in arriving:
             wait_for(transfers)
             all_rows[it.halo[q]] = into.to(all_rows.dtype)
@@ -225,7 +232,7 @@ class History:
         self.peers.begin_turn(None, meter)
         for q in routes.others:
             client = routes.client(q)
-            rows = routes.serve[client][it.serves[client]].long() - it.span.start
+            rows = it.serves[client]
             into = channel.buffer(len(rows), total)
             arriving.append((rows, into, channel.swap(grad[it.halo[q]], q, into, client, what, meter)))
         for rows, into, transfers in arriving:

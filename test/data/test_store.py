@@ -649,6 +649,18 @@ def test_killed_between_two_renames(pool, tmp_path):
     assert store.read_meta(out)["identity"] == "old" and list(tmp_path.iterdir()) == [out]
 
 
+def test_a_name_that_goes_on_behind_a_dot(pool, tmp_path):
+    """What a writer of ``graph.v2`` left is none of ``graph``."""
+    killed(pool, out := tmp_path / "graph.v2", 4, False)
+    with pytest.raises(FileNotFoundError, match=r"There is no folder '.*graph'\. Correct the path"):
+        store.read_meta(tmp_path / "graph")
+    with store.create(tmp_path / "graph") as new:
+        store.write_meta(new, {"identity": "another"})
+    with pytest.raises(FileExistsError, match="exists already"), store.create(out):
+        raise AssertionError("not reached")
+    assert store.read_meta(out)["identity"] == "old"
+
+
 @pytest.mark.parametrize("what", [{"version": 3}, {"identity": "changed"}])
 def test_overwrite_of_what_cannot_be_read_any_more(folder, what):
     file = folder / "meta.json"
