@@ -55,8 +55,8 @@ def asked(**options: Any) -> argparse.Namespace | None:
 
 def environment(threads: int = 1, **settings: str) -> dict[str, str]:
     """Return the environment variables of a worker."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths, **settings}
+    paths = [str(ROOT), str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths), **settings}
 
 
 def results(output: str) -> list[Any]:
