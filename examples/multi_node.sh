@@ -7,7 +7,7 @@ set -euo pipefail
 
 nodes=${SLURM_NNODES:-${NODES:-1}}
 if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
-  host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) # reads all: a pipe that closes early would end this script
   run=(srun)
 else
   host=${HOST:-localhost}

@@ -83,6 +83,8 @@ def main(args: argparse.Namespace, rank: int) -> list[float]:
     if args.checkpoint:
         saves = pyg_sar.Checkpoints(args.checkpoint, args.every, model=model, optimizer=optimizer, data=data)  # sar
     first = 1 + saves.restore() if saves and args.resume else 1
+    if first > args.epochs and rank == 0:
+        print(f"All {args.epochs} epochs are done already.")
 
     loaded = peak(torch.device(args.device))
     times, log = [], pyg_sar.RunLog(args.log_dir, data)  # sar: prints on rank 0

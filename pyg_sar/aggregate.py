@@ -34,8 +34,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from pyg_sar import watch
+from pyg_sar import running, watch
 from pyg_sar.context import Context, Forward
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.reduce import Extremum, Reduce, Rows, Sum
@@ -83,6 +84,7 @@ def aggregate_async(
     What is computed before :meth:`Pending.wait` overlaps with the first messages and, in backward, with the last ones.
     """
     source = x if isinstance(x, LocalRows) else LocalRows(x)
+    refuse_transforms(graph, running.name())
     check(graph, source.x, Rows(dst, edge))
     if is_elsewhere(source.x):
         rows: Any = source.x
@@ -96,6 +98,16 @@ def aggregate_async(
     if context.grads and not graph.exchange.alone and any(t.requires_grad for t in inputs):
         inputs = WaitForGrads.apply(context, *inputs)
     return Pending(forward, (*inputs, *dst, *edge, *const))
+
+
+def refuse_transforms(graph: ShardedGraph, name: str) -> None:
+    """Raise within forward-mode differentiation and the transforms of :mod:`torch.func`, which no message knows."""
+    if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+        raise NotImplementedError(
+            f"[rank {graph.exchange.routes.rank}] Forward-mode derivatives, 'torch.vmap' and 'torch.func.grad' do not "
+            f"go through {name or 'a layer'} on a sharded graph. Take 'torch.autograd.grad', or an ordinary "
+            f"'edge_index' in one process."
+        )
 
 
 def is_elsewhere(x: Tensor) -> bool:

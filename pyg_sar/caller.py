@@ -98,6 +98,6 @@ def raised_at(error: BaseException) -> Place | None:
 
 
 def warn(message: str) -> None:
-    """Warn at the line that called this package."""
-    inner, _ = beyond("pyg_sar")
+    """Warn at the line that called this package, by torch or not."""
+    inner, _ = beyond("pyg_sar", "torch")
     warnings.warn(message, stacklevel=len(inner) + 2)

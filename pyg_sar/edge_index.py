@@ -79,7 +79,8 @@ class ShardedEdgeIndex(EdgeNumbers):
         projects features before), ``GINConv``, ``RGCNConv``, and ``GCNConv`` that normalises edges without weights keep
         its aggregate, ``GATConv`` (not under autocast) and ``RGCNConv`` with bases the rows of other workers, as long
         as the tensor lives. All workers call it alike.
-        Changes in place, of the tensor or of an aggregate, are noticed, and must be made by all of them, too.
+        Changes in place, of the tensor or of an aggregate, are noticed (but those of ``x.data``), and must be made by
+        all of them, too.
 
         Args:
             x (torch.Tensor): The local rows, such as ``data.x``.

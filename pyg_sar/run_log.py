@@ -117,8 +117,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def shown(value: float) -> str:
+def shown(value: Any) -> str:
     """Return a number as PyG prints it."""
+    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     return f"{value:03d}" if isinstance(value, int) else f"{value:.4f}"

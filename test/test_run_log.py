@@ -26,6 +26,11 @@ def test_it_prints_what_pyg_does(capsys):
     assert capsys.readouterr().out == expected == "Epoch: 007, Loss: 0.1235, Val: 1.0000, Done: True, Name: gat\n"
 
 
+def test_tensors_of_a_number_are_printed_as_numbers(capsys):
+    pyg_sar.RunLog()(Epoch=torch.tensor(7), Loss=torch.tensor([0.5], dtype=torch.float64))
+    assert capsys.readouterr().out == "Epoch: 007, Loss: 0.5000\n"
+
+
 def test_ranges_of_a_profile(capsys):
     log = pyg_sar.RunLog()
     with torch.profiler.profile() as seen:

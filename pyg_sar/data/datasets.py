@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -193,6 +194,8 @@ def _pyg(name: str, root: str | os.PathLike[str]) -> Any:
     roots = [str(Path(root) / kind)] if "root" in inspect.signature(cls).parameters else []
     try:
         graphs: Any = cls(*roots, *args)
+    except URLError as error:
+        raise OSError(f"'{name}' is not below '{root}', and could not be downloaded: {error.reason}.") from error
     except (ImportError, OSError):
         raise
     except Exception as error:  # each class complains in its own way about its name
@@ -343,9 +346,8 @@ def _complete(data: Data, name: str) -> Data:
             index, labels = data.get(f"{split}_idx"), data.get(f"{split}_y")
             if index is not None:
                 data[f"{split}_mask"] = index_to_mask(index, data.num_nodes)
-                if labels is not None and not labels.is_floating_point():
-                    labels = labels.to(y.dtype)
-                y[index] = y[index] if labels is None else labels
+                if labels is not None:
+                    y[index] = labels if labels.is_floating_point() else labels.to(y.dtype)
         data.y = y
     if _labelled(data) and not tells_training(data._store):
         if told := [key for key in data.keys() if names_split(key)]:  # noqa: SIM118

@@ -7,6 +7,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
@@ -125,7 +126,7 @@ def _report(data: Any, shard: Shard) -> None:
     rows = []
     whole: Container[str] = () if shard.typed else shard.attrs
     watch.same_on_all(data.stores[0][name] for name in shard.alike)  # that of the graph
-    for store in (*data.node_stores, *data.edge_stores):
+    for store in data.stores:
         ends = store._key[::2] if isinstance(store._key, tuple) else (store._key,)
         counts = [store[key].numel() for key in ("n_id", "e_id") if key in store]
         for key, value in store.items():
@@ -147,9 +148,16 @@ def _agree(said: list[dict[str, Any]], rank: int) -> None:
         raise RuntimeError(f"[rank {rank}] Could not load the partition. " + "; ".join(errors))
     if parts != {len(said)}:
         found = ", ".join(map(str, sorted(parts)))
+        started = os.environ.get("WORLD_SIZE", "1")
+        if not dist.is_initialized() and started != "1":
+            raise RuntimeError(
+                f"The partition has {found} parts, and this process is one of {started} workers that were started, but "
+                f"has not joined them. Call 'pyg_sar.init()' before 'load'."
+            )
         raise RuntimeError(
             f"[rank {rank}] The partition has {found} parts, but there are {len(said)} workers. Start one worker for "
-            f"each part ('--nproc-per-node'), or partition the graph anew with 'num_parts={len(said)}'."
+            f"each part ('--nproc-per-node'), or partition the graph anew with 'num_parts={len(said)}'. The stages "
+            f"of a pipeline load all parts each, with 'group=mesh.get_group(\"graph\")'."
         )
     repairs = {
         "identity": "The parts come from different partitions; copy all of them from one run of the partitioner.",

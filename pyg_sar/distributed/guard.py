@@ -117,9 +117,10 @@ class Header:
             self.sent.wait(*timeout)  # at once: who tells has asked before
         self.arrived = True
         self.turn.meter(wait=time.perf_counter() - begin)
-        if self.theirs == self.turn.mine:
-            return ""
-        return self.compare(unpack(self.turn.mine), unpack(self.theirs))
+        why = "" if self.theirs == self.turn.mine else self.compare(unpack(self.turn.mine), unpack(self.theirs))
+        if not why:
+            del self.turn  # which knows its headers: a circle, which only the garbage collector would free
+        return why
 
     def __del__(self) -> None:
         """Keep what has not arrived."""

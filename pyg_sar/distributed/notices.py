@@ -138,6 +138,8 @@ class Notices:
             return f"the workers ran different code: {gone}. {ORDER}"
         if ended:
             return "; ".join(f"rank {r} ended: {told['why']}" for r, told in ended.items())
+        if {str(sign) for sign in now.values()} == {str(mine)}:
+            return f"all workers are {mine}; a message failed, or several threads of a worker call layers of one graph"
         others = "; ".join(f"rank {r} is {sign}" for r, sign in now.items())
         return f"the workers ran different code: {others}; this one is {mine}. {ORDER}"
 

@@ -129,7 +129,8 @@ def leave_at_exit(timeout: float, leave_within: float | None, looking: ExitStack
     def end() -> None:
         error = getattr(sys, "last_value", None)
         with suppress(BaseException):
-            looking.__exit__(None if error is None else type(error), error, None)
+            trace = getattr(error, "__traceback__", None)  # without which the line of the error would be lost
+            looking.__exit__(None if error is None else type(error), error, trace)
         if error is not None or any(statuses):
             tell(error or SystemExit(next(filter(None, statuses))))
             return

@@ -343,6 +343,7 @@ class Watch(TorchFunctionMode):
         """Warn of parameters that an optimizer changed by gradients that were never summed."""
         summed = {id(p.grad) for p in parameters}
         others = [p for p in self.trained if p.grad is not None and not is_local(p)]  # which tables become later
+        others = [p for p in others if p.dim() == 0 or p.size(0) not in self.sizes]  # a worker's own, such as of edges
         rest = [p for p in others if id(p.grad) not in summed and not guard.is_summed(p)]
         changed = [list(p.shape) for p in rest if self.left.get(p, p._version) != p._version]
         if changed and not (self.alone or is_allowed()):

@@ -543,12 +543,14 @@ def of_loss(call: Call) -> Kind | None:
     """What comes of a loss."""
     if call.name == "grad":  # of parameters
         return None
-    return added(call, Kind(LOSS)) if call.name in ARITHMETIC else Kind(SAME if call.name == "detach" else LOSS)
+    if call.name in {"backward", "detach", *COMPARES}:
+        return Kind(SAME if call.name == "detach" else LOSS)
+    return added(call, Kind(LOSS))
 
 
 def added(call: Call, kind: Kind) -> Kind:
     """What is made of parameters alone must not join what has the gradient of this worker's share."""
-    factors = PRODUCTS.get(call.name, ())  # such as a weight, in other places than the bias
+    factors = () if kind.what == LOSS else PRODUCTS.get(call.name, ())  # a weight of a sum, not in the place of a bias
     joined = tensors([t for k, t in enumerate((*call.args, *call.kwargs.values())) if k not in factors])
     if torch.is_grad_enabled() and any(t.requires_grad and (call.kind(t) or kind).what == SAME for t in joined):
         why = f"joins ('{call.name}') to a loss or a sum, of which each has its share, what {COUNTED}"

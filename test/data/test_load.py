@@ -148,6 +148,12 @@ def test_one_process_cannot_open_several_parts(folders):
         load(folders / "two")
 
 
+def test_a_process_that_has_not_joined_the_others(folders, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"is one of 2 workers that were started, .* Call 'pyg_sar.init\(\)' before"):
+        load(folders / "two")
+
+
 def test_what_a_worker_without_nodes_loaded_can_be_saved(tmp_path):
     data = Data(x=torch.ones(4, 2), y=torch.ones(4, dtype=torch.int64), edge_index=torch.tensor([[0, 1], [1, 2]]))
     partition(data, 2, tmp_path / "parts", method=torch.zeros(4, dtype=torch.int64))

@@ -1,6 +1,7 @@
 """Workers that part say so at once, with the names of both layers; those that do not are left in peace."""
 
 import copy
+import gc
 from contextlib import suppress
 from itertools import chain
 from unittest import mock
@@ -561,3 +562,20 @@ def test_a_header_that_did_not_arrive_keeps_its_memory(arrives):
     del header
     assert [kept[0] for kept in ABANDONED[before:]] == ([] if arrives else [came])
     del ABANDONED[before:]
+
+
+def test_turns_do_not_wait_for_the_garbage_collector():
+    """Which training loops switch off."""
+
+    def work(rank, model, x, edge_index):
+        for _ in range(5):
+            model(x, edge_index).sum().backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        workers(2, work)
+        alive = sum(isinstance(it, guard.Turn) for it in gc.get_objects())
+    finally:
+        gc.enable()
+    assert alive <= 2  # the last one of each worker

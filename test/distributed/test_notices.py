@@ -84,6 +84,15 @@ def test_workers_that_run_different_code(boards):
     )
 
 
+def test_workers_in_the_same_call(boards):
+    for board in boards:
+        board.calls, board.doing = 40, "layer 'conv1' on rows of 4 columns"
+    time.sleep(0.05)
+    why = boards[0].why()
+    assert why.startswith("all workers are in layer 'conv1' on rows of 4 columns (call 40, step 0")
+    assert "several threads" in why and "different code" not in why
+
+
 def test_a_store_that_is_gone(boards, monkeypatch):
     def gone(*args):
         raise RuntimeError("Connection reset by peer")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -186,6 +186,28 @@ def test_whether_init_waits_at_the_end(monkeypatch, status):
             sys.exit(status)
     ends[0]()
     assert bool(left) == (status in (None, 0))
+
+
+def test_the_line_of_an_error_that_ended_the_script(monkeypatch):
+    """It is in the trace, which leaving a context with the error must not take away."""
+    ends, told = [], []
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(module.atexit, "register", ends.append)
+    monkeypatch.setattr(module, "tell", told.append)
+    looking = ExitStack()
+    looking.enter_context(watching())
+    module.leave_at_exit(300.0, None, looking)
+    try:
+        raise ValueError("boom")
+    except ValueError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    ends[0]()
+    assert told[0].__traceback__ is not None
+
+
+@contextmanager
+def watching():
+    yield
 
 
 FAILS = """

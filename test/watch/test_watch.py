@@ -163,6 +163,14 @@ def scaled(data: Any) -> Tensor:
     return torch.nn.Parameter(torch.zeros(())).exp() * pyg_sar.global_mean(data.x)
 
 
+def learnt(data: Any) -> Tensor:
+    return torch.nn.Parameter(torch.zeros(2)).softmax(0)
+
+
+def two_losses(data: Any) -> Tensor:
+    return torch.stack([pyg_sar.global_mean(data.x), pyg_sar.global_mean(losses(data))])
+
+
 LINEAR = torch.nn.Linear(8, 8)
 # By what they say: what, where it is known by name, and the way out.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -216,6 +224,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "penalty": (penalty, r"joins \('add'\).*Wrap.*'pyg_sar\.replicated"),
     "learnt weight of a loss": (scaled, "joins"),
+    "learnt weights of losses": (lambda d: learnt(d).dot(two_losses(d)), r"joins \('dot'\).*replicated"),
+    "products of losses": (lambda d: two_losses(d)[None] @ learnt(d), r"joins \('matmul'\).*replicated"),
+    "a sum of products": (lambda d: torch.einsum("i,i->", learnt(d), two_losses(d)), r"joins \('einsum'\)"),
     "labels of graphs": (by_label, r"differentiates what.*pyg_sar\.replicated"),
     "a penalty by a buffer": (lambda d: to_a_buffer(d, torch.from_numpy(np.ones((4, 8), "f"))), r"joins.*replicated"),
     "a loss times a sum": (lambda d: pyg_sar.global_mean(losses(d)) * d.train_mask.sum() / N, "'mul' of a sum"),
@@ -256,6 +267,23 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_a_sum_by_the_number_of_rows_may_be_right(parts: str) -> None:
     for rank, text in enumerate(outcomes(f"{parts}/one", lambda data: warned(lambda: data.x.sum(0) / len(data.x)))):
         assert text.startswith(f"[rank {rank}] {__file__}, line ") and "by their number, which is a mean" in text
+
+
+def test_a_parameter_for_each_edge_of_a_worker(parts: str) -> None:
+    """It is this worker's own, and complete."""
+
+    def work(data: Any) -> None:
+        torch.manual_seed(0)
+        model, layer, own = Net(), pyg_sar.nn.GCNConv(8, C), torch.nn.Parameter(torch.zeros(data.num_edges))
+        optimizer = torch.optim.Adam([*model.parameters(), own])
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = layer(data.x, data.edge_index, own.exp()) + model(data)
+            pyg_sar.global_mean(F.cross_entropy(out, data.y, reduction="none")).backward()
+            pyg_sar.sum_gradients(model)
+            optimizer.step()
+
+    passes(f"{parts}/one", work)
 
 
 def test_the_number_of_nodes_of_one_worker(parts: str) -> None:
