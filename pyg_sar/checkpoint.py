@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 
 from pyg_sar.csr import Lookup
 from pyg_sar.distributed import guard, values
-from pyg_sar.distributed.agreement import agree, describe, fail, gathered, on_all
+from pyg_sar.distributed.agreement import describe, fail, gathered, on_all
 from pyg_sar.distributed.collectives import global_max
 from pyg_sar.distributed.group import Group, host, is_local, rank_of, size_of
 from pyg_sar.durable import checksum, digest, sync, write_json
@@ -139,17 +139,22 @@ def save_checkpoint(
 
 
 def _check_alike(model: torch.nn.Module | None, local: _LocalRows, group: Group) -> None:
-    """Raise on all workers unless they have the same parameters, of which those of rank 0 are kept."""
-    if model is None or size_of(group) == 1:
+    """Raise on all workers unless those that have a model have the same parameters: rank 0's are kept."""
+    if size_of(group) == 1:
         return
-    named: dict[str, Tensor] = dict(model.named_parameters())
+    named: dict[str, Tensor] = {} if model is None else dict(sorted(model.named_parameters()))
     named = {name: p for name, p in named.items() if name not in local.names and not is_lazy(p)}
-    agree("the parameters of a checkpoint", describe(named), group, f"{THEIRS}.")
-    mine = zip(guard.totals([*named.values()]), map(guard.bound, named.values()), strict=True)
-    for name, *found in zip(named, *gathered([*mine], group), strict=True):
-        most = max(bound for _, bound in found)
-        if not all(guard.alike(total, found[0][0], most) for total, _ in found):
-            fail(f"The workers hold different values of '{name}'. {THEIRS}.", group)
+    mine = zip(
+        map(str, describe(named)), guard.totals([*named.values()]), map(guard.bound, named.values()), strict=True
+    )
+    said = [one for one in gathered(None if model is None else [*mine], group) if one is not None]
+    names = [{name for name, *_ in one} for one in said] or [set()]
+    if odd := sorted(set.union(*names) - set.intersection(*names)):
+        fail(f"The workers differ in the parameters of a checkpoint ({', '.join(odd[:3])}). {THEIRS}.", group)
+    for entries in zip(*said, strict=True):
+        (name, first, _), most = entries[0], max(bound for *_, bound in entries)
+        if not all(guard.alike(total, first, most) for _, total, _ in entries):
+            fail(f"The workers hold different values of {name}. {THEIRS}.", group)
 
 
 def load_checkpoint(

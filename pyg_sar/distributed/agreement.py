@@ -151,7 +151,7 @@ def look(named: dict[str, Tensor], totals: Sequence[float], group: Group) -> Non
     if odd:
         names = ", ".join(f"'{name}'" for name, _ in odd[:3])
         more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-        advice = guard.STEPS if any(t in guard.SUMMED for t in named.values()) else guard.START
+        advice = guard.STEPS if any(t in guard.SUMMED for t in named.values()) else f"{guard.START} {guard.NEVER}"
         fail(f"The workers hold different values of {names}{more}: {apart(odd[0][1])}. {advice}", group)
 
 

@@ -18,7 +18,7 @@ from pyg_sar.distributed import guard, notices
 from pyg_sar.distributed.agreement import SHAPES, agree, compare, describe, remember
 from pyg_sar.distributed.group import Member, current, is_local, size_of, talking
 from pyg_sar.ops.reference import accumulator
-from pyg_sar.watch import SAME, count_step, gives, is_rows, same_on_all
+from pyg_sar.watch import ROWS, SAME, count_step, gives, is_known, same_on_all
 from pyg_sar.watch.counts import refuse_tables
 
 
@@ -245,7 +245,7 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
         return
     refuse_tables(module)
     for name, buffer in module.named_buffers():
-        if is_rows(buffer) and not is_local(buffer):
+        if is_known(buffer, ROWS) and not is_local(buffer):
             raise ValueError(
                 f"[rank {workers.rank_of(group)}] The buffer '{name}' of shape {list(buffer.shape)} has a row for each "
                 f"node or edge of this worker, and would get those of rank 0. Keep it as an attribute "

@@ -80,7 +80,7 @@ def message_flow_graphs(edge_index: ShardedEdgeIndex, mask: Tensor, num_layers: 
         )
     graph = edge_index.graph
     together(edge_index, mask)
-    agree(graph, mask, num_layers)
+    check_arguments(graph, mask, num_layers)
     rows = mask.nonzero().view(-1)
     layers, edges = [], []
     for _ in range(num_layers):  # from the last one
@@ -125,7 +125,7 @@ def layer_into(graph: ShardedGraph, rows: Tensor) -> tuple[ShardedGraph, Tensor,
     return layer, sources, edges
 
 
-def agree(graph: ShardedGraph, mask: Any, num_layers: Any) -> None:
+def check_arguments(graph: ShardedGraph, mask: Any, num_layers: Any) -> None:
     """Raise the same error on every worker unless all can go on."""
     error, exchange = "", graph.exchange
     if graph.bipartite or graph.origin is not None:

@@ -131,7 +131,8 @@ class Notices:
         mine = Sign(0, self.calls, self.steps, self.doing, None, str(self.line or ""))
         silent = [r for r in self.others if r not in ended and r not in left and now.get(r) == before.get(r)]
         if silent:
-            last = "; ".join(f"rank {r} stopped answering {now.get(r, 'before its first call')}" for r in silent)
+            signs = ((r, now.get(r, "before its first call")) for r in silent)
+            last = "; ".join(f"rank {r} stopped answering, last heard of {sign}" for r, sign in signs)
             return f"{last}: it was killed, or its host or its connection was lost. This worker is {mine}"
         if left:
             gone = "; ".join(f"rank {r} has left {text}" for r, text in left.items())
@@ -174,7 +175,8 @@ class Notices:
                     seen[r] = sign, now
                 elif r in missing and now - since > timeout:
                     raise LostWorkers(
-                        f"[rank {self.rank}] This worker has finished, but rank {r} stopped answering {sign}"
+                        f"[rank {self.rank}] This worker has finished, but rank {r} stopped answering, last heard of "
+                        f"{sign}"
                     )
             stuck = {r: seen[r][0].waits for r in missing if waits.get(r, 0) >= STUCK}
             alone = [r for r, whom in stuck.items() if whom == self.rank]

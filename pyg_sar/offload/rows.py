@@ -97,7 +97,7 @@ class Op(NamedTuple):
                     f"A tensor of shape {list(tensor.shape)} was changed in place after '{name_of(self.func)}' was "
                     f"called with it on rows at home, which are computed when they are needed, and again in "
                     f"backward. Change a copy, or take what you need of the rows ('out[mask]') and call 'backward' "
-                    f"before."
+                    f"before; an optimizer changes parameters so."
                 )
 
 
@@ -336,7 +336,10 @@ def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
     except NotImplementedError:
         raise
     except Exception as error:
-        refuse(func, args, kwargs, f"on five rows it raised {type(error).__name__}: {error}")
+        why = f"on five rows it raised {type(error).__name__}: {error}"
+        if any(isinstance(t, torch.nn.Parameter) and t.shape[:1] == (len(first),) for t in tree_leaves((args, kwargs))):
+            why += " (a parameter with a row for each node is a 'pyg_sar.nn.NodeEmbedding')"
+        refuse(func, args, kwargs, why)
     if not torch.equal(state, drawn(first.device)):
         refuse(func, args, kwargs, "it draws random numbers, which backward would draw anew; 'F.dropout' is known")
     (whole, changes, base), *parts = results
@@ -345,7 +348,10 @@ def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
         others = [run_on(which, func, args, kwargs, len(first), first.device, random_like)[0] for which in cuts]
         mixes = mixes or not all_row_wise(others[0], others[1:])
     if mixes:
-        refuse(func, args, kwargs, "the result for a row depends on other rows")
+        found = whole if isinstance(whole, tuple) else (whole,)
+        keeps = all(isinstance(t, Tensor) and t.shape[:1] == (PROBE,) for t in found)
+        why = "the result for a row depends on other rows" if keeps else "it returns no row for each row"
+        refuse(func, args, kwargs, why)
     if changes and (isinstance(whole, tuple) or changes != [True]):
         refuse(func, args, kwargs, "it changes something else than its first argument, or its type or shape")
     return whole, bool(changes), base

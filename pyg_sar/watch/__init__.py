@@ -100,16 +100,12 @@ def ordered() -> None:
         watch.ordered = True
 
 
-def same(tensor: Tensor) -> bool:
-    """Whether a tensor is known to be the same on all workers, within the first steps."""
+def is_known(tensor: Tensor, what: str) -> bool:
+    """Whether a tensor is known, within the first steps, to be the ``SAME`` on all workers, or to have ``ROWS``, one
+    for each node or edge of this worker.
+    """
     kind = None if torch.compiler.is_compiling() or (watch := current()) is None else watch.kind(tensor)
-    return kind is not None and kind.what == SAME
-
-
-def is_rows(tensor: Tensor) -> bool:
-    """Whether a tensor is known to have a row for each node or edge of this worker, within the first steps."""
-    kind = None if (watch := current()) is None else watch.kind(tensor)
-    return kind is not None and kind.what == ROWS
+    return kind is not None and kind.what == what
 
 
 def ids(tensor: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def test_a_worker_that_is_silent(boards):
     boards[2].over.set()
     time.sleep(0.05)
     why = boards[0].why()
-    assert why.startswith("rank 2 stopped answering in its first lines (call 0, step 0")
+    assert why.startswith("rank 2 stopped answering, last heard of in its first lines (call 0, step 0")
     assert "it was killed, or its host" in why and "rank 1" not in why
 
 

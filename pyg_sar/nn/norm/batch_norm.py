@@ -15,7 +15,7 @@ from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.nn.norm.columns import NormaliseColumns, global_moments, standardise
 from pyg_sar.nn.together import knows_all_rows, together
-from pyg_sar.watch import ROWS, gives, same
+from pyg_sar.watch import ROWS, SAME, gives, is_known
 
 CONSTANT = 1e-6  # variance by squared mean, below which rows may be constants of nodes, which are no readout
 COUNTED_TWICE = (
@@ -69,7 +69,7 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
             )
         if self.training and self.track_running_stats:
             self.track(count, mean, m2)
-            if same(x) and bool((m2 > CONSTANT * count * mean.square()).any()):
+            if is_known(x, SAME) and bool((m2 > CONSTANT * count * mean.square()).any()):
                 warnings.warn(f"[rank {rank_of(self.group)}] {COUNTED_TWICE}", stacklevel=2)
         coefficients = partial(standardise, self.eps)
         return NormaliseColumns.apply(x, moments, self.group, coefficients, self.weight, self.bias)

@@ -1,6 +1,7 @@
 """What a layer is called with must have the rows of this worker's edges and destinations."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -525,10 +526,11 @@ def test_features_of_edges_without_a_gradient_get_none(learns, monkeypatch):
         layer = library.GATConv(8, 128, 4, edge_dim=16, add_self_loops=False).double()  # more than one group of heads
         attr = torch.ones(NUM_EDGES, 16, dtype=torch.float64).cumsum(0).sin().requires_grad_(learns)
         out = layer(x, graph, attr).sin().sum()
-        with Made() as made:
+        made = Made()
+        with made if ops.KERNELS else nullcontext():  # plain PyTorch makes more
             out.backward()
         results.append([layer.lin_edge.weight.grad, layer.att_edge.grad, *[attr.grad] * learns])
-        if library is nn:
+        if library is nn and ops.KERNELS:
             assert made.count == 1 if not learns else made.count > 1
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
