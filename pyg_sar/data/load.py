@@ -7,12 +7,12 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar import watch
 from pyg_sar.block import Block
+from pyg_sar.caller import warn
 from pyg_sar.data.attributes import integers, is_pairs
 from pyg_sar.data.split import Topology
 from pyg_sar.data.store import EDGE, NODE, EdgeType, Shard, read_part
@@ -20,6 +20,7 @@ from pyg_sar.distributed import guard
 from pyg_sar.distributed.collectives import all_reduce
 from pyg_sar.distributed.group import Group, gather_objects, rank_of
 from pyg_sar.distributed.peers import Peers
+from pyg_sar.distributed.process_group import present
 from pyg_sar.distributed.traffic import Log
 from pyg_sar.distributed.transfer import Channel
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -146,14 +147,17 @@ def _agree(said: list[dict[str, Any]], rank: int) -> None:
     parts = {its["num_parts"] for its in said if "error" not in its}
     if errors and parts <= {len(said)}:
         raise RuntimeError(f"[rank {rank}] Could not load the partition. " + "; ".join(errors))
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != "1" and present() is None:
+        apart = (
+            f"This process is one of {started} workers that were started, but has not joined them: call "
+            f"'pyg_sar.init()' before 'load'"
+        )
+        if parts != {1}:
+            raise RuntimeError(f"{apart}. The partition has {max(parts)} parts.")
+        warn(f"{apart}. Each of them will have the whole graph.")
     if parts != {len(said)}:
         found = ", ".join(map(str, sorted(parts)))
-        started = os.environ.get("WORLD_SIZE", "1")
-        if not dist.is_initialized() and started != "1":
-            raise RuntimeError(
-                f"The partition has {found} parts, and this process is one of {started} workers that were started, but "
-                f"has not joined them. Call 'pyg_sar.init()' before 'load'."
-            )
         raise RuntimeError(
             f"[rank {rank}] The partition has {found} parts, but there are {len(said)} workers. Start one worker for "
             f"each part ('--nproc-per-node'), or partition the graph anew with 'num_parts={len(said)}'. The stages "

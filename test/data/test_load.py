@@ -148,10 +148,13 @@ def test_one_process_cannot_open_several_parts(folders):
         load(folders / "two")
 
 
-def test_a_process_that_has_not_joined_the_others(folders, monkeypatch):
+def test_a_process_that_has_not_joined_the_others(folders, monkeypatch, tmp_path):
+    partition(data(), 1, tmp_path / "one")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"is one of 2 workers that were started, .* Call 'pyg_sar.init\(\)' before"):
+    with pytest.raises(RuntimeError, match=r"one of 2 workers that were started, .* 'pyg_sar.init\(\)' .* 2 parts"):
         load(folders / "two")
+    with pytest.warns(UserWarning, match="has not joined them: .* Each of them will have the whole graph"):
+        load(tmp_path / "one")
 
 
 def test_what_a_worker_without_nodes_loaded_can_be_saved(tmp_path):
