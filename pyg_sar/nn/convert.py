@@ -88,7 +88,7 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
     """
     table = [(name, layer, *fate(layer)) for name, layer in outer_modules(module)]
     for name, layer, cls, why in table:
-        if cls is not None and not issubclass(type(layer), MessagePassing) and issubclass(cls, MessagePassing):
+        if cls is not None and issubclass(cls, MessagePassing) and not isinstance(layer, MessagePassing):
             check_names(name, layer)
         if cls is None:
             raise NotImplementedError(
@@ -97,7 +97,7 @@ def convert(module: torch.nn.Module, group: Any = None, verbose: bool = False) -
             )
     for _, layer, cls, _ in table:
         if cls is not None and cls is not type(layer):
-            if isinstance(layer, torch_geometric.nn.MessagePassing) and not is_wrapped(layer):
+            if not is_wrapped(layer):
                 layer.__dict__.pop("propagate", None)  # of the class that it was
             layer.__class__ = cls
         if group is not None and cls is not None and takes_group(cls):
