@@ -60,9 +60,11 @@ WAYS = [*(Way(who, mode, 2, 1) for mode in (1, 2, 3) for who in (THEIRS, OURS)),
 class Model(Module):
     """Layers of either library with normalisations between them; ``call(conv, x)`` calls one."""
 
-    def __init__(self, convs: list[Module], norm: Callable[[int], Module], call: Callable[[Module, Tensor], Tensor]):
+    def __init__(
+        self, kind: str, convs: list[Module], norm: Callable[[int], Module], call: Callable[[Module, Tensor], Tensor]
+    ) -> None:
         super().__init__()
-        widths = {"SAGEConv": [256, 256], "GATConv": [HEADS * 128] * 2}[type(convs[0]).__name__]
+        widths = [width for width, _ in LAYERS[kind][1:]]  # that the next layer reads
         self.convs, self.norms = torch.nn.ModuleList(convs), torch.nn.ModuleList(map(norm, widths))
         self.call = call
 
@@ -100,7 +102,7 @@ def their_layers(kind: str) -> list[Module]:
 def ours(args: argparse.Namespace) -> None:
     with pyg_sar.process_group():
         data = pyg_sar.load(folder(args), remat=args.mode == 1, one_shot=args.mode == 3)
-        model = Model(our_layers(args.kind), pyg_sar.nn.BatchNorm, lambda conv, x: conv(x, data.edge_index))
+        model = Model(args.kind, our_layers(args.kind), pyg_sar.nn.BatchNorm, lambda conv, x: conv(x, data.edge_index))
         optimizer = torch.optim.Adam(model.parameters())
 
         def step() -> Tensor:
@@ -131,7 +133,7 @@ def theirs(args: argparse.Namespace) -> None:
     sar.Config.disable_sr = args.mode == 2
     if args.mode == 3:
         graph = graph.get_full_partition_graph()
-    model = Model(their_layers(args.kind), sar.DistributedBN1D, lambda conv, x: conv(graph, x))
+    model = Model(args.kind, their_layers(args.kind), sar.DistributedBN1D, lambda conv, x: conv(graph, x))
     sar.sync_params(model)
     sent = count_sent()
     step = dgl_step(model, x, y, mask.bool(), args.labelled, lambda: sar.gather_grads(model))
@@ -144,10 +146,10 @@ def theirs(args: argparse.Namespace) -> None:
 def dgl_alone(args: argparse.Namespace) -> None:
     import dgl
 
-    data = torch.load(f"{args.folder}/data.pt", weights_only=False)
+    data = generate(args)
     graph = dgl.graph(tuple(data.edge_index), num_nodes=data.num_nodes)
     graph.create_formats_()
-    model = Model(their_layers(args.kind), torch.nn.BatchNorm1d, lambda conv, x: conv(graph, x))
+    model = Model(args.kind, their_layers(args.kind), torch.nn.BatchNorm1d, lambda conv, x: conv(graph, x))
     step = dgl_step(model, data.x, data.y, data.train_mask, args.labelled, lambda: None)
     step()
     answer({"sent": 0, **measure(step, args.steps)})
@@ -195,14 +197,18 @@ def folder(args: argparse.Namespace) -> str:
     return f"{args.folder}/{args.who.replace('/', '-')}-{os.environ['WORLD_SIZE']}"
 
 
+def generate(args: argparse.Namespace) -> Data:
+    """Return the graph, with self-loops."""
+    data = community_graph(args.nodes, args.edges, FEATURES, CLASSES)
+    edge_index, _ = add_self_loops(data.edge_index)
+    return Data(x=data.x, y=data.y, train_mask=data.train_mask, edge_index=edge_index)
+
+
 def prepare(args: argparse.Namespace, scratch: str) -> int:
-    """Write the graph and its parts for each library; return how many labelled nodes there are."""
+    """Write the parts of the graph for each library; return how many labelled nodes there are."""
     import dgl
 
-    data = community_graph(args.nodes, args.edges, FEATURES, CLASSES)
-    data.edge_index, _ = add_self_loops(data.edge_index)
-    data = Data(x=data.x, y=data.y, train_mask=data.train_mask, edge_index=data.edge_index)
-    torch.save(data, f"{scratch}/data.pt")
+    data = generate(args)
     part = metis(data.edge_index, args.nodes, 2)
     pyg_sar.partition(data, 1, f"{scratch}/{OURS}-1")
     pyg_sar.partition(data, 2, f"{scratch}/{OURS}-2", method=part)
@@ -215,7 +221,8 @@ def prepare(args: argparse.Namespace, scratch: str) -> int:
 
 def run(args: argparse.Namespace, kind: str, way: Way, scratch: str, labelled: int, **settings: str) -> dict[str, Any]:
     """Return seconds and losses of the steps, the largest worker's memory, and MiB that a worker sends."""
-    options = words(who=way.who, mode=way.mode, kind=kind, folder=scratch, labelled=labelled, steps=args.steps)
+    options = words(who=way.who, mode=way.mode, kind=kind, folder=scratch, labelled=labelled)
+    options += words(nodes=args.nodes, edges=args.edges, steps=args.steps)
     answers = launch(__file__, way.workers, options, way.threads, **settings)
     return {
         "seconds": [max(times) for times in zip(*(a["seconds"] for a in answers), strict=True)],
