@@ -20,6 +20,7 @@ project, author, release = "pyg_sar", "pyg_sar authors", pyg_sar.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 html_theme = "furo"
 html_title = "pyg_sar"
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["toc.not_included"]  # tables of results, which have no titles and are reached from their README
 napoleon_custom_sections = ["Shapes"]

@@ -59,6 +59,7 @@ def names(folder: Path) -> dict[str, Any]:
     out = model(data.x, data.edge_index)
     return {
         "torch": torch, "F": F, "Data": Data, "pyg_sar": pyg_sar, "data": data, "model": model, "out": out, "z": out,
+        "optimizer": torch.optim.Adam(model.parameters()), "rank": 0,
         "convs": model.convs, "edge_label_index": torch.tensor([[0, 1, 2], [3, 4, 5]]),
         "edge_label": torch.tensor([0.0, 1.0, 1.0]), "roc_auc_score": lambda y, score: (y.shape, score.shape),
         "Evaluator": Evaluator, "T": T, "graph": graphs.citations()[0],
@@ -101,7 +102,7 @@ def test_blocks_of_pages_run(page, tmp_path, monkeypatch):
     if page == "pipeline":
         values["model"] = torch_geometric.nn.GCN(width, 8, 2, classes).double()
     optimizer = torch.optim.Adam(values["model"].parameters())
-    values |= {"loss_of": loss_of, "train": train, "optimizer": optimizer, "rank": 0}
+    values |= {"loss_of": loss_of, "train": train, "optimizer": optimizer}
     values |= {"loss_fn": lambda out, rows: loss_of(out, values["data"].y[rows], values["data"].train_mask[rows])}
     for block in blocks(ROOT / "docs" / f"{page}.md", "python"):
         for one, other in INSTEAD[page].items():
