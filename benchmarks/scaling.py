@@ -39,7 +39,7 @@ import pyg_sar
 from pyg_sar import planner
 from pyg_sar.data.datasets import community_graph
 from pyg_sar.distributed.traffic import Traffic
-from pyg_sar.exchange import Received
+from pyg_sar.sources import LocalGrads
 
 MODES = {1: "rematerialise", 2: "keep", 3: "one-shot"}
 NAMES = {"sage": "GraphSAGE", "gat": "GAT", "rgcn": "R-GCN"}
@@ -129,7 +129,7 @@ def replay(shares: Any, layers: list[Any]) -> float:
         for _ in range(2 if t.case == 2 and shares.remat else 1):
             deque(exchange.pull([x], exchange.order(1), silent), maxlen=0)
         if t.backward_received:
-            sink = exchange.sink(silent, Received())
+            sink = exchange.sink(silent, LocalGrads((), [slice(None)]))
             for q in exchange.order(1, True, False)[0]:
                 sink.push(q, x.new_zeros(shares.blocks[q].num_src, x.size(1)))
             sink.close()

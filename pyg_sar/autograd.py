@@ -20,6 +20,14 @@ def once_differentiable() -> None:
         )
 
 
+def random_states(device: torch.device) -> Tensor:
+    """Return the states of the generators from which code on a device may draw random numbers."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return torch.cat(states)
+
+
 def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Return what has functions run as autocast would have them run now, in a later pass, too.
 

@@ -42,16 +42,6 @@ class Receiver(Protocol):
         """Take the complete gradient of the local rows of a column tile; each tile comes once, in order."""
 
 
-class Received:
-    """A :class:`Receiver` of the gradient of a single tile."""
-
-    grad: Tensor
-
-    def add_grad(self, tile: int, grad: Tensor) -> None:
-        """Keep it."""
-        self.grad = grad
-
-
 class Sink:
     """Sends the gradients of source rows to their owners."""
 

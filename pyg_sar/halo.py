@@ -6,15 +6,16 @@ Each is the gradient of the other. A worker owns :math:`|\mathcal{V}_{local}|` r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pyg_sar import running
-from pyg_sar.exchange import Exchange, Meter, Received
+from pyg_sar.exchange import Exchange, Meter
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.running import About
+from pyg_sar.sources import LocalGrads
 
 
 def fetch_halo(x: Tensor, graph: ShardedGraph) -> Tensor:
@@ -60,11 +61,12 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, graph: ShardedGraph, begun: Any) -> Tensor:
         exchange, meter, about = begin(ctx, rows, graph, begun, "added up at their owners")
-        received = Received()
-        sink = exchange.sink(meter, received, about)
+        grads = LocalGrads((), [slice(None)])
+        sink = exchange.sink(meter, grads, about)
         sink.push(0, rows)
         sink.close()
-        return received.grad.clone() if received.grad is rows else received.grad
+        total = cast(Tensor, grads.d_x)
+        return rows.clone() if total is rows else total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from torch import Tensor
 from pyg_sar import running, watch
 from pyg_sar.autograd import nodes_behind
 from pyg_sar.blocks import Values, call, packed, unpacked
-from pyg_sar.distributed.agreement import agree
+from pyg_sar.distributed.agreement import agree, checksum
 from pyg_sar.distributed.collectives import all_reduce, sum_gradients
 from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.distributed.history import History, PipelineChunk
@@ -58,24 +57,6 @@ class Record:
     within: list[Traffic]
     parameters: int = 0
     computed: list[tuple[str, int, float]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What runs at once, and where its rows are: a chunk, or all nodes."""
-
-    it: PipelineChunk | None
-    span: slice
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return "all nodes" if self.it is None else f"chunk {self.it.number}"
-
-    @property
-    def count(self) -> int:
-        """The number of its rows."""
-        return self.span.stop - self.span.start
 
 
 class Pipeline:
@@ -217,11 +198,6 @@ class Pipeline:
         if self.seen is not None:
             self.seen.computed.append((way, -1 if it is None else it.number, time.perf_counter() - start))
 
-    @property
-    def everything(self) -> Part:
-        """All nodes at once."""
-        return Part(None, slice(0, self.edge_index.graph.num_dst))
-
     @cached_property
     def fingerprint(self) -> str:
         """What all stages have alike of the graph, and checkpoints too."""
@@ -261,7 +237,7 @@ class Pipeline:
         """Return what the model gives, exactly and without gradients, on the last stage; ``None`` on the others."""
         with torch.no_grad():
             self.stages.begin()
-            out = self.walk(x, lambda values: self.run(values, self.edge_index, edges, None))
+            out = self.walk(x, edges)
         return unpacked(out) if self.stages.last else None
 
     def step(self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], *edges: Tensor) -> Tensor:
@@ -286,7 +262,7 @@ class Pipeline:
         try:
             with self.watched():
                 if self.epoch == 0 and self.history is not None:
-                    self.fill(x, edges)
+                    self.fill(self.history, x, edges)
                 self.epoch += 1
                 self.stages.begin()
                 with torch.random.fork_rng(devices=[]):
@@ -317,46 +293,30 @@ class Pipeline:
     ) -> Tensor:
         """Run all chunks of an epoch, or all rows at once; return the loss."""
         if self.history is None:
-            return self.passes(x, loss_fn, edges, [self.everything])
-        order = self.order()
-        self.history.begin(order)
-        chunks = [self.history.chunks[k] for k in order]
-        self.stale = self.count_stale()
-        loss = self.passes(x, loss_fn, edges, [Part(it, it.span) for it in chunks])
-        self.history.end(self.epoch % self.alpha == 0)
-        return loss
-
-    def order(self) -> list[int]:
-        """Return the order of chunks in this epoch."""
-        assert self.history is not None
+            return self.passes(x, loss_fn, edges, [None])
         order = list(range(len(self.history.chunks)))
         if self.shuffle:
             random.Random(f"{self.seed} {self.epoch}").shuffle(order)
-        return order
+        self.history.begin(order)
+        self.stale = self.history.stale_share()
+        loss = self.passes(x, loss_fn, edges, [self.history.chunks[k] for k in order])
+        self.history.end(self.epoch % self.alpha == 0)
+        return loss
 
-    def count_stale(self) -> float:
-        """Return the share of edges that read history."""
-        assert self.history is not None
-        stale = 0
-        for it in self.history.chunks:
-            stale += int(self.history.is_stale(it)[it.graph.blocks[1].col.long()].sum())
-        return stale / max(self.edge_index.graph.num_edges, 1)
-
-    def fill(self, x: Tensor | Values, edges: Sequence[Tensor]) -> None:
+    def fill(self, history: History, x: Tensor | Values, edges: Sequence[Tensor]) -> None:
         """Run an exact pass without gradients, of which all sites keep their rows."""
-        assert self.history is not None
-        whole = self.history.whole
         self.stages.begin()
-        self.history.begin(None)
+        history.begin(None)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            self.walk(x, lambda values: self.run(values, self.edge_index, edges, whole))
-        self.history.end(refresh=True)
+            self.walk(x, edges, history.whole)
+        history.end(refresh=True)
 
-    def walk(self, x: Tensor | Values, run: Callable[[Values], Values]) -> Values:
+    def walk(self, x: Tensor | Values, edges: Sequence[Tensor], it: PipelineChunk | None = None) -> Values:
         """Run all rows through all stages, one after the other; return what this one made of them."""
         self.hear()
-        out = run(packed(x) if self.stages.first else tuple(self.receive(self.everything).wait()))
-        self.send_on(out, self.everything.name)
+        values = packed(x) if self.stages.first else tuple(self.receive(None, self.stages.rank - 1)())
+        out = self.run(values, self.edge_index, edges, it)
+        self.send_on(out, None)
         self.describe(out)
         self.stages.settle()
         return out
@@ -373,7 +333,7 @@ class Pipeline:
             if k not in self.shapes:
                 self.shapes[k] = self.stages.tell(shapes_of(out), k)
 
-    def send_on(self, out: Values, what: str) -> None:
+    def send_on(self, out: Values, it: PipelineChunk | None) -> None:
         """Send what this stage made to the next one, if there is one, which expects rows like those of before."""
         if self.stages.last:
             return
@@ -385,54 +345,54 @@ class Pipeline:
                 f"between stages must have the same widths and types in each call: also within 'torch.autocast', or "
                 f"without."
             )
-        self.stages.send([t.detach() for t in out], self.stages.rank + 1, what)
+        self.stages.send([t.detach() for t in out], self.stages.rank + 1, name_of(it))
 
-    def receive(self, part: Part) -> Any:
-        """Start to receive rows of the stage before."""
-        k = self.stages.rank - 1
-        return self.stages.receive(self.shapes[k], part.count, k, part.name)
+    def receive(self, it: PipelineChunk | None, of: int) -> Callable[[], list[Tensor]]:
+        """Start to receive a chunk, or all nodes: rows of the stage before, or gradients of the next one."""
+        span, shapes = self.span_of(it), self.shapes[min(of, self.stages.rank)]
+        return self.stages.receive(shapes, span.stop - span.start, of, name_of(it))
 
-    def receive_grads(self, part: Part) -> Any:
-        """Start to receive the gradients of rows that were sent on."""
-        k = self.stages.rank
-        return self.stages.receive(self.shapes[k], part.count, k + 1, part.name)
+    def span_of(self, it: PipelineChunk | None) -> slice:
+        """Return where the rows of a chunk are, or all nodes."""
+        return slice(0, self.edge_index.graph.num_dst) if it is None else it.span
 
     def passes(
-        self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor], parts: list[Part]
-    ) -> Tensor:
-        """Run all parts forward, then backward in reverse order; return the loss."""
-        made: list[tuple[Values, Values]] = []  # of each part what this stage read, and what backward begins with
+        self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor],
+        chunks: Sequence[PipelineChunk | None],
+    ) -> Tensor:  # fmt: skip
+        """Run all chunks forward, then backward in reverse order; return the loss. None is all nodes."""
+        made: list[tuple[Values, Values]] = []  # of each chunk what this stage read, and what backward begins with
         self.hear()
-        total = self.forward_pass(x, loss_fn, edges, parts, made)
+        total = self.forward_pass(x, loss_fn, edges, chunks, made)
         self.stages.settle()
-        self.backward_pass(parts, made)
+        self.backward_pass(chunks, made)
         self.stages.settle()
         return self.tell(all_reduce(total, self.group) if self.stages.last else total)
 
     def forward_pass(
-        self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor], parts: list[Part],
-        made: list[tuple[Values, Values]],
+        self, x: Tensor | Values, loss_fn: Callable[[Any, slice], Tensor], edges: Sequence[Tensor],
+        chunks: Sequence[PipelineChunk | None], made: list[tuple[Values, Values]],
     ) -> Tensor:  # fmt: skip
-        """Run all parts forward, and send on what comes of them; return the loss."""
+        """Run all chunks forward, and send on what comes of them; return the loss."""
         total = torch.zeros((), dtype=torch.float64)
-        under_way = None if self.stages.first else self.receive(parts[0])
-        for part, after in zip_longest(parts, parts[1:]):
+        under_way = None if self.stages.first else self.receive(chunks[0], self.stages.rank - 1)
+        for k, it in enumerate(chunks):
             if under_way is None:
-                values = given = packed(x) if part.it is None else tuple(t[part.span] for t in packed(x))
+                values = given = packed(x) if it is None else tuple(t[it.span] for t in packed(x))
             else:
-                values = tuple(t.requires_grad_(t.is_floating_point()) for t in under_way.wait())
+                values = tuple(t.requires_grad_(t.is_floating_point()) for t in under_way())
                 given = tuple(Arrived.apply(t) for t in values)
-                if after is not None:  # before this one is computed: a message starts when it is expected
-                    under_way = self.receive(after)
-            with self.timed("forward", part.it):
-                out = self.run(given, self.edge_index, edges, part.it)
+                if k + 1 < len(chunks):  # before this one is computed: a message starts when it is expected
+                    under_way = self.receive(chunks[k + 1], self.stages.rank - 1)
+            with self.timed("forward", it):
+                out = self.run(given, self.edge_index, edges, it)
                 if self.stages.last:
                     with watch.allow_local(), running.within(running.LOSS), self.looks_for_means():
-                        loss = loss_fn(unpacked(out), part.span)
+                        loss = loss_fn(unpacked(out), self.span_of(it))
                     check_loss(loss)
                     total += loss.detach().double()
             del given
-            self.send_on(out, part.name)
+            self.send_on(out, it)
             if self.stages.last:  # rows of which no label speaks take part in backward: others have read them
                 made.append((values, (loss, *unread(loss, out))))
             else:
@@ -440,24 +400,25 @@ class Pipeline:
             self.describe(out)
         return total
 
-    def backward_pass(self, parts: list[Part], made: list[tuple[Values, Values]]) -> None:
-        """Run all parts backward, let go of what was ``made`` of each, and send on the gradients of what it read."""
-        order = list(last_first(len(parts)))
-        coming = None if self.stages.last else self.receive_grads(parts[order[0]])
+    def backward_pass(self, chunks: Sequence[PipelineChunk | None], made: list[tuple[Values, Values]]) -> None:
+        """Run all chunks backward, let go of what was ``made`` of each, and send on the gradients of what it read."""
+        order = list(last_first(len(chunks)))
+        coming = None if self.stages.last else self.receive(chunks[order[0]], self.stages.rank + 1)
         for k, after in zip_longest(order, order[1:]):
             values, out = made[k]
             made[k] = (), ()
+            grads: Sequence[Tensor | None]
             if coming is None:  # the loss, and rows that it is not made of
                 grads = [None, *map(torch.zeros_like, out[1:])]
             else:
-                grads = coming.wait()
-                coming = None if after is None else self.receive_grads(parts[after])
+                grads = coming()
+                coming = None if after is None else self.receive(chunks[after], self.stages.rank + 1)
             wanted: Any = [(t, grad) for t, grad in zip(out, grads, strict=True) if t.requires_grad]
             if wanted:
-                with self.timed("backward", parts[k].it):
+                with self.timed("backward", chunks[k]):
                     torch.autograd.backward([t for t, _ in wanted], [grad for _, grad in wanted])
             if not self.stages.first:
-                self.stages.send([zeros_if_none(t) for t in values], self.stages.rank - 1, parts[k].name)
+                self.stages.send([zeros_if_none(t) for t in values], self.stages.rank - 1, name_of(chunks[k]))
             del values, out, grads, wanted
 
     def run(self, values: Values, edge_index: Any, edges: Sequence[Tensor], it: PipelineChunk | None) -> Values:
@@ -468,8 +429,8 @@ class Pipeline:
         for k, block in enumerate(self.blocks, self.first):
             if torch.is_grad_enabled() or it is not None:  # what is drawn depends on neither stages nor chunks before
                 number = -1 if it is None else it.number
-                seed_generators(mixed(self.seed, self.epoch, number, rank_of(self.group), k))
-                edge_index.graph.seeds.manual_seed(mixed(self.seed, self.epoch, k))
+                seed_generators(checksum((self.seed, self.epoch, number, rank_of(self.group), k)))
+                edge_index.graph.seeds.manual_seed(checksum((self.seed, self.epoch, k)))
             with nullcontext() if it is None or self.history is None else self.history.within(k):
                 out = self.marked(packed(call(block, values, edge_index, edges)), it)
             for t in out:
@@ -501,6 +462,11 @@ class Arrived(torch.autograd.Function):
         return grad
 
 
+def name_of(it: PipelineChunk | None) -> str:
+    """Return what messages call a chunk, or all nodes."""
+    return "all nodes" if it is None else f"chunk {it.number}"
+
+
 def shapes_of(rows: Values) -> list[Shape]:
     """Return what the next stage must know of rows before they come."""
     return [(list(t.shape[1:]), t.dtype) for t in rows]
@@ -525,11 +491,6 @@ def zeros_if_none(t: Tensor) -> Tensor:
     """Return the gradient of a tensor, and let go of it."""
     grad, t.grad = t.grad, None
     return torch.zeros_like(t) if grad is None else grad
-
-
-def mixed(*numbers: int) -> int:
-    """Return a seed that is made of numbers."""
-    return zlib.crc32(repr(numbers).encode())
 
 
 def seed_generators(seed: int) -> None:

@@ -100,18 +100,13 @@ def check_step(x: Any, edges: Sequence[Tensor], num_edges: int, in_chunks: bool)
         raise RuntimeError(f"[rank {rank_of()}] Expected gradients in 'step'. Without, call the pipeline itself.")
     if in_chunks and any(map(is_elsewhere, packed(x))):
         raise ValueError(f"[rank {rank_of()}] Rows at home go through a pipeline as a whole. Take 'chunks=1'.")
-    check_edges(edges, num_edges)
-
-
-def check_edges(edges: Sequence[Tensor], num_edges: int) -> None:
-    """Raise for tensors of other edges, and for those that need a gradient, of which each stage would have a share."""
     for k, t in enumerate(edges):
         if t.dim() == 0 or t.size(0) != num_edges:
             raise ValueError(
                 f"[rank {rank_of()}] Expected tensor {k} of edges to have a row for each of this worker's {num_edges} "
                 f"edges (got {list(t.shape)}). Take it from the loaded data."
             )
-        if t.requires_grad:
+        if t.requires_grad:  # of which each stage would have a share
             raise ValueError(
                 f"[rank {rank_of()}] Tensor {k} of edges needs a gradient, which a pipeline does not give. Detach it, "
                 f"or make it within a block, of the block's own parameters."

@@ -57,9 +57,8 @@ class StageNeed:
 
 
 def plan_pipeline(
-    blocks: Blocks, shares: Sequence[Share], in_channels: int, stages: int, *, chunks: int = 1,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
-) -> StageNeed:  # fmt: skip
+    blocks: Blocks, shares: Sequence[Share], in_channels: int, stages: int, *, chunks: int = 1
+) -> StageNeed:
     r"""Tell the memory and traffic of a pipeline, without graph and without other workers.
 
     Rows are taken to be kept (``remat=False``) with one chunk; with more they always are.
@@ -71,7 +70,6 @@ def plan_pipeline(
         in_channels (int): Number of features of a node.
         stages (int): Number of stages.
         chunks (int, optional): Number of chunks. (default: :obj:`1`)
-        optimizer (callable, optional): Makes the optimizer of parameters. (default: :class:`torch.optim.Adam`)
 
     Returns:
         A :class:`StageNeed`, in bytes.
@@ -93,7 +91,7 @@ def plan_pipeline(
         for k in range(stages):
             stage = slice(sum(cut[:k]), sum(cut[: k + 1]))
             if (alike := f"{k == 0} {k == stages - 1} {model[stage]} {described(model[stage])}") not in known:
-                loaded, step = memory(blocks, stage, worst, in_channels, chunks, optimizer)
+                loaded, step = memory(blocks, stage, worst, in_channels, chunks)
                 if chunks > 1:  # halo rows: fresh ones and history, and gradients
                     loaded += 2 * sum(worst.rows_in) * sum(read[stage])
                     step += sum(worst.rows_in) * sum(returned[stage])
@@ -134,10 +132,7 @@ def bytes_of(t: Tensor) -> int:
     return t[0].numel() * t.element_size()
 
 
-def memory(
-    blocks: Blocks, stage: slice, share: Share, in_channels: int, chunks: int,
-    optimizer: Callable[..., torch.optim.Optimizer],
-) -> tuple[int, int]:  # fmt: skip
+def memory(blocks: Blocks, stage: slice, share: Share, in_channels: int, chunks: int) -> tuple[int, int]:
     """Return what a worker of a stage holds between steps, and the peak of a step above that.
 
     Both are (a + b / K) n + c for n nodes in K chunks: what lives through all chunks, what one of them takes besides,
@@ -150,7 +145,7 @@ def memory(
         if chunks > 1:
             small = Share(small.nodes, small.edges, small.edges, (), ())
         with silent_group(len(small.rows_in) + 1):
-            return run(list(blocks()), stage, optimizer, k, *make_inputs(small, in_channels, 2, 1, None, 0))
+            return run(list(blocks()), stage, k, *make_inputs(small, in_channels, 2, 1, None, 0))
 
     one, half = measure(whole, few), measure(whole / 2, few)
     found = half + (one - half) * (1 - whole / 2) / (whole / 2)
@@ -186,11 +181,8 @@ class NextStage(torch.autograd.Function):
         return None, None, *ctx.coming[:: 1 + ctx.ahead]
 
 
-def run(
-    blocks: list[torch.nn.Module], stage: slice, optimizer: Callable[..., torch.optim.Optimizer], chunks: int,
-    x: Tensor, edge_index: Any,
-) -> Tensor:  # fmt: skip
-    """Train a stage for two steps, of which the first fills history, and makes transposed blocks."""
+def run(blocks: list[torch.nn.Module], stage: slice, chunks: int, x: Tensor, edge_index: Any) -> Tensor:
+    """Train a stage for two steps by Adam, of which the first fills history, and makes transposed blocks."""
     values, mine = packed(x), blocks[stage]
     if stage.start > 0:
         mine = [StageBefore(), *mine]
@@ -201,7 +193,7 @@ def run(
     with Live() as made:  # the graphs of chunks
         pipe = Pipeline(mine, edge_index, chunks=chunks)
     model = pipe.blocks
-    state = optimizer(model.parameters())
+    state = torch.optim.Adam(model.parameters())
     coming: list[Tensor] = []
 
     def loss(*rows: Tensor) -> Tensor:

@@ -54,16 +54,6 @@ REASONS = {
 WHOLE_GRAPH = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
 
-def numbers_all_nodes(_layer: Any, _call: dict[str, Any], graph: ShardedGraph | None) -> bool:
-    """Return whether rows are those of all nodes in their order, as they are in one process."""
-    return size_of() == 1 if graph is None else graph.exchange.alone and graph.n_id is None
-
-
-def multiplies_alike(*_: Any) -> bool:
-    """Return whether all workers choose the same way to multiply by the weights of relations."""
-    return not torch_geometric.typing.WITH_SEGMM or torch_geometric.backend.use_segment_matmul is not None
-
-
 def name_of(module: torch.nn.Module) -> str:
     """Return the name of the class that a module was before it was compiled."""
     return getattr(module, "original_name", type(module).__name__)
@@ -77,12 +67,19 @@ UNLESS: dict[str, Callable[[Any, dict[str, Any], ShardedGraph | None], bool]] = 
     "QuantileAggregation": lambda _, __, g: g is None or g.num_dst == 0 or bool(g.degree[0] > 0),
     "ChebConv": lambda _, call, __: "lambda_max" not in call or call["lambda_max"] is not None,
     "FeaStConv": lambda layer, _, g: g is None or g.num_edges > 0 or (layer.add_self_loops and g.num_dst > 0),
-    "RGCNConv": multiplies_alike,
+    # Workers choose the same way to multiply by the weights of relations.
+    "RGCNConv": lambda *_: (
+        not torch_geometric.typing.WITH_SEGMM or torch_geometric.backend.use_segment_matmul is not None
+    ),
     "ScriptModule": lambda layer, *_: not any(hasattr(conv, name_of(module)) for module in layer.modules()),
     "SuperGATConv": lambda layer, *_: not layer.training,
     "CorrectAndSmooth": lambda layer, *_: not layer.autoscale,
     "MetaLayer": lambda layer, *_: layer.global_model is None,
-    **dict.fromkeys(("LightGCN", "LINKX", "MetaPath2Vec", "Node2Vec"), numbers_all_nodes),
+    # Rows are those of all nodes in their order, as they are in one process.
+    **dict.fromkeys(
+        ("LightGCN", "LINKX", "MetaPath2Vec", "Node2Vec"),
+        lambda _, __, g: size_of() == 1 if g is None else g.exchange.alone and g.n_id is None,
+    ),
 }
 
 # The graphs for which the contents of a running module were audited, by its present call (see `call_of`).

@@ -22,11 +22,6 @@ from pyg_sar.watch import ROWS, SAME, count_step, gives, is_known, same_on_all
 from pyg_sar.watch.counts import refuse_tables
 
 
-def grouped(group: Any = None) -> bool:
-    """Whether there are other workers."""
-    return size_of(group) > 1
-
-
 @gives(SAME)
 def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
     """Sum a tensor over all workers, without a gradient; :func:`pyg_sar.global_sum` has one.
@@ -50,7 +45,7 @@ def check_given(name: str, tensor: Tensor, group: Any) -> None:
     added up as they lie in memory, or end the process. Functions of this package give the same; simulated workers see
     for themselves.
     """
-    if not guard.ON or not grouped(group) or isinstance(current(group), Member):
+    if not guard.ON or size_of(group) == 1 or isinstance(current(group), Member):
         return
     _, frame = beyond(__name__, "pyg_sar.watch", "torch")
     if frame is not None and not within(frame, "pyg_sar"):
@@ -61,7 +56,7 @@ def check_given(name: str, tensor: Tensor, group: Any) -> None:
 def summed(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the sum of tensors of one shape and type over all workers, without a gradient."""
     tensor = tensor.detach().clone(memory_format=torch.contiguous_format)  # workers add up what lies in memory
-    if grouped(group):
+    if size_of(group) > 1:
         with talking("summing over all of them", group):
             workers.all_reduce_(tensor, group)
     return tensor
@@ -119,7 +114,7 @@ def degree_histogram(edge_index: Any, group: Any = None) -> Tensor:
 @gives(SAME)
 def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     """Return the tensors of all workers, stacked in the order of ranks, without a gradient."""
-    if not grouped(group):
+    if size_of(group) == 1:
         return tensor.detach().unsqueeze(0)
     with talking("gathering from all of them", group):
         return torch.stack(workers.all_gather(tensor.detach().contiguous(), group))
@@ -172,7 +167,7 @@ def sum_gradients(
     losses = count_step([*named.values()], tables)
     if notices.LOOKS:
         debugging.look(every, group)
-    if not grouped(group):
+    if size_of(group) == 1:
         return
     refuse_tables(*modules)
     if sparse := [name for name, p in named.items() if p.grad is not None and p.grad.layout != torch.strided]:
@@ -241,7 +236,7 @@ def broadcast_parameters(module: torch.nn.Module, group: Any = None) -> None:
         ValueError: If parameters of lazy layers have no shape yet, a module was made for ``data.num_nodes`` nodes, or a
             buffer holds rows of nodes or edges.
     """
-    if not grouped(group):
+    if size_of(group) == 1:
         return
     refuse_tables(module)
     for name, buffer in module.named_buffers():

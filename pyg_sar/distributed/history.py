@@ -255,6 +255,11 @@ class History:
             self.stale[it.number] = self.place[self.chunk_of[it.reads]] > self.place[it.number]
         return self.stale[it.number]
 
+    def stale_share(self) -> float:
+        """Return the share of edges that read history in this epoch."""
+        stale = sum(int(self.is_stale(it)[it.graph.blocks[1].col.long()].sum()) for it in self.chunks)
+        return stale / max(self.graph.num_edges, 1)
+
 
 def spanned(numbers: Tensor, start: int, end: int) -> slice:
     """Return which of ascending numbers are in a range."""

@@ -14,7 +14,7 @@ from pyg_sar import watch
 from pyg_sar.block import cut
 from pyg_sar.csr import Lookup
 from pyg_sar.distributed.agreement import agree
-from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max, grouped
+from pyg_sar.distributed.collectives import all_gather, all_reduce, global_max
 from pyg_sar.distributed.group import host, rank_of, size_of
 from pyg_sar.distributed.peers import Peers
 from pyg_sar.distributed.transfer import Channel
@@ -151,7 +151,7 @@ def ask(asked: Tensor, sources: Lookup, group: Any) -> tuple[Tensor, list[Tensor
         owner.append(owners[rank, : len(some)])
         for mine, of_worker in zip(serve, rows, strict=True):
             mine.append(of_worker[of_worker >= 0])
-    return torch.cat(owner), [torch.cat(mine) for mine in serve] if grouped(group) else []
+    return torch.cat(owner), [torch.cat(mine) for mine in serve] if size_of(group) > 1 else []
 
 
 def negative_sampling(

@@ -4,7 +4,7 @@ graph; and the rows that go from one stage to the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,15 +109,20 @@ class Stages:
             nothing = t.new_empty(0)
             self.sent += self.channel.swap(t, to, nothing, to, named(what, self.rank, to, k), meter)
 
-    def receive(self, shapes: Sequence[Shape], count: int, of: int, what: str) -> Arriving:
-        """Start to receive so many rows."""
+    def receive(self, shapes: Sequence[Shape], count: int, of: int, what: str) -> Callable[[], list[Tensor]]:
+        """Start to receive so many rows; what is returned waits for them."""
         meter = self.traffic.forward if of < self.rank else self.traffic.backward
         rows, pending = [], []
         for k, (shape, dtype) in enumerate(shapes):
             into = torch.empty(count, *shape, dtype=self.channel.sent_as(dtype))
             pending += self.channel.swap(into.new_empty(0), of, into, of, named(what, of, self.rank, k), meter)
             rows.append((into, dtype))
-        return Arriving(rows, pending)
+
+        def wait() -> list[Tensor]:
+            wait_for(pending)
+            return [t.to(dtype) for t, dtype in rows]
+
+        return wait
 
     def settle(self) -> None:
         """Wait until all is sent."""
@@ -128,20 +133,3 @@ class Stages:
 def named(what: str, start: int, end: int, k: int) -> str:
     """Return the words for a message between stages."""
     return f"{'rows' if end > start else 'gradients'} of {what}, stage {start} to {end}, tensor {k}"
-
-
-class Arriving:
-    """Rows under way.
-
-    Args:
-        rows: Where they will be, and their types.
-        pending: What to wait for.
-    """
-
-    def __init__(self, rows: list[tuple[Tensor, torch.dtype]], pending: list[Pending]) -> None:
-        self.rows, self.pending = rows, pending
-
-    def wait(self) -> list[Tensor]:
-        """Return the rows when they have come."""
-        wait_for(self.pending)
-        return [t.to(dtype) for t, dtype in self.rows]

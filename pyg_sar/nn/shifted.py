@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import grouped
+from pyg_sar.distributed.group import size_of
 from pyg_sar.ops import empty
 from pyg_sar.watch import ROWS, gives
 
@@ -22,7 +22,7 @@ def shifted(rows: Tensor, bias: Tensor) -> Tensor:
     """Return ``rows + bias``; ``rows`` are read by backward and are never changed in place."""
     plain = type(rows) is Tensor  # and not what stands for rows at home
     out: Any = Shift.apply(rows, bias) if plain and rows.dtype == bias.dtype else rows + bias
-    if plain and out.requires_grad and out.dtype == rows.dtype and grouped():  # or torch's own normalises
+    if plain and out.requires_grad and out.dtype == rows.dtype and size_of() > 1:  # or torch's own normalises
         out._sar_made_of = rows.detach(), bias.detach().clone(), out._version
     return out
 

@@ -12,8 +12,7 @@ from torch_geometric.data.data import BaseData
 
 from pyg_sar import running
 from pyg_sar.caller import running_modules
-from pyg_sar.distributed.collectives import grouped
-from pyg_sar.distributed.group import rank_of
+from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.operations import sharded, shares
 
 
@@ -32,7 +31,7 @@ def together(group: Any) -> bool:
             f"[rank {rank_of()}] A block of a pipeline normalises or reads out all rows, of which a chunk is a part. "
             f"Take what looks at each row alone (LayerNorm(mode='node')), do it after the pipeline, or take 'chunks=1'."
         )
-    return grouped(group) and not on_an_ordinary_graph()
+    return size_of(group) > 1 and not on_an_ordinary_graph()
 
 
 @torch.compiler.disable

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from pyg_sar.autograd import autocast_as_now
+from pyg_sar.autograd import autocast_as_now, random_states
 from pyg_sar.distributed.group import is_local
 from pyg_sar.exchange import Exchange
 from pyg_sar.graph import Seeds
@@ -329,7 +329,7 @@ def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
     a view of; refuse what mixes rows.
     """
     first = next(rows_in((args, kwargs)))
-    state = drawn(first.device)
+    state = random_states(first.device)
     cuts = (slice(None), slice(0, 2), slice(2, PROBE))
     try:
         results = [run_on(which, func, args, kwargs, len(first), first.device) for which in cuts]
@@ -340,12 +340,14 @@ def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
         if any(isinstance(t, torch.nn.Parameter) and t.shape[:1] == (len(first),) for t in tree_leaves((args, kwargs))):
             why += " (a parameter with a row for each node is a 'pyg_sar.nn.NodeEmbedding')"
         refuse(func, args, kwargs, why)
-    if not torch.equal(state, drawn(first.device)):
+    if not torch.equal(state, random_states(first.device)):
         refuse(func, args, kwargs, "it draws random numbers, which backward would draw anew; 'F.dropout' is known")
     (whole, changes, base), *parts = results
     mixes = not all_row_wise(whole, [out for out, *_ in parts])
     with suppress(Exception):  # which a function may raise of other numbers: it was understood of the given ones
-        others = [run_on(which, func, args, kwargs, len(first), first.device, random_like)[0] for which in cuts]
+        # Of sparse rows, of zeros or of one class, little can be seen.
+        run = partial(run_on, probe=lambda rows: random_rows(rows.shape, rows.dtype, rows.device))
+        others = [run(which, func, args, kwargs, len(first), first.device)[0] for which in cuts]
         mixes = mixes or not all_row_wise(others[0], others[1:])
     if mixes:
         found = whole if isinstance(whole, tuple) else (whole,)
@@ -355,16 +357,6 @@ def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
     if changes and (isinstance(whole, tuple) or changes != [True]):
         refuse(func, args, kwargs, "it changes something else than its first argument, or its type or shape")
     return whole, bool(changes), base
-
-
-def drawn(device: torch.device) -> Tensor:
-    """Return the state of the generator of a device's random numbers."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def random_like(rows: Tensor) -> Tensor:
-    """Return five rows of other numbers: of sparse rows, of zeros or of one class, little can be seen."""
-    return random_rows(rows.shape, rows.dtype, rows.device)
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -386,7 +385,9 @@ class Path:
         inner, frame = beyond(*MODES, *LIBRARIES, *more)
         self.inner = [f for f in inner if not within(f, *MODES)]
         self.is_ours = frame is None or within(frame, *KNOWING)
-        self.known = frame is None or self.is_ours or any(map(passes_messages, (*self.inner, frame)))
+        # Message passing of a layer is exact, or refused, for other reasons.
+        passes = any(f and f.f_code.co_name in ("propagate", "edge_updater") for f in (*self.inner, frame))
+        self.known = frame is None or self.is_ours or passes
         self.file, self.line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
     def through(self, *names: str) -> bool:
@@ -399,11 +400,6 @@ class Path:
         of_others = (f for f in reversed(self.inner) if not within(f, "torch") and f.f_code.co_name != "wrapper")
         frame = next(of_others, None)
         return "this" if frame is None else f"'{spoken(frame)}'"
-
-
-def passes_messages(frame: FrameType) -> bool:
-    """Whether a frame is within a layer's message passing, which is exact, or refused, for other reasons."""
-    return frame.f_code.co_name in ("propagate", "edge_updater")
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import torch_geometric.nn
 from torch import Tensor
 from torch_geometric.utils import get_laplacian
 
-from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum, grouped
+from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
+from pyg_sar.distributed.group import size_of
 from pyg_sar.nn.conv.message_passing import MessagePassing
 from pyg_sar.operations import shares
 
@@ -32,7 +33,7 @@ class ChebConv(MessagePassing, torch_geometric.nn.ChebConv):
         lambda_max: Any = None, dtype: Any = None, batch: Tensor | None = None,
     ) -> Any:  # fmt: skip
         """Return the edges of the scaled Laplacian and their weights."""
-        if lambda_max is None and grouped(self.group) and next(shares(edge_index), None) is not None:
+        if lambda_max is None and size_of(self.group) > 1 and next(shares(edge_index), None) is not None:
             _, weights = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
             lambda_max = 2.0 * largest(weights, self.group)
         return super().__norm__(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch)

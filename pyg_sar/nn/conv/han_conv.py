@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.distributed.collectives import global_sum, grouped
+from pyg_sar.distributed.collectives import global_sum
+from pyg_sar.distributed.group import size_of
 from pyg_sar.nn.conv.message_passing import MessagePassing
 from pyg_sar.operations import shares
 from pyg_sar.ops.reference import accumulator
@@ -34,7 +35,7 @@ class HANConv(MessagePassing, torch_geometric.nn.HANConv):
         return_semantic_attention_weights: bool = False,
     ) -> Any:  # fmt: skip
         """Run the forward pass."""
-        if not grouped(self.group) or next(shares(edge_index_dict), None) is None:
+        if size_of(self.group) == 1 or next(shares(edge_index_dict), None) is None:
             return super().forward(x_dict, edge_index_dict, return_semantic_attention_weights)
         rows = {t: self.proj[t](x).view(-1, self.heads, self.out_channels // self.heads) for t, x in x_dict.items()}
         outs: dict[str, list[Tensor]] = {t: [] for t in x_dict}

@@ -10,9 +10,8 @@ import torch_geometric.nn
 from torch import Tensor
 from torch_geometric.nn.models.autoencoder import EPS, MAX_LOGSTD
 
-from pyg_sar.distributed.collectives import grouped
 from pyg_sar.distributed.gather import join
-from pyg_sar.distributed.group import rank_of
+from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.distributed.links import non_edges, own_generator, shard_links
 from pyg_sar.distributed.loss import global_mean
 from pyg_sar.edge_index import ShardedEdgeIndex
@@ -74,7 +73,7 @@ class GAE(torch_geometric.nn.GAE):
         plain = [pair for pair in pairs if not (pair is None or isinstance(pair, ShardedEdgeIndex))]
         for pair in plain:
             refuse_pairs(pair, z)
-        if not grouped(self.group):
+        if size_of(self.group) == 1:
             return len(plain) > 0
         if plain:
             raise TypeError(
@@ -94,13 +93,13 @@ class VGAE(GAE, torch_geometric.nn.VGAE):
 
     def reparametrize(self, mu: Tensor, logstd: Tensor) -> Tensor:
         """Draw latent variables."""
-        if not (self.training and grouped(self.group)):
+        if not (self.training and size_of(self.group) > 1):
             return super().reparametrize(mu, logstd)
         return mu + noise_like(logstd, self.group) * torch.exp(logstd)
 
     def kl_loss(self, mu: Tensor | None = None, logstd: Tensor | None = None) -> Tensor:
         """Return the mean of the divergence over the nodes of all workers, of the last encoding unless given."""
-        if not grouped(self.group):
+        if size_of(self.group) == 1:
             return super().kl_loss(mu, logstd)
         mu = self.__mu__ if mu is None else mu
         logstd = self.__logstd__ if logstd is None else logstd.clamp(max=MAX_LOGSTD)
@@ -116,13 +115,13 @@ class ARGA(GAE, torch_geometric.nn.ARGA):
 
     def reg_loss(self, z: Tensor) -> Tensor:
         """Return how well the discriminator tells the latent variables of all workers from noise."""
-        if not grouped(self.group):
+        if size_of(self.group) == 1:
             return super().reg_loss(z)
         return global_mean(-torch.log(torch.sigmoid(self.discriminator(z)) + EPS), self.group)
 
     def discriminator_loss(self, z: Tensor) -> Tensor:
         """Return the loss of the discriminator over the nodes of all workers."""
-        if not grouped(self.group):
+        if size_of(self.group) == 1:
             return super().discriminator_loss(z)
         real = torch.sigmoid(self.discriminator(noise_like(z, self.group)))
         fake = torch.sigmoid(self.discriminator(z.detach()))

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch_geometric.nn.models.deep_graph_infomax import EPS
 
-from pyg_sar.distributed.collectives import all_gather, all_reduce, global_sum, grouped
+from pyg_sar.distributed.collectives import all_gather, all_reduce, global_sum
 from pyg_sar.distributed.gather import join
-from pyg_sar.distributed.group import rank_of
+from pyg_sar.distributed.group import rank_of, size_of
 from pyg_sar.distributed.loss import global_mean
 from pyg_sar.operations import bind
 from pyg_sar.ops.reference import accumulator
@@ -37,7 +37,7 @@ class DeepGraphInfomax(torch_geometric.nn.DeepGraphInfomax):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the embeddings of local nodes, those of the corrupted graph, and the summary of all nodes."""
-        if not grouped(self.group):
+        if size_of(self.group) == 1:
             return super().forward(*args, **kwargs)
         # PyG's own code with another summary.
         parts = SimpleNamespace(encoder=self.encoder, corruption=self.corruption, summary=self.summarise)
@@ -59,7 +59,7 @@ class DeepGraphInfomax(torch_geometric.nn.DeepGraphInfomax):
 
     def loss(self, pos_z: Tensor, neg_z: Tensor, summary: Tensor) -> Tensor:
         """Return the mutual information objective over the nodes of all workers."""
-        if not grouped(self.group):
+        if size_of(self.group) == 1:
             return super().loss(pos_z, neg_z, summary)
         real, fake = (self.discriminate(z, summary, sigmoid=True) for z in (pos_z, neg_z))
         return global_mean(-torch.log(real + EPS), self.group) + global_mean(-torch.log(1 - fake + EPS), self.group)

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from pyg_sar.autograd import random_states
 from pyg_sar.distributed.group import takes_group
 from pyg_sar.nn.replay.trace import NotStreamable
 
@@ -77,12 +78,6 @@ def side_effects(layer: torch.nn.Module, device: torch.device, lasting: bool) ->
             found.append("it draws random numbers")
     if found:
         raise NotStreamable(found[0])
-
-
-def random_states(device: torch.device) -> Tensor:
-    """Return the states of the generators from which a layer may draw random numbers."""
-    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-    return torch.cat(states)
 
 
 def _footprint(layer: torch.nn.Module) -> list[Any]:

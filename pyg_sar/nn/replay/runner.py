@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.autograd import nodes_behind
+from pyg_sar.autograd import nodes_behind, random_states
 from pyg_sar.block import Block
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.halo import fetch_halo
 from pyg_sar.nn.replay.call import Call, Inputs, Ref, nodes_at
-from pyg_sar.nn.replay.isolate import State, random_states, substituted, unchanged
+from pyg_sar.nn.replay.isolate import State, substituted, unchanged
 from pyg_sar.nn.replay.trace import Dropout, NoMixing, NotStreamable, Reduction, Stop, Trace
 from pyg_sar.ops.dropout import dropout_factors
 from pyg_sar.reduce import Grads, Needs, Rows
