@@ -361,11 +361,6 @@ struct ScoreSumBody {
 
   State home(int64_t i) const { return out[i] + from; }
   int64_t size() const { return heads; }
-  State part(A* p) const { return p; }
-  void clear(State s) const { std::fill_n(s, heads, A(0)); }
-  void merge(int64_t, State into, State s) const {
-    for (int64_t h = 0; h < heads; ++h) into[h] += s[h];
-  }
 
   void run(int64_t, int64_t begin, int64_t end, State s, int64_t) const { add_edges(s, d_score, perm, begin, end, heads); }
 };
@@ -388,12 +383,6 @@ struct DestinationGradBody {
   int64_t scale() const { return S == Score::additive ? 1 : C; }
   State home(int64_t i) const { return d_query ? d_query[i] + edges.from * scale() : nullptr; }
   int64_t size() const { return H * scale(); }
-  State part(A* p) const { return p; }
-  void clear(State s) const { std::fill_n(s, size(), A(0)); }
-  void merge(int64_t, State into, State s) const {
-    if (into != nullptr)
-      for (int64_t k = 0; k < size(); ++k) into[k] += s[k];
-  }
 
   void run(int64_t i, int64_t begin, int64_t end, State s, int64_t) const {
     if constexpr (S == Score::additive) {

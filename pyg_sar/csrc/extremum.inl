@@ -61,11 +61,6 @@ struct ExtremumGradBody {
 
   State home(int64_t i) const { return out[i]; }
   int64_t size() const { return op.width; }
-  State part(A* p) const { return p; }
-  void clear(State s) const { std::fill_n(s, op.width, A(0)); }
-  void merge(int64_t, State into, State s) const {
-    for (int64_t j = 0; j < op.width; ++j) into[j] += s[j];
-  }
 
   void run(int64_t i, int64_t begin, int64_t end, State s, int64_t) const {
     const T* __restrict own = x[i];

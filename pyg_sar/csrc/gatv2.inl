@@ -20,12 +20,6 @@ struct QueryGradBody {
 
   State home(int64_t i) const { return d_query ? d_query[i] + edges.from * C : nullptr; }
   int64_t size() const { return H * C; }
-  State part(A* p) const { return p; }
-  void clear(State s) const { std::fill_n(s, size(), A(0)); }
-  void merge(int64_t, State into, State s) const {
-    if (into != nullptr)
-      for (int64_t k = 0; k < size(); ++k) into[k] += s[k];
-  }
 
   static constexpr int MANY = 16;  // edges at a time, whose rows are read three times
 
@@ -118,11 +112,6 @@ struct ValueGradBody {
 
   State home(int64_t j) const { return d_value[j] + edges.from * C; }
   int64_t size() const { return H * C; }
-  State part(A* p) const { return p; }
-  void clear(State s) const { std::fill_n(s, size(), A(0)); }
-  void merge(int64_t, State into, State s) const {
-    for (int64_t k = 0; k < size(); ++k) into[k] += s[k];
-  }
 
   void run(int64_t j, int64_t begin, int64_t end, State s, int64_t) const {
     for (int64_t t = begin; t < end;) {

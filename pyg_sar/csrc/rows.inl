@@ -165,11 +165,13 @@ inline void dot_rows(A* out, const T* x, const T* const* rows, int n, int64_t wi
 // into pieces, each summed into a state of its own, and the pieces are merged in their order. The units depend on the
 // matrix alone, so that results do not depend on the number of threads.
 //
-// A body has `State home(row)`, `int64_t size()` and `State part(A*)` for the state of a piece, `clear(State)`,
-// `merge(row, State into, State from)` and `run(row, begin, end, State, unit)`. A body that has `emit(row, State)` instead
-// of `home` is given the sum over every row, also if that is empty.
+// A body has `State home(row)`, `run(row, begin, end, State, unit)` and `int64_t size()`, of the state of a piece. Where that
+// is not a row of sums, `A*`, it has `State part(A*)`, `clear(State)` and `merge(row, State into, State from)`, too. A body
+// that has `emit(row, State)` instead of `home` is given the sum over every row, also if that is empty.
 template <class I, class A, class Body>
 class Walk {
+  using State = typename Body::State;
+
  public:
   Walk(const Csr& csr, Body& body) : csr_(csr), ptr_(static_cast<const I*>(csr.ptr)), body_(body) {
     unit_ = std::max<int64_t>(csr.edges / 512, 1024);
@@ -195,11 +197,11 @@ class Walk {
       if (unit.piece < 0) continue;
       if constexpr (EMITS) {
         for (; u + 1 < units_.size() && units_[u + 1].first == unit.first; ++u)
-          body_.merge(at(unit.first), part(unit), part(units_[u + 1]));
+          merge(at(unit.first), part(unit), part(units_[u + 1]));
         body_.emit(at(unit.first), part(unit));
         fence();
       } else {
-        body_.merge(at(unit.first), body_.home(at(unit.first)), part(unit));
+        merge(at(unit.first), body_.home(at(unit.first)), part(unit));
       }
     }
   }
@@ -223,22 +225,37 @@ class Walk {
       units_.push_back({row, row + 1, begin, std::min(begin + unit_, int64_t(ptr_[row + 1])), pieces_++});
   }
 
-  typename Body::State part(const Unit& unit) { return body_.part(parts_.data() + unit.piece * body_.size()); }
+  State part(const Unit& unit) { return part(parts_.data() + unit.piece * body_.size()); }
+  State part(A* p) {
+    if constexpr (SUMS) return p;
+    else return body_.part(p);
+  }
+  void clear(State s) {
+    if constexpr (SUMS) std::fill_n(s, body_.size(), A(0));
+    else body_.clear(s);
+  }
+  void merge(int64_t row, State into, State from) {
+    if constexpr (SUMS) {
+      for (int64_t k = 0; into != nullptr && k < body_.size(); ++k) into[k] += from[k];
+    } else {
+      body_.merge(row, into, from);
+    }
+  }
 
   void work(int64_t u) {
     const Unit& unit = units_[u];
     if (unit.piece >= 0) {
-      const auto state = part(unit);
-      body_.clear(state);
+      const State state = part(unit);
+      clear(state);
       body_.run(at(unit.first), unit.begin, unit.end, state, u);
       return;
     }
     if constexpr (EMITS) {
       std::vector<A> sum(body_.size());
-      const auto state = body_.part(sum.data());
+      const State state = part(sum.data());
       for (int64_t row = unit.first; row < unit.last; ++row) {
         if (hub(row)) continue;
-        body_.clear(state);
+        clear(state);
         body_.run(at(row), ptr_[row], ptr_[row + 1], state, u);
         body_.emit(at(row), state);
       }
@@ -249,7 +266,8 @@ class Walk {
     }
   }
 
-  static constexpr bool EMITS = requires(Body& body, int64_t row, typename Body::State state) { body.emit(row, state); };
+  static constexpr bool SUMS = std::is_same_v<State, A*>;
+  static constexpr bool EMITS = requires(Body& body, int64_t row, State state) { body.emit(row, state); };
 
   const Csr& csr_;
   const I* ptr_;

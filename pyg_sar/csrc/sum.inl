@@ -18,11 +18,6 @@ struct SumBody {
 
   State home(int64_t i) const { return out[i] + (op.same_out ? 0 : from); }
   int64_t size() const { return op.same_out ? op.channels : to - from; }
-  State part(A* p) const { return p; }
-  void clear(State s) const { std::fill_n(s, size(), A(0)); }
-  void merge(int64_t, State into, State s) const {
-    for (int64_t j = 0; j < size(); ++j) into[j] += s[j];
-  }
 
   // y += the rows of edges, in `n` vectors of columns from `j` on, whose sums stay in registers, and in the rest of the row.
   template <int n, bool rest>
@@ -127,18 +122,15 @@ void sum(const Sum& op, Parallel parallel) {
 template <class T, class I>
 struct ProductBody {
   using A = Acc<T>;
-  struct State {};
+  using State = A*;
 
   const Product& op;
   const I* col = static_cast<const I*>(op.csr.col);
   Rows<const T> y = typed<T>(op.y), x = typed<T>(op.x);
   Rows<A> out = typed<A>(op.out);
 
-  State home(int64_t) const { return {}; }
+  State home(int64_t) const { return nullptr; }
   int64_t size() const { return 0; }
-  State part(A*) const { return {}; }
-  void clear(State) const {}
-  void merge(int64_t, State, State) const {}
 
   void run(int64_t i, int64_t begin, int64_t end, State, int64_t) const {
     const int64_t width = op.same_x ? op.channels : op.heads * op.channels;
