@@ -29,19 +29,20 @@ sanitize)
     for tool in memcheck racecheck initcheck; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 180 compute-sanitizer --tool $tool "$python" test/support/every_kernel.py \
             2>&1 | tee "$out/sanitize-$tool.log" &
+        jobs+=($!)
     done
-    wait
+    for job in "${jobs[@]}"; do wait "$job"; done
     ;;
 profile)
     sections="SpeedOfLight MemoryWorkloadAnalysis Occupancy WarpStateStats SchedulerStats LaunchStats"
-    ncu --profile-from-start off $(printf -- "--section %s " $sections) \
+    ncu --clock-control none --profile-from-start off $(printf -- "--section %s " $sections) \
         -k 'regex:_attention|_sources|_scores|_gatv2_queries|_sum' "$python" benchmarks/gpu_layers.py --profile \
         --nodes 600000 --edges 15500000 --cases gat-2 gatv2 sum-128 >"$out/profile.log" 2>&1
     ;;
 tiles)
     "$python" benchmarks/gpu_tiles.py --out "$out"
     ;;
-layers)
+layers)  # five runs, of which the last ones may not fit ten minutes: what is done is in OUT
     run="$python benchmarks/gpu_layers.py --repetitions 5 --out $out --errors $out/errors.json"
     $run --nodes 600000 --edges 15500000
     $run --nodes 600000 --edges 15500000 --cases gat-4x32 sage gcn gin --implementations pyg_sar "PyG compiled" --out "$out/compiled"
@@ -58,9 +59,10 @@ offload)
     "$python" benchmarks/gpu_offload.py --out "$out"
     ;;
 workers)
+    parts=$(mktemp -d)
     for workers in 1 2; do
-        "$python" -m pyg_sar partition Community/20000/200000 --num-parts $workers --out "$out/parts-$workers" --overwrite
-        "$python" -m torch.distributed.run --standalone --nproc-per-node $workers examples/train.py "$out/parts-$workers" \
+        "$python" -m pyg_sar partition Community/20000/200000 --num-parts $workers --out "$parts/$workers"
+        "$python" -m torch.distributed.run --standalone --nproc-per-node $workers examples/train.py "$parts/$workers" \
             --model gat --hidden 16 --epochs 5 --dropout 0 --device cuda 2>&1 | tee "$out/workers-$workers.log"
     done
     "$python" benchmarks/gpu_overlap.py --out "$out"

@@ -70,7 +70,8 @@ def main(args: argparse.Namespace) -> None:
             theirs, ours, first = measure(name, nodes, edges, args.repetitions)
             calls = f"{(first - ours) / (theirs - ours):.1f}" if theirs > ours else "never"
             lines.append(f"| {name} | {nodes} | {edges} | {theirs:.2f} | {ours:.2f} | {first:.2f} | {calls} |")
-    print(write(args.out, "gpu-break-even.md", lines))
+            text = write(args.out, "gpu-break-even.md", lines)
+    print(text)
 
 
 if __name__ == "__main__":

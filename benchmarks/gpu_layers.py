@@ -20,6 +20,7 @@ import json
 import math
 import multiprocessing
 import statistics
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product, repeat
@@ -122,9 +123,9 @@ def compare(name: str, chosen: list[str]) -> dict[str, str]:
 
 
 def failure(implementation: str, raised: Exception) -> str:
-    """Return what is told of an implementation of others that raised."""
+    """Return what is told of an implementation that raised; of ours, print all of it."""
     if implementation.startswith("pyg_sar"):
-        raise raised
+        traceback.print_exception(raised)
     return "out of memory" if isinstance(raised, torch.cuda.OutOfMemoryError) else f"raises {type(raised).__name__}"
 
 

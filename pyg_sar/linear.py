@@ -25,7 +25,7 @@ from pyg_sar.ops import empty
 from pyg_sar.watch import ROWS, gives
 
 ROWS_AT_A_TIME, SUMMANDS_AT_A_TIME = 1024, 256
-EDGES_AT_A_TIME = 1 << 16
+EDGES_AT_A_TIME, NUMBERS_ON_GPU = 1 << 16, 1 << 25  # 256 MiB in double precision
 SMALLEST = 64  # length that oneDNN is given: shorter ones are filled up
 FEWEST_ROWS, FEWEST_WEIGHTS = 1024, 128 * 128  # of a large product
 HAS_ONEDNN = (
@@ -191,11 +191,15 @@ def embed_grad(grad: Tensor, edge: Tensor, weight: Tensor, wanted: bool) -> tupl
 
     The latter is one sum over all edges of a block: in double precision (where it is narrow) it has no larger error
     than PyG's way. Some edges at a time are made double, or the features of all would live once more, twice as large.
+    A GPU takes more of them, or it would wait for launches.
     """
     features = edge.view(edge.size(0), -1)
     dtype = torch.float64 if grad.size(1) <= 64 else grad.dtype
     d_weight = torch.zeros_like(weight, dtype=dtype)
-    for some, of in zip(grad.split(EDGES_AT_A_TIME), features.split(EDGES_AT_A_TIME), strict=True):
+    at_a_time = EDGES_AT_A_TIME
+    if grad.is_cuda:
+        at_a_time = max(at_a_time, NUMBERS_ON_GPU // max(grad.size(1) + features.size(1), 1))
+    for some, of in zip(grad.split(at_a_time), features.split(at_a_time), strict=True):
         d_weight.addmm_(some.to(dtype).t(), of.to(dtype))
     d_edge = (grad.to(weight.dtype) @ weight).to(edge.dtype).view_as(edge) if wanted else None
     return d_edge, d_weight.to(weight.dtype)

@@ -68,7 +68,7 @@ def pieces(graph: ShardedGraph, block: Block) -> Sequence[Piece]:
 def cut(block: Block, size: int) -> list[Piece]:
     """Cut a block into pieces of about equally many edges, about ``size`` at most; none is without edges."""
     count = -(-block.num_edges // size)
-    ends = torch.tensor([block.num_edges * k // count for k in range(1, count)])
+    ends = torch.tensor([block.num_edges * k // count for k in range(1, count)], device="cpu")
     at = torch.searchsorted(block.rowptr.cpu().long(), ends).unique()
     at = at.to(block.rowptr.device)
     first = block.rowptr[at]

@@ -91,7 +91,7 @@ def global_mean(
         weight = like_rows(weight, values)
         count = (weight if mask is None else torch.where(mask, weight, 0)).sum(dtype=torch.float64)
     else:
-        count = share.new_tensor(values.numel(), dtype=torch.float64) if mask is None else mask.sum().double()
+        count = share.new_full((), values.numel(), dtype=torch.float64) if mask is None else mask.sum().double()
     total = all_reduce(torch.stack([share.double(), count, ignored.double(), broken.double()]), group)
     captured = total.is_cuda and torch.cuda.is_current_stream_capturing()  # then nobody can look
     if mask is not None and not captured and total[3] > 0:
@@ -99,7 +99,7 @@ def global_mean(
             f"[rank {rank_of(group)}] {int(total[3])} of 'values' that 'mask' leaves out are NaN, and gradients would "
             f"be, too: leave them out before, such as F.mse_loss(out[mask], y[mask], ...)"
         )
-    if loss is not None and total[2] > 0:
+    if loss is not None and not captured and total[2] > 0:
         raise ValueError(
             f"[rank {rank_of(group)}] {int(total[2])} of 'values' are those of 'ignore_index', which torch leaves out "
             f"of its mean: pass 'mask', such as mask=y != ignore_index"

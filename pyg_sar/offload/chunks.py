@@ -36,7 +36,7 @@ from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.passes import add_shared, check_versions, force, reader, returned, versions
-from pyg_sar.offload.rows import HostRows, Place, answers, record
+from pyg_sar.offload.rows import CPU, HostRows, Place, answers, record
 from pyg_sar.offload.schedule import accesses, best_order, ranges, source_pieces
 from pyg_sar.offload.slots import Slots, add, fetch
 from pyg_sar.reduce.base import Needs, Reduce, Rows
@@ -132,7 +132,8 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
 
     # Data of this graph may have other homes later.
     homes: WeakKeyDictionary[Home, Memo] = graph.derived("chunks", WeakKeyDictionary)
-    return homes.setdefault(place.home, Memo()).get((count, num_slots, keeps), make)
+    with CPU:  # whatever torch's default device is
+        return homes.setdefault(place.home, Memo()).get((count, num_slots, keeps), make)
 
 
 def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
@@ -335,7 +336,8 @@ class ByChunks(torch.autograd.Function):
         """Fetch, compute and write each chunk."""
         ctx.set_materialize_grads(False)  # as rows that nobody could take apart
         ctx.place, ctx.graph, ctx.program, ctx.kinds = place, graph, program, kinds
-        ctx.shapes = [(t.shape, t.dtype, isinstance(t, HostRows)) for t in inputs]
+        ctx.shapes = [(t.shape, t.dtype) for t in inputs]
+        ctx.like = [(isinstance(t, HostRows), t.device, t.dtype) for t in inputs]
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
         kept = [t if keep else None for t, keep in zip(inputs, keeps, strict=True)]
         ctx.versions = versions(kept)
@@ -369,7 +371,7 @@ class ByChunks(torch.autograd.Function):
         inputs, given, meter = ctx.saved_tensors, reader(grad), ctx.traffic.backward
         check_versions(inputs, ctx.versions)
         sources = fetch_sources(place, graph, kinds, inputs, meter)
-        totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k][:2])
+        totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k])
                   for k, kind in enumerate(kinds) if kind == SOURCE and wanted[k]}  # fmt: skip
         sums: list[Any] = [totals[k].seen(place.home) if k in totals else None for k in range(len(kinds))]
         slots = Slots(place, sources.get(0), sums[0], meter)
@@ -382,20 +384,20 @@ class ByChunks(torch.autograd.Function):
             if program.needs_source:
                 found = differentiate(it, program, values, kinds, wanted, d_out, exchange, ctx.autocast)
             elif totals:
-                (_, *width), dtype, _ = ctx.shapes[0]
+                (_, *width), dtype = ctx.shapes[0]
                 program.grad(it, d_out.new_empty(0, *width, dtype=dtype), values, d_out, exchange)
             del values, d_out
             for k, kind in enumerate(kinds):
                 if wanted[k]:
-                    sums[k] = add_up(sums[k], found[k], kind, it, place, meter, *ctx.shapes[k][:2])
+                    sums[k] = add_up(sums[k], found[k], kind, it, place, meter, *ctx.shapes[k])
             del it, exchange, found
         slots.flush()
         place.settle()
         for k, total in totals.items():
             sum_halo(total, graph.exchange, meter)
             sums[k] = total.local
-        pairs = zip(sums, ctx.shapes, strict=True)
-        return None, None, None, None, *(returned(place, s, *about) for s, (_, *about) in pairs)
+        grads = zip(sums, ctx.like, strict=True)
+        return None, None, None, None, *(returned(place, s, *like) for s, like in grads)
 
 
 def told(graph: ShardedGraph, source: Tensor, wanted: Sequence[bool]) -> About | None:
@@ -414,7 +416,7 @@ def fetch_sources(
     found = {}
     for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True)):
         if kind == SOURCE and t is not None:
-            rows: Any = t.host if isinstance(t, HostRows) else t
+            rows: Any = t.host if isinstance(t, HostRows) else t if graph.exchange.alone else t.cpu()
             found[k], about = fetch_halo(rows, place.home, graph.exchange, meter, about).seen(place.home), None
     return found
 

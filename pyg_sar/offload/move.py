@@ -13,7 +13,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.chunks import spans
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.rows import HostRows, Place
+from pyg_sar.offload.rows import CPU, HostRows, Place
 
 
 def graph_of(data: Any) -> ShardedGraph:
@@ -39,8 +39,10 @@ def place_of(
     graph: ShardedGraph, home: Home, chunks: int, slots: int | None = None, device: torch.device | None = None
 ) -> Place:
     """Return the place of a graph's rows, which are computed on where the graph is unless there is a ``device``."""
-    n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
-    return Place(home, device or graph.device, spans(graph, chunks), chunks, n_id, graph.seeds, graph.exchange, slots)
+    with CPU:  # whatever torch's default device is
+        ranges = spans(graph, chunks)
+        n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
+    return Place(home, device or graph.device, ranges, chunks, n_id, graph.seeds, graph.exchange, slots)
 
 
 def move(data: Any, place: Place) -> Any:

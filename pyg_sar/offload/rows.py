@@ -24,6 +24,7 @@ from pyg_sar.graph import Seeds
 from pyg_sar.offload.home import Home
 
 PROBE = 5  # rows, as many as no layer is likely to be wide
+CPU = torch.device("cpu")
 PLAIN = torch._C.DisableTorchFunctionSubclass
 
 
@@ -345,9 +346,8 @@ def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
     (whole, changes, base), *parts = results
     mixes = not all_row_wise(whole, [out for out, *_ in parts])
     with suppress(Exception):  # which a function may raise of other numbers: it was understood of the given ones
-        # Of sparse rows, of zeros or of one class, little can be seen.
-        run = partial(run_on, probe=lambda rows: random_rows(rows.shape, rows.dtype, rows.device))
-        others = [run(which, func, args, kwargs, len(first), first.device)[0] for which in cuts]
+        # On the CPU: a GPU would be of no use after an index beyond the last.
+        others = [run_on(which, func, args, kwargs, len(first), CPU, random=True)[0] for which in cuts]
         mixes = mixes or not all_row_wise(others[0], others[1:])
     if mixes:
         found = whole if isinstance(whole, tuple) else (whole,)
@@ -360,29 +360,31 @@ def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
 
 
 @lru_cache(maxsize=64)
-def random_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random rows, the same each time, which nobody changes: numbers other than zero, or zeros and ones in no
-    order, also of the first two rows and the others.
+def random_rows(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return random rows, the same each time, which nobody changes: numbers between zero and one, or zeros and ones in
+    no order, also of the first two rows and the others.
     """
-    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(5))
-    return (drawn + 0.5 if dtype.is_floating_point or dtype.is_complex else drawn < 0.5).to(device, dtype)
+    drawn = torch.rand(shape, generator=torch.Generator(CPU).manual_seed(5), device=CPU)
+    return (0.9 * drawn + 0.05 if dtype.is_floating_point or dtype.is_complex else drawn < 0.5).to(dtype)
 
 
 def run_on(
-    which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int, device: torch.device,
-    probe: Callable[[Tensor], Tensor] = lambda rows: rows,
-) -> tuple[Any, list[bool], HostRows | None]:  # fmt: skip
+    which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int, device: torch.device, random: bool = False
+) -> tuple[Any, list[bool], HostRows | None]:
     """Return what a function makes of some of five rows; of rows that it changes, whether that is its result and they
-    are its first argument; and the rows that its result is a view of.
+    are its first argument; and the rows that its result is a view of. Rows at home may be ``random`` instead: of sparse
+    rows, of zeros or of one class, little can be seen.
     """
     copies: list[tuple[Tensor, HostRows, int]] = []  # with the version of each
 
     def pick(value: Any) -> Any:
         if isinstance(value, HostRows):
-            copy = probe(value.probe)[which].clone()
+            copy = (random_rows(value.probe.shape, value.dtype) if random else value.probe)[which].clone()
             copies.append((copy, value, copy._version))
             return copy
-        return some(value, device)[which] if has_rows(value, num_rows) else value
+        if has_rows(value, num_rows):
+            return some(value, device)[which]
+        return value.to(device) if random and isinstance(value, Tensor) else value
 
     with torch.inference_mode(False), torch.no_grad():  # tensors of that mode do not tell that they were changed
         given = tree_map(pick, (args, kwargs))

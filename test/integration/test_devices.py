@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn
 from support import conv_zoo
 from support.cases import some
 from support.conv_zoo import CASES
@@ -75,6 +76,35 @@ def layers(group, which, grid):
 )
 def test_layers(machines, which, grid):
     machines.run(2, layers, which, grid, timeout=400)
+
+
+class Types(torch_geometric.nn.MessagePassing):
+    """Messages that read integers of sources, and no rows."""
+
+    def __init__(self):
+        super().__init__(aggr="add", node_dim=0)
+        self.rows = torch.nn.Embedding(3, 4)
+
+    def forward(self, types, edge_index):
+        return self.propagate(edge_index, types=types)
+
+    def message(self, types_j):
+        return self.rows(types_j).tanh()
+
+
+def integers(group):
+    types, layer = torch.arange(NUM_NODES) % 3, Types().double()
+    expected = layer(types, edges())
+    with pretence():
+        layer = pyg_sar.nn.convert(layer.to(DEVICE))
+        out = layer(types.to(DEVICE), pyg_sar.shard(edges().to(DEVICE), NUM_NODES, 2))
+        close(out.cpu(), expected, "output")
+    return pyg_sar.nn.describe(layer)
+
+
+def test_messages_of_integers(machines):
+    (told,) = machines.run(1, integers)
+    assert "streams" in told and "one-shot" not in told, told
 
 
 def layers_of_pyg(group, names, converts):

@@ -1,13 +1,15 @@
 """Rows at home that a device computes on: the simulated accelerator, whose memory is counted."""
 
+import copy
 import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn as pyg
 from support.nasty_graph import NUM_NODES, close
-from support.offloaded import LAYERS, inputs, network
+from support.offloaded import IN, LAYERS, inputs, network
 from support.pool import Pool
 from support.simulated_accelerator import DEVICE, pretence
 from support.small_pieces import ordinary_ranges
@@ -70,6 +72,32 @@ def test_equals_pyg(machines, kind, tmp_path):
 @pytest.mark.parametrize("kind", LAYERS)
 def test_equals_pyg_on_a_gpu(pool, kind, tmp_path):
     pool.run(1, equals, kind, str(tmp_path) if kind == "gat" else None, "cuda")
+
+
+def table(group, device=DEVICE):
+    """The gradients of rows on the device, which are a parameter, beside rows at home."""
+    data, _ = inputs()
+    rows, features = torch.randn(2, NUM_NODES, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    with pretence() if device == DEVICE else nullcontext():
+        reference, every = pyg.GraphConv(2 * IN, 4).double(), rows.clone().requires_grad_()
+        layer = copy.deepcopy(reference)
+        expected = reference(torch.cat([every + features, features * every], -1), data.edge_index)
+        expected.square().sum().backward()
+        edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
+        data = offload(Data(x=features, edge_index=edge_index), chunks=3, device=device)
+        own = nn.NodeEmbedding(data, IN).double().to(device)
+        with torch.no_grad():
+            own.weight.copy_(rows)
+        out = convert(layer.to(device))(torch.cat([own() + data.x, data.x * own()], -1), data.edge_index)
+        (out * out).sum(-1)[torch.arange(NUM_NODES)].sum().backward()
+        close(own.weight.grad.cpu(), every.grad, "gradient of the table")
+    return own.weight.grad.device.type
+
+
+@pytest.mark.parametrize("where", [DEVICE, pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tables_on_the_device(request, where):
+    workers = request.getfixturevalue("machines" if where == DEVICE else "pool")
+    assert workers.run(1, table, where) == [where]
 
 
 class Net(torch.nn.Module):

@@ -21,6 +21,7 @@ import pyg_sar
 from pyg_sar import nn, offload, ops
 from pyg_sar.loops import with_self_loops
 from pyg_sar.nn.convert import convert
+from pyg_sar.nn.replay import by_chunks as replay_by_chunks
 from pyg_sar.offload import chunks as by_chunks
 from pyg_sar.offload import slots
 from pyg_sar.offload.dropout import dropout_rows
@@ -232,6 +233,15 @@ def test_messages_drop_the_same_edges():
         results.append([host(data.x.grad)])
     equal(*results)
     assert results[0][0].abs().sum() > 0
+
+
+def test_layers_are_looked_at_once_for_all_chunks(monkeypatch):
+    """Those that run by kernels are, in each call."""
+    data, layer, calls, choose = small(4), convert(pyg.GraphConv(IN, HIDDEN).double()), [], replay_by_chunks.choose
+    monkeypatch.setattr(replay_by_chunks, "choose", lambda *args: calls.append(args) or choose(*args))
+    for _ in range(2):
+        layer(data.x, data.edge_index)[data.mask].sum().backward()
+    assert "kernel" in nn.describe(layer) and len(calls) == 2
 
 
 def test_backward_runs_a_layer_in_the_mode_of_forward():

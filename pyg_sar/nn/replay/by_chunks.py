@@ -14,6 +14,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
 from pyg_sar.nn.replay.choose import choose, rows_of_edges
 from pyg_sar.nn.replay.isolate import Lost, State
+from pyg_sar.nn.replay.strategy import Strategy
 from pyg_sar.offload.chunks import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, AtHome, Chunk, PerChunk, run
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.structure import tensors
@@ -46,6 +47,7 @@ class Propagation(PerChunk):
             else:
                 kwargs[name] = self.add(value, EDGE if name in edge else CONSTANT)
         self.call, self.state = replace(call, kwargs=kwargs), State(call.layer)
+        self.strategy: Strategy | None = None
         for parameter in call.layer.parameters():
             self.add(parameter, PARAMETER)
 
@@ -69,7 +71,9 @@ class Propagation(PerChunk):
     def on_chunk(self, it: Chunk, values: Sequence[Any]) -> Tensor:
         """Run the layer's own code on the chunk as the layer is."""
         call = replace(self.call, kwargs={name: given(spec, values) for name, spec in self.call.kwargs.items()})
-        strategy = choose(call, it.graph, None)
+        if self.strategy is None or not self.strategy.fits(call, it.graph):  # it was looked at for another chunk
+            self.strategy = choose(call, it.graph, None)
+        strategy = self.strategy
         if strategy.name in ("one-shot", "refused", "padded"):
             raise NotImplementedError(
                 f"'{type(call.layer).__name__}' cannot run on chunks of rows at home: {strategy.why}. Leave "

@@ -183,11 +183,11 @@ class Inputs:
         ]
         return {ref for ref, inside in refs if inside} - {ref for ref, inside in refs if not inside}
 
-    def packed(self, num_src: int) -> Tensor:
+    def packed(self, graph: ShardedGraph) -> Tensor:
         """Return the rows of sources side by side."""
         if not self.src:
-            like = next((t for t in (*self.dst, *self.edge) if t.is_floating_point()), torch.empty(0))
-            return like.new_zeros(num_src, 1)
+            floats = (t.dtype for t in (*self.dst, *self.edge) if t.is_floating_point())
+            return torch.zeros(graph.num_src, 1, dtype=next(floats, None), device=graph.device)
         return torch.cat([flat(t) for t in self.src], 1) if len(self.src) > 1 else flat(self.src[0])
 
     def unpacked(self, x: Tensor) -> list[Tensor]:

@@ -109,7 +109,8 @@ def rows_of_edges(call: Call, graph: ShardedGraph) -> tuple[frozenset[str], dict
     other = [
         isinstance(t, torch.nn.Parameter) or n != graph.num_edges for t, n in zip(rows.values(), sizes, strict=True)
     ]
-    no, most, least = torch.tensor(largest([*other, *sizes, *(-n for n in sizes)])).view(3, -1).tolist()
+    found, count = largest([*other, *sizes, *(-n for n in sizes)]), len(rows)
+    no, most, least = found[:count], found[count : 2 * count], found[2 * count :]
     edge = frozenset(name for name, n in zip(rows, no, strict=True) if not n)
     alike = [name for name, n, m in zip(rows, most, least, strict=True) if n == -m and name not in edge]
     return edge, {name: rows[name].shape for name in alike}

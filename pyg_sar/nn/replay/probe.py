@@ -41,10 +41,10 @@ class Problem:
         self.layer, self.edge, self.device, self.signed = call.layer, edge, graph.device, signed
         self.side_effects: list[str] = []  # of the layer's code
         self.is_positive = False
-        self.random = torch.Generator().manual_seed(1)
+        self.random = torch.Generator("cpu").manual_seed(1)
         self.bipartite = graph.bipartite or graph.origin is not None
         self.size = (SRC, DST) if self.bipartite else (SRC, SRC)
-        edge_index = torch.stack([torch.randint(n, (EDGES,), generator=self.random) for n in self.size])
+        edge_index = torch.stack([torch.randint(n, (EDGES,), generator=self.random, device="cpu") for n in self.size])
         edge_index[1][edge_index[1] == 2] = 3  # one destination has no edges
         edge_index[:, :2] = 1  # two self-loops, which are one edge twice
         self.edge_index = edge_index.to(self.device)
@@ -68,11 +68,11 @@ class Problem:
         shape = [count if d == dim else n for d, n in enumerate(value.shape)]
         if value.is_floating_point():
             make = torch.rand if kind == "edge" and not self.signed else torch.randn
-            rows = make(shape, generator=self.random, dtype=torch.float64) + 0.1
+            rows = make(shape, generator=self.random, dtype=torch.float64, device="cpu") + 0.1
             return (rows / math.sqrt(max(rows.numel() // count, 1))).to(value.device, value.dtype)
         if value.size(dim) == 0:
             return value.new_zeros(shape)
-        some = torch.randint(value.size(dim), (count,), generator=self.random)
+        some = torch.randint(value.size(dim), (count,), generator=self.random, device="cpu")
         return value.index_select(dim, some.to(value.device))
 
     def positive(self) -> Problem:
@@ -96,10 +96,11 @@ class Problem:
             if kind != "const" or not isinstance(value, Tensor) or value.dim() == 0:
                 return value
             found.append(value)
-            rows = value[torch.randperm(len(value), generator=self.random).to(value.device)]
+            rows = value[torch.randperm(len(value), generator=self.random, device="cpu").to(value.device)]
             if not rows.is_floating_point():
                 return rows
-            return rows * (1 + torch.rand(rows.shape, generator=self.random, dtype=torch.float64).to(rows) / 8)
+            more = torch.rand(rows.shape, generator=self.random, dtype=torch.float64, device="cpu")
+            return rows * (1 + more.to(rows) / 8)
 
         other = copy.copy(self)
         other.call = self.call.map(make, self.edge, self.bipartite)
@@ -152,7 +153,7 @@ class Probe:
         self.runner = Runner(call, inputs, graph, self.program, 0)
         self.runner.probes = True
         (self.block,) = graph.blocks
-        self.x = leaf(inputs.packed(graph.num_src))
+        self.x = leaf(inputs.packed(graph))
         edge = [e[self.block.edges] for e in inputs.edge]
         self.rows = Rows(*([leaf(t) for t in ts] for ts in (inputs.dst, edge, inputs.const)))
         self.values: dict[int, Tensor] = {}

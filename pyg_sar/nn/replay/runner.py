@@ -93,7 +93,7 @@ class Runner:
             [t.detach() if Ref(kind, k) in self.unread else t for k, t in enumerate(getattr(self.inputs, kind))]
             for kind in Rows._fields
         )
-        x = self.inputs.packed(self.graph.num_src)
+        x = self.inputs.packed(self.graph)
         return x.detach() if self.source_unread else x, dst, edge, [*const, *self.parameters]
 
     def run_block(self, block: Block, x: Tensor, rows: Rows, cut: Any, keys: Sequence[int] = (), **how: Any) -> Any:

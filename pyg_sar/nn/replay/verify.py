@@ -56,7 +56,7 @@ def other_parameters(problem: Problem) -> Iterator[None]:
     others = []
     for t in own:
         size = t.detach().double().square().mean().sqrt()
-        more = torch.rand(t.shape, generator=problem.random, dtype=torch.float64).to(t.device) * 0.2 + 0.1
+        more = torch.rand(t.shape, generator=problem.random, dtype=torch.float64, device="cpu").to(t.device) * 0.2 + 0.1
         other = t.detach() + more * torch.where(size > 0, size, 1.0)
         others.append(other.to(t.dtype).requires_grad_(t.requires_grad))
     with substituted(problem.layer, own, others):
@@ -84,7 +84,7 @@ def compared(strategy: Strategy, problem: Problem, grads: bool = True) -> str | 
             return ""
         program = strategy.program
         parameters = [*copies, *(p for p in program.hidden if p.requires_grad)]
-        grad = torch.randn(expected.shape, generator=problem.random, dtype=torch.float64).to(expected)
+        grad = torch.randn(expected.shape, generator=problem.random, dtype=torch.float64, device="cpu").to(expected)
         pairs = []
         for out, call in ((found, other), (expected, one)):
             wanted = [t for t in tensors(call.kwargs) if t.requires_grad] + parameters

@@ -554,3 +554,15 @@ def test_layers_stream_after_an_explanation():
         with pyg_sar.record_traffic(it) as told:
             layer(torch.randn(NUM_NODES, 8, requires_grad=True), it).sum().backward()
         assert [one.case for one in told] in ([1], [2])
+
+
+def test_torchs_default_device_does_not_matter():
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        layer, x, edge_index = convert(Attention()), torch.randn(NUM_NODES, 8), pyg_sar.shard(edges(), NUM_NODES, 2)
+        edge_attr = torch.randn(edge_index.size(1), 3)
+        with torch.device(device):
+            found.append(layer(x, edge_index, edge_attr))
+        assert "streams" in describe(layer)
+    close(*found, "output")

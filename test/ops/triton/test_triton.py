@@ -186,11 +186,13 @@ wanted = {"spmm_ 2 weights by source", "spmm_ to shared columns", "sddmm_", "ext
 for kind in ("additive", "gatv2", "dot"):
     wanted |= {f"attention_ {kind} query edge dropout{more}" for more in ("", " gradient all")}
 wanted.add("attention_ additive query edge dropout gradient all alone")
-for call in calls(block("mixed"), 2, 5):
-    if call.title in wanted:
-        execute(triton, call, getattr(torch, sys.argv[6]))
-        wanted.remove(call.title)
-assert not wanted, wanted
+wide = {"spmm_ 0 weights ", "spmm_ 0 weights by source", "spmm_ 1 weights ", "spmm_ 1 weights by source"}  # edges ahead
+for heads, channels, wanted in ((2, 5, wanted), (1, 100, wide)):
+    for call in calls(block("mixed"), heads, channels):
+        if call.title in wanted:
+            execute(triton, call, getattr(torch, sys.argv[6]))
+            wanted.remove(call.title)
+    assert not wanted, wanted
 print(*sorted(done))
 """
 
