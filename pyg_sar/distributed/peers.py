@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyg_sar.distributed.collectives import global_max
 from pyg_sar.distributed.traffic import Log, Traffic
-from pyg_sar.distributed.transfer import Channel, Pending, wait_for
+from pyg_sar.distributed.transfer import Channel, UnderWay, wait_for
 from pyg_sar.exchange import Exchange, Meter, Receiver, Routes, Schedule, Sink
 from pyg_sar.running import About
 
@@ -51,7 +51,7 @@ class Remote(Exchange):
         routes, meter = self.routes, Traffic().forward
         self.begin_turn(None, meter)
         flags = used.byte()
-        transfers: list[Pending] = []
+        transfers: list[UnderWay] = []
         answers = [used.new_empty(len(rows), dtype=torch.uint8) for rows in routes.serve]
         for q in routes.others:
             client = routes.client(q)
@@ -72,7 +72,7 @@ class Remote(Exchange):
         return OneShot(self.routes, self.channel, self.prefetch, self.log)
 
 
-Queue = deque[tuple[int, Tensor, list[Pending], torch.dtype]]  # blocks under way, and the type of their rows
+Queue = deque[tuple[int, Tensor, list[UnderWay], torch.dtype]]  # blocks under way, and the type of their rows
 
 
 def arrived(queue: Queue) -> tuple[int, Tensor]:
@@ -112,7 +112,7 @@ class Peers(Remote):
         fewer = queue[0][0] == rank and self.routes.size > 2
         return self.prefetch == 0 or sum(q != rank for q, *_ in queue) > self.prefetch - fewer
 
-    def _fetch(self, q: int, x: Tensor, tile: int, meter: Meter) -> tuple[Tensor, list[Pending]]:
+    def _fetch(self, q: int, x: Tensor, tile: int, meter: Meter) -> tuple[Tensor, list[UnderWay]]:
         routes = self.routes
         if q == routes.rank:
             return x, []
@@ -200,7 +200,7 @@ class OneShot(Remote):
         rows = channel.buffer(n + routes.num_halo, x, x.dtype)
         rows[:n] = x
         halo = rows[n:] if channel.sent_as(x.dtype) == x.dtype else channel.buffer(routes.num_halo, x)
-        transfers: list[Pending] = []
+        transfers: list[UnderWay] = []
         for q in routes.others:
             client = routes.client(q)
             out, into = x[routes.serve[client]], halo[routes.spans[q]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyg_sar.distributed.group import gather_objects, rank_of, size_of
 from pyg_sar.distributed.traffic import Traffic
-from pyg_sar.distributed.transfer import Channel, Pending, wait_for
+from pyg_sar.distributed.transfer import Channel, UnderWay, wait_for
 
 Shape = tuple[list[int], torch.dtype]  # of a row, and its type
 
@@ -76,7 +76,7 @@ class Stages:
         self.rank, self.size = (0, 1) if mesh is None else (rank_of(group), size_of(group))
         self.channel = Channel(group, comm_dtype)
         self.traffic = Traffic()
-        self.sent: list[Pending] = []
+        self.sent: list[UnderWay] = []
 
     @property
     def first(self) -> bool:

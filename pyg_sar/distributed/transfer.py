@@ -56,7 +56,7 @@ class Channel:
         """
         return zlib.crc32(f"{self.turn} {what} {tensor.dtype} {list(tensor.shape)}".encode()) >> 1
 
-    def swap(self, out: Tensor, dst: int, into: Tensor, src: int, what: str, meter: Meter) -> list[Pending]:
+    def swap(self, out: Tensor, dst: int, into: Tensor, src: int, what: str, meter: Meter) -> list[UnderWay]:
         """Start to send ``out`` to ``dst`` and to receive ``into`` from ``src``; nothing empty is sent.
 
         What ``src`` does is heard before its rows are waited for.
@@ -71,7 +71,7 @@ class Channel:
         messages = [Message(t, peer, self.tag(what, t), sends) for t, peer, sends in both if t.numel() > 0]
         meter(out.numel() * out.element_size(), into.numel() * into.element_size())
         header = None if self.told is None else self.told.headers.get(src)
-        found: list[Pending] = [] if header is None else [header]
+        found: list[UnderWay] = [] if header is None else [header]
         if not messages:
             return found
         with self.talking(f"starting to exchange {what} with workers {dst} and {src}", notices.NOBODY):
@@ -128,10 +128,10 @@ class Transfer:
             abandon(self.channel.group, self.work, self.messages)
 
 
-Pending = Transfer | guard.Header
+UnderWay = Transfer | guard.Header
 
 
-def wait_for(transfers: Iterable[Pending]) -> None:
+def wait_for(transfers: Iterable[UnderWay]) -> None:
     """Return when all messages have arrived."""
     for transfer in transfers:
         transfer.wait()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.distributed.peers import Remote
-from pyg_sar.distributed.transfer import Pending, wait_for
+from pyg_sar.distributed.transfer import UnderWay, wait_for
 from pyg_sar.exchange import Exchange, Meter, Routes
 from pyg_sar.offload.home import Home
 from pyg_sar.reduce.base import columns
@@ -168,7 +168,7 @@ def swap(
     """
     assert isinstance(exchange, Remote)
     channel = exchange.channel
-    queue: deque[tuple[Part, Tensor, list[Pending]]] = deque()
+    queue: deque[tuple[Part, Tensor, list[UnderWay]]] = deque()
     exchange.begin_turn(about, meter)
 
     def arrive() -> None:

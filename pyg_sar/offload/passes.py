@@ -39,7 +39,7 @@ def force(rows: HostRows) -> HostRows:
         with torch.set_grad_enabled(rows.differentiated):  # as it was when this was recorded
             reads = Reads()
             step = reads.step(rows.op)
-            rows.made = Pass.apply(rows.place, step, len(rows), *reads.leaves)
+            rows.made = ByRanges.apply(rows.place, step, len(rows), *reads.leaves)
     return rows.made
 
 
@@ -91,7 +91,7 @@ class Reads:
         return self.known[id(value)]
 
 
-class Range:
+class Evaluation:
     """A program on a range of the rows, of which there are ``num_rows``; ``leaves`` are what it reads there."""
 
     def __init__(self, place: Place, num_rows: int, span: tuple[int, int], leaves: Sequence[Any]) -> None:
@@ -159,7 +159,7 @@ def check_versions(inputs: Sequence[Any], before: Sequence[Version | None]) -> N
             )
 
 
-class Pass(torch.autograd.Function):
+class ByRanges(torch.autograd.Function):
     """Pending rows, computed and written range by range."""
 
     @staticmethod
@@ -171,7 +171,7 @@ class Pass(torch.autograd.Function):
         out = None
         for a, b in place.ranges:
             values = [on_range(leaf, (a, b), place, num_rows) for leaf in leaves]
-            rows = Range(place, num_rows, (a, b), values).run(step)
+            rows = Evaluation(place, num_rows, (a, b), values).run(step)
             del values
             if out is None:
                 out = place.home.empty((num_rows, *rows.shape[1:]), rows.dtype)
@@ -214,7 +214,7 @@ def differentiate(
     values = [on_range(leaf, span, place, num_rows).requires_grad_(want)
               for leaf, want in zip(leaves, wanted, strict=True)]  # fmt: skip
     with torch.enable_grad():
-        out = Range(place, num_rows, span, values).run(step)
+        out = Evaluation(place, num_rows, span, values).run(step)
     by = [value for value, want in zip(values, wanted, strict=True) if want]
     del values
     if not out.requires_grad:
@@ -234,7 +234,7 @@ def reader(rows: HostRows) -> Callable[[tuple[int, int]], Tensor]:
 
     def compute(span: tuple[int, int]) -> Tensor:
         with torch.no_grad():
-            return Range(place, n, span, [on_range(leaf, span, place, n) for leaf in reads.leaves]).run(step)
+            return Evaluation(place, n, span, [on_range(leaf, span, place, n) for leaf in reads.leaves]).run(step)
 
     return compute
 
