@@ -410,7 +410,9 @@ def row_wise(whole: Any, parts: list[Any]) -> bool:
     joined = torch.cat(parts)
     if not whole.is_floating_point():
         return torch.equal(joined, whole)
-    units = 4 * torch.finfo(whole.dtype).eps  # products of few rows are rounded otherwise than those of more
+    coarse = {torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision} & {"tf32", "bf16"}
+    dtype = torch.bfloat16 if coarse and whole.dtype == torch.float32 else whole.dtype
+    units = 4 * torch.finfo(dtype).eps  # products of few rows are rounded otherwise than those of more
     size = float(whole.double().nan_to_num(0, 0, 0).abs().sum()) / max(whole.numel(), 1)
     return torch.allclose(joined, whole, rtol=max(1e-3, units), atol=max(1e-5, units) * size, equal_nan=True)
 

@@ -28,7 +28,7 @@ from pyg_sar.offload.dropout import dropout_rows
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import host
-from pyg_sar.offload.rows import HostRows, Place, record
+from pyg_sar.offload.rows import PROBE, HostRows, Place, record, row_wise
 from pyg_sar.offload.schedule import count_loads
 
 CHUNKS = [1, 2, 5, 17]
@@ -233,6 +233,19 @@ def test_messages_drop_the_same_edges():
         results.append([host(data.x.grad)])
     equal(*results)
     assert results[0][0].abs().sum() > 0
+
+
+def test_rounded_products_mix_no_rows():
+    """On a GPU that multiplies in TensorFloat-32 a product of few rows may be rounded otherwise."""
+    whole = torch.ones(PROBE, 3)
+    parts, others = [whole[:2] + 2e-3, whole[2:]], [whole[:2] + 0.2, whole[2:]]
+    assert not row_wise(whole, parts)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert row_wise(whole, parts) and not row_wise(whole, others)
+        assert not row_wise(whole.double(), [p.double() for p in parts])
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 def test_layers_are_looked_at_once_for_all_chunks(monkeypatch):
