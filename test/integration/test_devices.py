@@ -229,19 +229,22 @@ def test_layers_never_wait(machines):
 
 @pytest.mark.grid
 def test_options_that_wait(machines):
-    """Those whose code changes the graph itself or is watched anew, a number that is on the CPU, and softmax by
-    columns.
+    """Those whose code changes the graph itself or is watched anew, such as a softmax; a number that is on the CPU; and
+    softmax by columns.
     """
     (found,) = machines.run(1, of_layers, OPTIONS, timeout=200)
     waiting = {name for name, places in found.items() if places}
     assert waiting == {
         "SAGEConv {'flow': 'target_to_source'}", "GCNConv {'flow': 'target_to_source'}", "GCNConv {'aggr': 'max'}",
-        "GATConv {'heads': 2, 'aggr': 'max'}", "GATv2Conv {'heads': 2, 'aggr': 'max'}",
+        "GATConv {'heads': 2, 'aggr': 'max'}", "GATv2Conv {'heads': 2, 'aggr': 'max'}", "SAGEConv {'aggr': 'softmax'}",
         "GATConv {'edge_dim': 3, 'fill_value': tensor([ 1.0000, -2.0000,  0.5000])}",
         *(f"GENConv {{{options}}}" for options in (
             "'norm': 'batch', 'learn_t': True, 'learn_msg_scale': True",
             "'norm': 'layer', 'num_layers': 1, 't': -1.5", "'norm': 'layer', 'num_layers': 1, 'learn_t': True",
             "'norm': 'layer', 'num_layers': 1, 't': 500.0, 'learn_t': True",
             "'norm': 'layer', 'num_layers': 1, 'aggr': 'softmax_sg', 't': 0.1, 'msg_norm': True",
+            "'norm': 'layer', 'num_layers': 1, 'aggr': 'softmax', 'aggr_kwargs': {'learn': True, 'channels': 8}",
+            "'norm': 'layer', 'num_layers': 1, 'edge_dim': 3, 'learn_t': True",
+            "'norm': 'layer', 'num_layers': 1, 'flow': 'target_to_source'",
         )),
     }  # fmt: skip
