@@ -31,7 +31,9 @@ sanitize)
             2>&1 | tee "$out/sanitize-$tool.log" &
         jobs+=($!)
     done
-    for job in "${jobs[@]}"; do wait "$job"; done
+    status=0
+    for job in "${jobs[@]}"; do wait "$job" || status=1; done
+    exit $status
     ;;
 profile)
     sections="SpeedOfLight MemoryWorkloadAnalysis Occupancy WarpStateStats SchedulerStats LaunchStats"

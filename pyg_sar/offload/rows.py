@@ -361,11 +361,11 @@ def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
 
 @lru_cache(maxsize=64)
 def random_rows(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return random rows, the same each time, which nobody changes: numbers between zero and one, or zeros and ones in
-    no order, also of the first two rows and the others.
+    """Return random rows, the same each time, which nobody changes: numbers about one, or zeros and ones in no order,
+    also of the first two rows and the others.
     """
     drawn = torch.rand(shape, generator=torch.Generator(CPU).manual_seed(5), device=CPU)
-    return (0.9 * drawn + 0.05 if dtype.is_floating_point or dtype.is_complex else drawn < 0.5).to(dtype)
+    return (drawn + 0.5 if dtype.is_floating_point or dtype.is_complex else drawn < 0.5).to(dtype)
 
 
 def run_on(
@@ -410,8 +410,9 @@ def row_wise(whole: Any, parts: list[Any]) -> bool:
     joined = torch.cat(parts)
     if not whole.is_floating_point():
         return torch.equal(joined, whole)
-    coarse = {torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision} & {"tf32", "bf16"}
-    dtype = torch.bfloat16 if coarse and whole.dtype == torch.float32 else whole.dtype
+    backends: Any = (torch.backends.cuda, torch.backends.mkldnn)
+    coarse = whole.dtype == torch.float32 and any(it.matmul.fp32_precision in ("tf32", "bf16") for it in backends)
+    dtype = torch.bfloat16 if coarse else whole.dtype
     units = 4 * torch.finfo(dtype).eps  # products of few rows are rounded otherwise than those of more
     size = float(whole.double().nan_to_num(0, 0, 0).abs().sum()) / max(whole.numel(), 1)
     return torch.allclose(joined, whole, rtol=max(1e-3, units), atol=max(1e-5, units) * size, equal_nan=True)
