@@ -306,6 +306,7 @@ def test_pipeline(tmp_path):
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(600)
 def test_pipeline_time(tmp_path):
     small = ["--graphs", "Community/300/2000", "--models", "gcn", "--layers", 2]
     small += ["--epochs", 2, "--rates", "no limit"]
