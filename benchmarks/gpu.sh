@@ -46,11 +46,13 @@ tiles)
     ;;
 layers)  # five runs, of which the last ones may not fit ten minutes: what is done is in OUT
     run="$python benchmarks/gpu_layers.py --repetitions 5 --out $out --errors $out/errors.json"
-    $run --nodes 600000 --edges 15500000
-    $run --nodes 600000 --edges 15500000 --cases gat-4x32 sage gcn gin --implementations pyg_sar "PyG compiled" --out "$out/compiled"
-    $run --nodes 600000 --edges 15500000 --peers --errors "$out/errors-peers.json"
-    $run
-    $run --nodes 230000 --edges 114000000
+    status=0
+    $run --nodes 600000 --edges 15500000 || status=1
+    $run --nodes 600000 --edges 15500000 --cases gat-4x32 sage gcn gin --implementations pyg_sar "PyG compiled" --out "$out/compiled" || status=1
+    $run --nodes 600000 --edges 15500000 --peers --errors "$out/errors-peers.json" || status=1
+    $run || status=1
+    $run --nodes 230000 --edges 114000000 || status=1
+    exit $status
     ;;
 epochs)
     "$python" benchmarks/gpu_break_even.py --out "$out"

@@ -20,6 +20,7 @@ import json
 import math
 import multiprocessing
 import statistics
+import sys
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -127,6 +128,11 @@ def failure(implementation: str, raised: Exception) -> str:
     if implementation.startswith("pyg_sar"):
         traceback.print_exception(raised)
     return "out of memory" if isinstance(raised, torch.cuda.OutOfMemoryError) else f"raises {type(raised).__name__}"
+
+
+def is_broken(implementation: str, told: str) -> bool:
+    """Return whether an implementation is ours, and :func:`failure` tells of it."""
+    return implementation.startswith("pyg_sar") and told.startswith(("out of memory", "raises"))
 
 
 def errors(graph: OnDevice, case: Case, implementation: str, seed: int) -> dict[str, float]:
@@ -266,6 +272,7 @@ def main(args: argparse.Namespace) -> None:
     columns = ["case", "implementation", "forward ms", "backward ms", "both ms", "times pyg_sar", "peak MiB",
                "% of copy", "% of gather", "error"]  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    broken = {name for name in args.cases for i, told in found[name].items() if is_broken(i, told)}
     head = (
         f"One layer, forward and backward, on one {torch.cuda.get_device_name()}: {args.nodes:,} nodes, "
         f"{graph.edge_index.size(1):,} edges with self-loops, power-law degrees. torch {torch.__version__}, "
@@ -285,12 +292,15 @@ def main(args: argparse.Namespace) -> None:
                 cells[1:] = row(implementation, times, own, bound, found[name].get(implementation, ""))
             except Exception as raised:
                 cells[2] = failure(implementation, raised)
+                broken |= {name} if is_broken(implementation, cells[2]) else set()
             job = None
             gc.collect()
             torch.cuda.empty_cache()
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
             write(args.out, args.name, [head, "", *lines])
+    if broken:
+        sys.exit(f"pyg_sar failed: {', '.join(sorted(broken))}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import math
 import multiprocessing
 import statistics
+import sys
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -77,6 +78,7 @@ def main(args: argparse.Namespace) -> None:
         f"its share of the time of sums as they are. torch {torch.__version__}, Triton {triton.__version__}. "
         "Made by `benchmarks/gpu_tiles.py`."
     )
+    failed = False
     for width in WIDTHS:
         for name, dtype in TYPES.items():
             _, bound = bounds.of(width, dtype)
@@ -86,6 +88,8 @@ def main(args: argparse.Namespace) -> None:
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
             write(args.out, "gpu-tiles.md", [head, "", *lines])
+            failed |= any(map(math.isnan, times))
+    sys.exit("some choices failed" if failed else 0)
 
 
 if __name__ == "__main__":

@@ -336,8 +336,7 @@ class ByChunks(torch.autograd.Function):
         """Fetch, compute and write each chunk."""
         ctx.set_materialize_grads(False)  # as rows that nobody could take apart
         ctx.place, ctx.graph, ctx.program, ctx.kinds = place, graph, program, kinds
-        ctx.shapes = [(t.shape, t.dtype) for t in inputs]
-        ctx.like = [(isinstance(t, HostRows), t.device, t.dtype) for t in inputs]
+        ctx.shapes = [(t.shape, t.dtype, t.device, isinstance(t, HostRows)) for t in inputs]
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
         kept = [t if keep else None for t, keep in zip(inputs, keeps, strict=True)]
         ctx.versions = versions(kept)
@@ -371,7 +370,7 @@ class ByChunks(torch.autograd.Function):
         inputs, given, meter = ctx.saved_tensors, reader(grad), ctx.traffic.backward
         check_versions(inputs, ctx.versions)
         sources = fetch_sources(place, graph, kinds, inputs, meter)
-        totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k])
+        totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k][:2])
                   for k, kind in enumerate(kinds) if kind == SOURCE and wanted[k]}  # fmt: skip
         sums: list[Any] = [totals[k].seen(place.home) if k in totals else None for k in range(len(kinds))]
         slots = Slots(place, sources.get(0), sums[0], meter)
@@ -384,20 +383,20 @@ class ByChunks(torch.autograd.Function):
             if program.needs_source:
                 found = differentiate(it, program, values, kinds, wanted, d_out, exchange, ctx.autocast)
             elif totals:
-                (_, *width), dtype = ctx.shapes[0]
+                (_, *width), dtype, *_ = ctx.shapes[0]
                 program.grad(it, d_out.new_empty(0, *width, dtype=dtype), values, d_out, exchange)
             del values, d_out
             for k, kind in enumerate(kinds):
                 if wanted[k]:
-                    sums[k] = add_up(sums[k], found[k], kind, it, place, meter, *ctx.shapes[k])
+                    sums[k] = add_up(sums[k], found[k], kind, it, place, meter, *ctx.shapes[k][:2])
             del it, exchange, found
         slots.flush()
         place.settle()
         for k, total in totals.items():
             sum_halo(total, graph.exchange, meter)
             sums[k] = total.local
-        grads = zip(sums, ctx.like, strict=True)
-        return None, None, None, None, *(returned(place, s, *like) for s, like in grads)
+        pairs = zip(sums, ctx.shapes, strict=True)
+        return None, None, None, None, *(returned(place, s, *about) for s, (_, *about) in pairs)
 
 
 def told(graph: ShardedGraph, source: Tensor, wanted: Sequence[bool]) -> About | None:

@@ -203,7 +203,7 @@ class ByRanges(torch.autograd.Function):
                     collect(grads, k, leaf, next(found), span, place, n)
             del found  # or it would live while the next range is computed
         pairs = zip(grads, leaves, strict=True)
-        return None, None, None, *(returned(place, g, isinstance(t, HostRows), t.device, t.dtype) for g, t in pairs)
+        return None, None, None, *(returned(place, g, t.dtype, t.device, isinstance(t, HostRows)) for g, t in pairs)
 
 
 def differentiate(
@@ -259,7 +259,7 @@ def add_shared(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return total.add_(grad)
 
 
-def returned(place: Place, grad: Tensor | None, at_home: bool, device: torch.device, dtype: torch.dtype) -> Any:
+def returned(place: Place, grad: Tensor | None, dtype: torch.dtype, device: torch.device, at_home: bool) -> Any:
     """Return a gradient as autograd takes it: of rows at home as such, of others where they are and in their type."""
     return grad if grad is None else HostRows(place, grad) if at_home else grad.to(device, dtype)
 

@@ -17,12 +17,12 @@ from pyg_sar.offload.schedule import ranges
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(script, *args, timeout=240):
+def run(script, *args):
     """Run a benchmark as the README says."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, f"benchmarks/{script}.py", *map(str, args)]
     env = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     if done.returncode == 77:  # the machine does not permit what it takes
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,14 +89,13 @@ def test_scaling(tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["sage", "gat"])
 def test_intellabs_sar(tmp_path, kind):
-    """All libraries train the same model, each in eight processes, or pairs, which load all of them."""
+    """All libraries train the same model."""
     pytest.importorskip("dgl")
     pytest.importorskip("sar")
     sizes = ["--nodes", 300, "--edges", 2000, "--steps", 2, "--rounds", 1]
-    run("intellabs_sar", "--kinds", kind, *sizes, "--out", tmp_path, timeout=580)
+    run("intellabs_sar", "--kinds", kind, *sizes, "--out", tmp_path)
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "intellabs-sar.md").read_text().splitlines()[4:]]
     assert len(rows) == 8 and {row[1] for row in rows} == {"pyg_sar", "IntelLabs/SAR", "DGL"}
     assert all(float(row[-1]) < 1e-4 for row in rows)
@@ -306,7 +305,6 @@ def test_pipeline(tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(600)
 def test_pipeline_time(tmp_path):
     small = ["--graphs", "Community/300/2000", "--models", "gcn", "--layers", 2]
     small += ["--epochs", 2, "--rates", "no limit"]
