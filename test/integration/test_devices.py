@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_geometric.nn
+import torch_geometric.nn as gnn
 from support import conv_zoo
 from support.cases import some
 from support.conv_zoo import CASES
@@ -78,7 +78,7 @@ def test_layers(machines, which, grid):
     machines.run(2, layers, which, grid, timeout=400)
 
 
-class Types(torch_geometric.nn.MessagePassing):
+class Types(gnn.MessagePassing):
     """Messages that read integers of sources, and no rows."""
 
     def __init__(self):
@@ -227,24 +227,42 @@ def test_layers_never_wait(machines):
     assert {name.split()[0]: len(places) for name, places in found.items() if places} == {"GENConv": 6}
 
 
+def by_their_own_code(group):
+    """One that runs by a kernel, one with a softmax, and one in passes: the first two are looked at in each call."""
+    found = {}
+    with pretence() as it:
+        graph = pyg_sar.shard(edges(NUM_NODES, NUM_NODES).to(DEVICE), NUM_NODES, 3)
+        x, attr = (torch.randn(n, 3).to(DEVICE) for n in (NUM_NODES, graph.size(1)))
+        for layer, more in (
+            (gnn.GraphConv(3, 4), ()),
+            (gnn.GENConv(3, 4, edge_dim=3, learn_t=True), (attr,)),
+            (gnn.GINEConv(torch.nn.Linear(3, 4)), (attr,)),
+        ):
+            layer = pyg_sar.nn.convert(layer).to(DEVICE)
+            places = waits(lambda layer=layer, more=more: layer(x, graph, *more).sum().backward(), it)
+            found[pyg_sar.nn.describe(layer)] = places
+    return found
+
+
+def test_converted_layers_never_wait(machines):
+    (found,) = machines.run(1, by_their_own_code)
+    assert not any(found.values())
+    assert [word in how for word, how in zip(("kernel", "softmax", "replay"), found, strict=True)] == [True] * 3
+
+
 @pytest.mark.grid
 def test_options_that_wait(machines):
-    """Those whose code changes the graph itself or is watched anew, such as a softmax; a number that is on the CPU; and
-    softmax by columns.
-    """
+    """Those whose code changes the graph itself; a number that is on the CPU; and softmax by columns."""
     (found,) = machines.run(1, of_layers, OPTIONS, timeout=200)
     waiting = {name for name, places in found.items() if places}
     assert waiting == {
-        "SAGEConv {'flow': 'target_to_source'}", "GCNConv {'flow': 'target_to_source'}", "GCNConv {'aggr': 'max'}",
-        "GATConv {'heads': 2, 'aggr': 'max'}", "GATv2Conv {'heads': 2, 'aggr': 'max'}", "SAGEConv {'aggr': 'softmax'}",
+        "GCNConv {'flow': 'target_to_source'}", "GCNConv {'aggr': 'max'}",
+        "GATConv {'heads': 2, 'aggr': 'max'}", "GATv2Conv {'heads': 2, 'aggr': 'max'}",
         "GATConv {'edge_dim': 3, 'fill_value': tensor([ 1.0000, -2.0000,  0.5000])}",
         *(f"GENConv {{{options}}}" for options in (
             "'norm': 'batch', 'learn_t': True, 'learn_msg_scale': True",
             "'norm': 'layer', 'num_layers': 1, 't': -1.5", "'norm': 'layer', 'num_layers': 1, 'learn_t': True",
             "'norm': 'layer', 'num_layers': 1, 't': 500.0, 'learn_t': True",
             "'norm': 'layer', 'num_layers': 1, 'aggr': 'softmax_sg', 't': 0.1, 'msg_norm': True",
-            "'norm': 'layer', 'num_layers': 1, 'aggr': 'softmax', 'aggr_kwargs': {'learn': True, 'channels': 8}",
-            "'norm': 'layer', 'num_layers': 1, 'edge_dim': 3, 'learn_t': True",
-            "'norm': 'layer', 'num_layers': 1, 'flow': 'target_to_source'",
         )),
     }  # fmt: skip

@@ -28,7 +28,8 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call, aggregation_of
 from pyg_sar.nn.replay.chunks import FEWEST, Chunks
 from pyg_sar.nn.replay.isolate import isolated, side_effects
-from pyg_sar.nn.replay.probe import BLOCKS, EDGES, Probe, Problem, close
+from pyg_sar.nn.replay.probe import Probe, Problem, close
+from pyg_sar.nn.replay.probe_graph import BLOCKS, EDGES
 from pyg_sar.nn.replay.runner import Reductions, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
 from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable, ReadsRows
@@ -61,7 +62,7 @@ def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
     """Whether a layer would still do what a kernel does in its place, or has sums that are linear in a softmax.
 
     Its code may depend on anything that changed meanwhile, of which no version number tells. So such a layer is probed
-    at every call: its ``propagate`` runs once or twice on the 23 edges of the probe graph, which takes 1 to 3 ms on a
+    at every call: its ``propagate`` runs once or twice on the 23 edges of the probe graph, which takes 2 to 3 ms on a
     CPU, however large the graph is. What counts are operations and not numbers, by which workers might differ. Other
     strategies run the layer's code as it is now, and notice where it mixes edges. The layers of :mod:`pyg_sar.nn` need
     no probe.
@@ -178,7 +179,7 @@ def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
     ids = torch.arange(EDGES, device=problem.device)
     for name in ("chunks", "padded"):
         strategy = Strategy(name, why, problem.edge, program)
-        graphs = (problem.graph(BLOCKS).replace(e_id=e_id) for e_id in (ids, -ids))
+        graphs = (problem.probe_graph.in_blocks[BLOCKS].replace(e_id=e_id) for e_id in (ids, -ids))
         strategy.ordered = not close(*(strategy.run(problem.leaves(), graph, False, FEW) for graph in graphs))
         yield strategy
 

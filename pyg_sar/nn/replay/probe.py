@@ -11,16 +11,15 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.aggregate import SIMPLE
-from pyg_sar.distributed.shard import shard
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import Call, aggregation_of
 from pyg_sar.nn.replay.passes import heads
+from pyg_sar.nn.replay.probe_graph import EDGES, NUMBERS, Share, probe_graph
 from pyg_sar.nn.replay.runner import Reductions, Runner, hidden_parameters, sequence_number
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction
 from pyg_sar.reduce import Rows
 
 WHOLE = {"size", "size_j", "adj_t"}  # what a block cannot tell of the whole graph
-SRC, DST, EDGES, BLOCKS = 7, 5, 23, 3  # of the probe graph
 VIEWS = ("View", "UnsafeView", "Reshape", "Split", "Transpose", "Permute", "Unsqueeze", "Squeeze", "Alias", "Expand")
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
@@ -43,11 +42,8 @@ class Problem:
         self.is_positive = False
         self.random = torch.Generator("cpu").manual_seed(1)
         self.bipartite = graph.bipartite or graph.origin is not None
-        self.size = (SRC, DST) if self.bipartite else (SRC, SRC)
-        edge_index = torch.stack([torch.randint(n, (EDGES,), generator=self.random, device="cpu") for n in self.size])
-        edge_index[1][edge_index[1] == 2] = 3  # one destination has no edges
-        edge_index[:, :2] = 1  # two self-loops, which are one edge twice
-        self.edge_index = edge_index.to(self.device)
+        self.probe_graph = probe_graph(self.bipartite, graph.device)
+        self.taken = 0  # of its random numbers
         self.call = call.map(self.like, edge, self.bipartite)
 
     def like(self, kind: str, value: Any) -> Any:
@@ -63,17 +59,27 @@ class Problem:
             return value
         if kind == "const":
             return value.detach().clone()
-        count = {"src": self.size[0], "dst": self.size[1], "edge": EDGES}[kind]
+        num_src, num_dst = self.probe_graph.size
+        count = {"src": num_src, "dst": num_dst, "edge": EDGES}[kind]
         dim = (0 if kind == "edge" else self.layer.node_dim) % value.dim()
         shape = [count if d == dim else n for d, n in enumerate(value.shape)]
         if value.is_floating_point():
-            make = torch.rand if kind == "edge" and not self.signed else torch.randn
-            rows = make(shape, generator=self.random, dtype=torch.float64, device="cpu") + 0.1
+            rows = self.numbers(math.prod(shape), kind != "edge" or self.signed).view(shape) + 0.1
             return (rows / math.sqrt(max(rows.numel() // count, 1))).to(value.device, value.dtype)
         if value.size(dim) == 0:
             return value.new_zeros(shape)
-        some = torch.randint(value.size(dim), (count,), generator=self.random, device="cpu")
-        return value.index_select(dim, some.to(value.device))
+        some = self.numbers(count, False).double() * value.size(dim)
+        return value.index_select(dim, some.long().clamp_(max=value.size(dim) - 1))
+
+    def numbers(self, count: int, signed: bool) -> Tensor:
+        """Return so many random numbers, of mean 0 and variance 1 or between 0 and 1."""
+        kept = self.probe_graph.normal if signed else self.probe_graph.uniform
+        if count > NUMBERS:
+            make = torch.randn if signed else torch.rand
+            return make(count, generator=self.random, dtype=kept.dtype, device="cpu").to(self.device)
+        first = self.taken if self.taken + count <= NUMBERS else 0
+        self.taken = first + count
+        return kept[first : self.taken]
 
     def positive(self) -> Problem:
         """Return the problem with positive numbers, of which logarithms and roots exist."""
@@ -106,39 +112,28 @@ class Problem:
         other.call = self.call.map(make, self.edge, self.bipartite)
         return other if found else self
 
-    def graph(self, blocks: int) -> ShardedGraph:
-        """Return the probe graph in some blocks."""
-        return shard(self.edge_index, self.size if self.bipartite else self.size[0], blocks)._graph
-
     def leaves(self) -> Call:
         """Return a call with gradients of its own."""
         return self.call.map(lambda kind, value: leaf(value), self.edge, self.bipartite)
 
-    def share(self, first: int, last: int) -> tuple[Call, ShardedGraph, Tensor, Tensor]:
-        """Return the call and the graph of a worker that owns some destinations, these, and their edges."""
-        nodes = [torch.arange(a, b, device=self.device) for a, b in ((first, last), (0, first), (last, self.size[1]))]
-        own, dst = nodes[0], torch.cat(nodes)  # its local nodes come first
-        src = torch.arange(self.size[0], device=self.device) if self.bipartite else dst
-        edges = ((self.edge_index[1] >= first) & (self.edge_index[1] < last)).nonzero().view(-1)
-        ends = [nodes.argsort()[row] for nodes, row in zip((src, dst), self.edge_index[:, edges], strict=True)]
-        graph = shard(torch.stack(ends), (self.size[0], len(own)), BLOCKS)._graph
-        graph = graph.replace(dst=None if self.bipartite else slice(0, len(own)))
-        graph.derived("largest degree", lambda: int(torch.bincount(self.edge_index[1]).max()))
-        rows = {"src": src, "dst": own, "edge": edges}
+    def of(self, share: Share) -> Call:
+        """Return the call of a worker that has a share of the probe graph."""
 
         def choose(kind: str, value: Any) -> Any:
             dim = 0 if kind == "edge" else self.layer.node_dim
-            return value.index_select(dim, rows[kind]) if kind in rows and isinstance(value, Tensor) else value
+            return value.index_select(dim, share.rows[kind]) if kind != "const" and isinstance(value, Tensor) else value
 
-        return self.call.map(choose, self.edge, self.bipartite), graph, own, edges
+        return self.call.map(choose, self.edge, self.bipartite)
 
     def run_whole(self, call: Call) -> Tensor:
         """Run the layer's own code on all edges; some of it asks for them in the order of destinations."""
-        edges, size = (self.edge_index.flip(0), self.size[::-1]) if call.backwards else (self.edge_index, self.size)
+        edges, size = self.probe_graph.edge_index.clone(), self.probe_graph.size
+        order = edges[1].argsort(stable=True)
+        if call.backwards:
+            edges, size = edges.flip(0), size[::-1]
         try:
             return call.run(edges, size, call.kwargs)
         except ValueError:
-            order = self.edge_index[1].argsort(stable=True)
             kwargs = {name: t[order] if name in self.edge else t for name, t in call.kwargs.items()}
             out = call.run(edges[:, order], size, kwargs)
             return out[order.argsort()] if call.updates else out
@@ -148,7 +143,7 @@ class Probe:
     """Runs a layer's own code on all edges of the probe graph, again and again, and sees what it does."""
 
     def __init__(self, problem: Problem) -> None:
-        graph, call, self.program = problem.graph(1), problem.leaves(), Reductions()
+        graph, call, self.program = problem.probe_graph.in_blocks[1], problem.leaves(), Reductions()
         inputs = call.bind(graph, problem.edge)
         self.runner = Runner(call, inputs, graph, self.program, 0)
         self.runner.probes = True

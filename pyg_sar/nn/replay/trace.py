@@ -36,10 +36,10 @@ SAME = {"view", "expand", "expand_as", "view_as", "clone", "to", "long", "contig
 READS = {"index_select", "__getitem__", "gather"}
 SUMS = {"scatter_add", "scatter_add_", "index_add", "index_add_"}
 EXTREMA = {"scatter_reduce", "scatter_reduce_"}
-# What is known although a tensor is not, and what cannot go on without its values.
-KNOWN = {"__get__", "size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point",
-         "__len__", "get_device", "new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like",
-         "empty_like", "full_like"}  # fmt: skip
+# What tells of a tensor, and not of its values; what is known although a tensor is not; what needs values to go on.
+TELLS = {"__get__", "size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point",
+         "__len__", "get_device"}  # fmt: skip
+KNOWN = TELLS | {"new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like", "empty_like", "full_like"}
 ZEROS = {"new_zeros", "zeros_like", "zeros"}
 VALUES = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "nonzero"}
 # What gives other results for some edges than for all of them, unless it is along another dimension.
@@ -279,10 +279,12 @@ class Trace(Dropout):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch a function of torch."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if aside():
-            return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        out = self.watch(func, name, args, kwargs or {})
+            return func(*args, **kwargs)
+        if name in TELLS and not isinstance(out := func(*args, **kwargs), Tensor):
+            return out  # most functions ask for a shape or a type
+        out = self.watch(func, name, args, kwargs)
         if name in ZEROS and not out.is_inference():
             self.zeros[out] = out._version
         return out

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.nn.replay.isolate import substituted
-from pyg_sar.nn.replay.probe import BLOCKS, Problem, close
+from pyg_sar.nn.replay.probe import Problem, close
+from pyg_sar.nn.replay.probe_graph import BLOCKS
 from pyg_sar.nn.replay.strategy import Strategy
 from pyg_sar.ops.dropout import NoDropout
 from pyg_sar.structure import tensors
@@ -75,7 +76,7 @@ def compared(strategy: Strategy, problem: Problem, grads: bool = True) -> str | 
             expected = problem.run_whole(one)
             if expected.numel() > 0 and not expected.isfinite().any():
                 return None
-            found = strategy.run(other, problem.graph(BLOCKS), False, FEW)
+            found = strategy.run(other, problem.probe_graph.in_blocks[BLOCKS], False, FEW)
             if expected.shape != found.shape or not close(found, expected):
                 return "output"
             if strategy.name != "kernel" and not same_on_shares(strategy, problem, expected.detach()):
@@ -109,9 +110,9 @@ def compared(strategy: Strategy, problem: Problem, grads: bool = True) -> str | 
 def same_on_shares(strategy: Strategy, problem: Problem, expected: Tensor) -> bool:
     """Whether two workers, each with some of the destinations and all their edges, find what one finds."""
     found = torch.full_like(expected, torch.nan)
-    for first, last in ((0, 2), (2, problem.size[1])):
-        call, graph, own, edges = problem.share(first, last)
-        out = strategy.run(call, graph, False, FEW).detach()
+    for share in problem.probe_graph.shares:
+        call = problem.of(share)
+        out = strategy.run(call, share.graph, False, FEW).detach()
         dim = 0 if call.updates else call.layer.node_dim
-        found.index_copy_(dim % found.dim(), edges if call.updates else own, out)
+        found.index_copy_(dim % found.dim(), share.rows["edge" if call.updates else "dst"], out)
     return close(found, expected)

@@ -13,7 +13,7 @@ from torch_geometric.utils import scatter, softmax
 import pyg_sar
 from pyg_sar.nn import convert, describe
 from pyg_sar.nn.replay.choose import STRATEGIES
-from pyg_sar.nn.replay.probe import EDGES
+from pyg_sar.nn.replay.probe_graph import EDGES
 
 E = edges().size(1)
 
