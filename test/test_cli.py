@@ -318,7 +318,7 @@ def test_plan_of_rows_at_home(capsys, tmp_path):
         assert error in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["gcn2", "gat", pytest.param("resgcn", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("model", ["gcn2", *(pytest.param(m, marks=pytest.mark.grid) for m in ("gat", "resgcn"))])
 @ordinary_ranges()
 def test_plan_of_stages(capsys, tmp_path, model):
     """Of a folder, whose parts each stage has, and of counts, for numbers of workers that stages divide."""

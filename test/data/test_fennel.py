@@ -33,7 +33,7 @@ def test_odd_graphs(name, num_parts):
     assert edge_index.equal(before)
 
 
-@pytest.mark.parametrize("num_parts", [2, 4, 16])
+@pytest.mark.parametrize("num_parts", [4, *(pytest.param(n, marks=pytest.mark.grid) for n in (2, 16))])
 def test_it_cuts_far_less_than_chance(num_parts):
     data = community_graph(4000, 80_000)
     part = assign(data, num_parts, "fennel")

@@ -99,7 +99,7 @@ def measure(group, method):
     return found
 
 
-@pytest.mark.parametrize(("size", "method"), [(2, "random"), (3, "empty")])
+@pytest.mark.parametrize(("size", "method"), [pytest.param(2, "random", marks=pytest.mark.grid), (3, "empty")])
 def test_torchmetrics(pool, size, method):
     pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
     found = pool.run(size, measure, method)

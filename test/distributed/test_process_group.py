@@ -226,7 +226,7 @@ print("looks", module.notices.LOOKS)
 """
 
 
-@pytest.mark.parametrize("asked", ["0", "1", "yes"])
+@pytest.mark.parametrize("asked", [pytest.param("0", marks=pytest.mark.grid), "1", "yes"])
 def test_a_worker_that_cannot_leave_fails(asked):
     """Which Python would print, and end as if all were well; and whether it looks for mistakes."""
     path = os.pathsep.join([str(Path(pyg_sar.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

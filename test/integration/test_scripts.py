@@ -26,6 +26,7 @@ import torch_geometric.logging
 import torch_geometric.nn
 import torch_geometric.utils
 from support import graphs
+from support.cases import some
 from support.pool import Pool
 from torch import Tensor
 
@@ -188,7 +189,7 @@ APART = (
 )
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in APART])
+@pytest.mark.parametrize(("name",), some([name for name in SCRIPTS if name not in APART], every=2))
 def test_check_passes(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -156,7 +156,7 @@ def of_many_relations(dtype, seed, ids=False, **kwargs):
 
 
 @pytest.mark.parametrize(("dtype", "remat", "parts", "kind"), some(
-    [torch.bfloat16, torch.float16], [True, False], [1, 3, 20], [*RGCN, {"ids": True}], every=2,
+    [torch.bfloat16, torch.float16], [True, False], [1, 3, 20], [*RGCN, {"ids": True}], every=4,
 ))  # fmt: skip
 def test_rgcn_adds_many_relations_in_single_precision(parts, remat, dtype, kind):
     """PyG's error does not grow with the number of relations, either."""

@@ -339,7 +339,7 @@ def test_messages_that_come_to_draw_random_numbers():
             it(rows(), graph, None, 0.1)
 
 
-@pytest.mark.parametrize("aggr", ["sum", "median"])
+@pytest.mark.parametrize("aggr", ["sum", pytest.param("median", marks=pytest.mark.grid)])
 def test_parameters_with_as_many_rows_as_edges(aggr, monkeypatch):
     """Of a piece, or a chunk; what is made of them alone is none of the edges either."""
     monkeypatch.setattr("pyg_sar.pieces.EDGES", 50)
