@@ -13,7 +13,7 @@ from pyg_sar.graph import ShardedGraph
 
 SRC, DST, EDGES, BLOCKS = 7, 5, 23, 3
 FIRST = 2  # destinations that the first one of two workers owns
-NUMBERS = 1 << 16  # random ones, of each kind, that are kept on the device
+NUMBERS = 1 << 15  # random ones, of each kind, that are kept on the device
 
 
 class Share(NamedTuple):
@@ -32,7 +32,7 @@ class ProbeGraph:
         size: The numbers of its sources and destinations.
         edge_index: Its edges.
         in_blocks: The graph in one block and in ``BLOCKS``.
-        shares: That of two workers.
+        shares: Those of two workers.
         normal: Random numbers of mean 0 and variance 1, on the device, so that nobody waits for them to be copied.
         uniform: The same between 0 and 1.
     """
