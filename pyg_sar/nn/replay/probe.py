@@ -40,7 +40,7 @@ class Problem:
         self.layer, self.edge, self.device, self.signed = call.layer, edge, graph.device, signed
         self.side_effects: list[str] = []  # of the layer's code
         self.is_positive = False
-        self.random = torch.Generator("cpu").manual_seed(1)
+        self.random = torch.Generator("cpu").manual_seed(2)  # other numbers than those that are kept
         self.bipartite = graph.bipartite or graph.origin is not None
         self.probe_graph = probe_graph(self.bipartite, graph.device)
         self.taken = 0  # of its random numbers
@@ -68,18 +68,18 @@ class Problem:
             return (rows / math.sqrt(max(rows.numel() // count, 1))).to(value.device, value.dtype)
         if value.size(dim) == 0:
             return value.new_zeros(shape)
-        some = self.numbers(count, False).double() * value.size(dim)
-        return value.index_select(dim, some.long().clamp_(max=value.size(dim) - 1))
+        some = self.numbers(count, False).double() * value.size(dim)  # which in single precision might be that size
+        return value.index_select(dim, some.long().to(value.device))
 
     def numbers(self, count: int, signed: bool) -> Tensor:
-        """Return so many random numbers, of mean 0 and variance 1 or between 0 and 1."""
-        kept = self.probe_graph.normal if signed else self.probe_graph.uniform
-        if count > NUMBERS:
-            make = torch.randn if signed else torch.rand
-            return make(count, generator=self.random, dtype=kept.dtype, device="cpu").to(self.device)
-        first = self.taken if self.taken + count <= NUMBERS else 0
-        self.taken = first + count
-        return kept[first : self.taken]
+        """Return so many random numbers, of mean 0 and variance 1 or from 0 to 1: some that are kept on the device and
+        were not taken yet, as long as there are any.
+        """
+        first, self.taken = self.taken, self.taken + count
+        if self.taken <= NUMBERS:
+            return (self.probe_graph.normal if signed else self.probe_graph.uniform)[first : self.taken]
+        make = torch.randn if signed else torch.rand
+        return make(count, generator=self.random, dtype=torch.float32, device="cpu").to(self.device)
 
     def positive(self) -> Problem:
         """Return the problem with positive numbers, of which logarithms and roots exist."""
