@@ -13,7 +13,7 @@ from pyg_sar.graph import ShardedGraph
 
 SRC, DST, EDGES, BLOCKS = 7, 5, 23, 3
 FIRST = 2  # destinations that the first one of two workers owns
-NUMBERS = 1 << 15  # random ones, of each kind, that are kept on the device
+NUMBERS = 1 << 16  # random ones, of each kind, that are kept on the device
 
 
 class Share(NamedTuple):
