@@ -40,7 +40,7 @@ class Problem:
         self.layer, self.edge, self.device, self.signed = call.layer, edge, graph.device, signed
         self.side_effects: list[str] = []  # of the layer's code
         self.is_positive = False
-        self.random = torch.Generator("cpu").manual_seed(2)  # other numbers than those that are kept
+        self.random = torch.Generator("cpu").manual_seed(1)
         self.bipartite = graph.bipartite or graph.origin is not None
         self.probe_graph = probe_graph(self.bipartite, graph.device)
         self.taken = 0  # of its random numbers
