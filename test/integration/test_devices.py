@@ -247,7 +247,7 @@ def by_their_own_code(group):
 def test_converted_layers_never_wait(machines):
     (found,) = machines.run(1, by_their_own_code)
     assert not any(found.values())
-    assert [word in how for word, how in zip(("kernel", "softmax", "replay"), found, strict=True)] == [True] * 3
+    assert all(word in how for word, how in zip(("kernel", "softmax", "replay"), found, strict=True))
 
 
 @pytest.mark.grid

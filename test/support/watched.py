@@ -17,9 +17,8 @@ from pyg_sar.watch import current
 from pyg_sar.watch.mode import Watch, watching
 
 N, C = 40, 3
-
-
 RELATION, BACK = ("u", "to", "v"), ("v", "back", "u")
+LINEAR = torch.nn.Linear(8, 8)
 
 
 def graph() -> Data:
@@ -78,9 +77,6 @@ def net(data: Any, between: Callable[[Tensor], Tensor] = torch.relu) -> Tensor:
 
 def losses(data: Any) -> Tensor:
     return F.cross_entropy(net(data)[data.train_mask], data.y[data.train_mask], reduction="none")
-
-
-LINEAR = torch.nn.Linear(8, 8)
 
 
 def warned(work: Callable[[], Any]) -> str:

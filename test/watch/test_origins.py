@@ -83,7 +83,7 @@ def test_a_single_worker_has_rows_in_another_order(tmp_path: Any) -> None:
 
 # What is done with two loads of data, of which the second may be those of other nodes.
 JOINED: dict[str, Callable[[Any, Any], Any]] = {
-    "features": lambda a, b: pyg_sar.nn.SAGEConv(8, C)(b.x, a.edge_index),
+    "features": lambda a, b: pyg_sar.nn.GCNConv(8, C)(b.x, a.edge_index),
     "features, as PyG has it": lambda a, b: gnn.SAGEConv(8, C)(b.x, a.edge_index),
     "a mask": lambda a, b: net(a)[b.train_mask],
     "labels": lambda a, b: F.cross_entropy(net(a), b.y, reduction="none"),
