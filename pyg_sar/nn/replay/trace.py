@@ -46,6 +46,8 @@ VALUES = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "nu
 MIXES = {"max", "min", "amax", "amin", "sum", "mean", "std", "var", "norm", "median", "sort", "argsort", "topk",
          "cumsum", "cumprod", "vector_norm", "linalg_vector_norm", "softmax", "log_softmax", "logsumexp", "any", "all",
          "unique", "count_nonzero", "flip"}  # fmt: skip
+BEHIND = {"topk", "norm", "vector_norm", "linalg_vector_norm"}  # have the dimension behind another argument
+ORDERS = {"topk", "sort", "argsort"}  # along the last dimension, unless another one is given
 NAMES = {"edges": "edge_index", "row": "index", "col": "edge_index_j"}  # of what stands for nodes, in PyG's messages
 DROPOUT = inspect.signature(F.dropout)
 
@@ -138,10 +140,12 @@ def mixes(num_edges: int, name: str, args: Any, kwargs: Any) -> bool:
     x = args[0] if args else None
     if name not in MIXES or not isinstance(x, Tensor) or x.shape[:1] != (num_edges,) or x.shape.count(num_edges) > 1:
         return False
-    dims = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None)
-    if name in ("norm", "vector_norm", "linalg_vector_norm"):
-        dims = kwargs.get("dim", args[2] if len(args) > 2 else None)
-    elif isinstance(dims, float) or name in ("unique", "count_nonzero"):
+    given = args[1 + (name in BEHIND) :]
+    named = (kwargs[key] for key in ("dim", "dims", "axis") if key in kwargs)
+    dims = next(named, given[0] if given else -1 if name in ORDERS else None)
+    if isinstance(dims, Tensor) or "other" in kwargs:  # the larger of two numbers, or the smaller one
+        return False
+    if isinstance(dims, float) or name == "unique":
         dims = None
     every = dims if isinstance(dims, (list, tuple)) else [dims]
     return any(d is None or (isinstance(d, int) and d % x.dim() == 0) for d in every)
