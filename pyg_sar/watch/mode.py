@@ -191,6 +191,8 @@ class Watch(TorchFunctionMode):
             self.warn(name, POSITION)
         elif isinstance(rules.divisor(call), Count):
             self.warn(name, DIVISOR)
+        elif (number := rules.told_apart(call)) > 0 and number not in self.sizes:
+            self.warn(name, f"tells apart {rules.NUMBERED}. {rules.GLOBAL}")
         elif why := rules.taken_for_all(call):
             self.warn(name, why)
         elif (

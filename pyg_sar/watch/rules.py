@@ -46,6 +46,8 @@ DRAWS = (
     "draws among the numbers of this worker's nodes alone. Ids of all nodes are below 'data.total_nodes'; draw them "
     "alike on all workers, for 'pyg_sar.shard_links'"
 )
+NUMBERED = "numbers of destinations, which are others on each worker"
+GLOBAL = "Their numbers in the whole graph are 'data.n_id[edge_index[1]]'"
 FEATURES = (
     "gives nodes features by where they stand among those of this worker: one of each worker gets the same. Make them "
     "before 'partition', or take 'pyg_sar.nn.NodeEmbedding(data, channels)'"
@@ -104,6 +106,7 @@ CUTS = names(
 )
 VIEWS = names("view reshape flatten unflatten view_as reshape_as ravel")
 COPIES = names("clone contiguous detach to long int cpu cuda data deepcopy")
+TO_FLOAT = names("to float double half bfloat16 type type_as")
 STACKS = names("cat stack hstack vstack")
 SAME_IDS = {*COPIES, *CUTS, *VIEWS, *PERMUTES, *names("getitem index_select select unbind")}
 
@@ -162,6 +165,7 @@ def of_rows(call: Call, out: Tensor) -> Kind | None:
         raise LocalUse(f"'{name}' makes use {SUMMED}", SUM_UP)
     refuse_table(call)
     refuse_pairs(call)
+    refuse_numbers(call, out)
     of_two = name in ("max", "min") and isinstance(call.arg(1, "other"), Tensor)
     if name in REDUCTIONS and call.rows(call.arg(0, "input")) is not None and not of_two:
         return reduced(call, out)
@@ -201,6 +205,12 @@ def refuse_pairs(call: Call) -> None:
         behind = {t.dim() - k.dim for t, k in call.kinds if k is not None and k.what == ROWS and t.size(k.dim) > 1}
         if len(behind) > 1:
             raise LocalUse(f"combines every row with every other one ('{call.name}') {OVER}", BEFORE)
+
+
+def refuse_numbers(call: Call, out: Tensor) -> None:
+    """Refuse to compute with the numbers of destinations."""
+    if ENDS in call.whats and out.is_floating_point() and call.name in (ARITHMETIC | TO_FLOAT) - STACKS:
+        raise LocalUse(f"computes ('{call.name}') with the {NUMBERED}", GLOBAL)
 
 
 def aligned(call: Call, out: Tensor) -> Kind | None:
@@ -518,6 +528,13 @@ def taken_for_all(call: Call) -> str:
         return FEATURES if isinstance(given.get("n", given.get(0)), Count) else ""
     high = given.get("high", given.get(1) if isinstance(given.get(1), int) else given.get(0))
     return DRAWS if isinstance(high, Count) else ""
+
+
+def told_apart(call: Call) -> int:
+    """Return the number by which a call tells destinations apart, as ``edge_index[1] < 100`` does; 0 if it does not."""
+    if call.name not in ("eq", "ne", "lt", "le", "gt", "ge", "remainder") or ENDS not in call.whats:
+        return 0
+    return next((int(n) for n in call.args if type(n) is int), 0)
 
 
 def of_share(call: Call) -> Kind | None:

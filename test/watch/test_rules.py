@@ -172,6 +172,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "numbers of nodes in the whole graph",
     ),
     "some pairs by ids": (lambda d: d.x[d.edge_label_index.t()[:5].flatten()], "numbers of nodes in the whole graph"),
+    "numbers of destinations": (
+        lambda d: d.edge_attr * d.edge_index[1].view(-1, 1),
+        r"computes \('mul'\) with the numbers of destinations.*data\.n_id\[edge_index\[1\]\]",
+    ),
+    "the same as floats": (lambda d: d.edge_index[1].float(), "computes .'float'. with the numbers of destinations"),
     "NormalizeFeatures": (lambda d: T.NormalizeFeatures()(d), "'NormalizeFeatures' takes 'min'.*before"),
 }
 
@@ -240,6 +245,19 @@ def test_a_number_of_one_worker_warns_once(parts: str) -> None:
 
     with pytest.warns(UserWarning, match=r"'int' of a sum over rows.*pyg_sar\.accuracy") as said:
         passes(f"{parts}/one", work)
+    assert [warning.filename for warning in said] == [__file__] * 2  # one for each worker
+
+
+def test_destinations_told_apart_by_their_numbers_warn_once(parts: str) -> None:
+    def twice(data: Any) -> None:
+        dst = data.edge_index[1]
+        for _ in range(2):
+            assert (dst < 13).dtype == torch.bool
+        assert bool((dst < data.num_nodes).all() & (dst >= 0).all() & (dst < int(data.num_nodes)).all())
+        assert (data.n_id[dst] < 13).shape == (dst * 2 + data.edge_type).shape
+
+    with pytest.warns(UserWarning, match=r"'lt' tells apart numbers of destinations.*n_id\[edge_index") as said:
+        passes(f"{parts}/one", twice)
     assert [warning.filename for warning in said] == [__file__] * 2  # one for each worker
 
 
