@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call
-from pyg_sar.nn.replay.choose import choose, rows_of_edges
+from pyg_sar.nn.replay.choose import choose, rows_of
 from pyg_sar.nn.replay.isolate import Lost, State
 from pyg_sar.nn.replay.strategy import Strategy
 from pyg_sar.offload.chunks import CONSTANT, DESTINATION, EDGE, PARAMETER, SOURCE, AtHome, Chunk, PerChunk, run
@@ -38,7 +38,7 @@ class Propagation(PerChunk):
         self.kinds: list[str] = []
         self.seeds = graph.seeds
         self.drawn: list[int] = []
-        edge, _ = rows_of_edges(call, graph)
+        edge, *_ = rows_of(call, graph)
         kwargs: dict[str, Any] = {}
         for name, value in call.kwargs.items():
             if name in call.lifted:

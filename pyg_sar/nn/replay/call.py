@@ -22,17 +22,19 @@ from pyg_sar.reduce.base import flat
 from pyg_sar.refusals import wrong_rows
 
 PROPAGATE = torch_geometric.nn.MessagePassing.propagate
-EDGE_UPDATER = torch_geometric.nn.MessagePassing.edge_updater
 FLOW, PAIR = "source_to_target", (tuple, list)
 
 
 @dataclass
 class Call:
-    """A call of a layer's ``propagate``, or of its ``edge_updater`` if it ``updates`` edges, with its arguments."""
+    """A call of a layer's ``propagate``, or of its ``edge_updater`` if it ``updates`` edges, with its arguments; those
+    named ``nodes`` have rows of nodes, as far as that is known, though none are read for edges.
+    """
 
     layer: Any
     kwargs: dict[str, Any]
     updates: bool = False
+    nodes: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Fill in defaults of what is not given, as the code does that PyG generates for a class and this one is run
@@ -53,7 +55,13 @@ class Call:
     @property
     def lifted(self) -> set[str]:
         """The names of arguments that have rows of nodes."""
-        return {name[:-2] for name in self.asked if name.endswith(("_i", "_j"))}
+        return {name[:-2] for name in self.asked if name.endswith(("_i", "_j"))} | self.nodes
+
+    @property
+    def for_update(self) -> set[str]:
+        """The names of arguments that ``update`` alone asks for."""
+        update, *others = (set(self.layer.inspector.get_param_names(f)) for f in ("update", "message", "aggregate"))
+        return set() if self.updates else update.difference(*others)
 
     @property
     def backwards(self) -> bool:
@@ -68,7 +76,12 @@ class Call:
         """
         if self.backwards:
             kwargs = {name: v[::-1] if name in self.lifted and isinstance(v, PAIR) else v for name, v in kwargs.items()}
-        return (EDGE_UPDATER if self.updates else PROPAGATE)(self.layer, edge_index, size=size, **kwargs)
+        layer = self.layer
+        if not self.updates:
+            return PROPAGATE(layer, edge_index, size=size, **kwargs)
+        # PyG's 'edge_updater' forgets 'size': where no rows are read by destination, it counts those of sources.
+        given = layer._collect(layer._edge_user_args, edge_index, layer._check_input(edge_index, size), kwargs)
+        return layer.edge_update(**layer.inspector.collect_param_data("edge_update", given))
 
     def map(self, make: Callable[[str, Any], Any], edge: frozenset[str], bipartite: bool) -> Call:
         """Return the call with other arguments.
@@ -125,7 +138,8 @@ class Call:
             if t is None or not reads[side]:
                 ends.append(None)
                 continue
-            if not isinstance(t, Tensor) or t.layout != torch.strided or t.dim() < abs(node_dim):
+            least = 1 if name in self.nodes else abs(node_dim)
+            if not isinstance(t, Tensor) or t.layout != torch.strided or t.dim() < least:
                 raise NotStreamable("rows of nodes are no tensors")
             if isinstance(t, torch.nn.Parameter) and not is_local(t):
                 raise NotStreamable("it has a parameter for every node of the whole graph")

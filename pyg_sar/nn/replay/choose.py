@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,10 +52,10 @@ def choose(call: Call, graph: ShardedGraph, size: Any, own_code: bool = False) -
     strategy = inferred.get(kind)
     trusted = own_code and strategy is not None and strategy.allows_own_code
     if strategy is None or not strategy.fits(call, graph) or not (trusted or still_valid(strategy, call, graph)):
-        edge, const = rows_of_edges(call, graph)
-        with closing(candidates(call, graph, edge)) as found:
+        edge, nodes, const = rows_of(call, graph)
+        with closing(candidates(replace(call, nodes=nodes), graph, edge)) as found:
             strategy = inferred[kind] = agree(found, graph.exchange.all_reduce_max)
-        strategy.const = const
+        strategy.nodes, strategy.const = nodes, const
     return strategy
 
 
@@ -71,7 +72,7 @@ def still_valid(strategy: Strategy, call: Call, graph: ShardedGraph) -> bool:
         return True
     try:
         with isolated(call.layer, graph.device):
-            probe = Probe(Problem(call, graph, strategy.edge))
+            probe = Probe(Problem(replace(call, nodes=strategy.nodes), graph, strategy.edge))
             if strategy.name == "softmax":
                 return probe.operations(strategy.program) == strategy.program.operations
             probe.explore()
@@ -100,21 +101,22 @@ def kind_of(call: Call, graph: ShardedGraph) -> Iterator[Any]:
                 yield name, type(v), v if isinstance(v, (bool, str)) else None
 
 
-def rows_of_edges(call: Call, graph: ShardedGraph) -> tuple[frozenset[str], dict[str, torch.Size]]:
-    """Return the names of arguments that have a row for each edge on all workers, and the shapes of others that are the
-    same on all of them.
+def rows_of(call: Call, graph: ShardedGraph) -> tuple[frozenset[str], frozenset[str], dict[str, torch.Size]]:
+    """Return the names of arguments that have a row for each edge on all workers, and of those for ``update`` that have
+    one for each destination, and the shapes of others that are the same on all of them.
     """
-    largest = graph.exchange.all_reduce_max
     rows = {name: t for name, t in call.kwargs.items() if isinstance(t, Tensor) and name not in call.lifted}
-    sizes = [0 if t.dim() == 0 else t.size(0) for t in rows.values()]
-    other = [
-        isinstance(t, torch.nn.Parameter) or n != graph.num_edges for t, n in zip(rows.values(), sizes, strict=True)
-    ]
-    found, count = largest([*other, *sizes, *(-n for n in sizes)]), len(rows)
-    no, most, least = found[:count], found[count : 2 * count], found[2 * count :]
-    edge = frozenset(name for name, n in zip(rows, no, strict=True) if not n)
-    alike = [name for name, n, m in zip(rows, most, least, strict=True) if n == -m and name not in edge]
-    return edge, {name: rows[name].shape for name in alike}
+    for_update, node_dim, said = call.for_update, call.layer.node_dim, []
+    for name, t in rows.items():
+        shared, size = isinstance(t, torch.nn.Parameter) or t.dim() == 0, t.size(0) if t.dim() else 0
+        nodes = name in for_update and not shared and t.size(node_dim % t.dim()) == graph.num_dst
+        said.append((shared or size != graph.num_edges, not nodes, size, -size))
+    found = graph.exchange.all_reduce_max([n for one in said for n in one])
+    no_edge, no_node, most, least = (found[k::4] for k in range(4))
+    nodes = frozenset(name for name, no in zip(rows, no_node, strict=True) if not no)
+    edge = frozenset(name for name, no in zip(rows, no_edge, strict=True) if not no) - nodes
+    alike = [name for name, n, m in zip(rows, most, least, strict=True) if n == -m and name not in edge | nodes]
+    return edge, nodes, {name: rows[name].shape for name in alike}
 
 
 def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> Generator[Strategy, None, None]:

@@ -19,7 +19,7 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.by_chunks import by_chunks, in_host_memory
 from pyg_sar.nn.replay.call import PAIR, Call, check_destinations, has_message_hooks
-from pyg_sar.nn.replay.choose import STRATEGIES, choose, rows_of_edges
+from pyg_sar.nn.replay.choose import STRATEGIES, choose, rows_of
 from pyg_sar.nn.replay.strategy import Strategy
 from pyg_sar.operations import EDGES, SOURCES
 from pyg_sar.pieces import is_one_piece
@@ -57,7 +57,7 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
     if call.backwards and edge_index.kind != EDGES:  # twice the other way round
         return along_edges(call, edge_index, graph, size)
     turned = reverse(graph)
-    edge, _ = rows_of_edges(call, graph)
+    edge, *_ = rows_of(call, graph)
     kwargs = {name: turned.bring(value) if name in edge else value for name, value in call.kwargs.items()}
     out = along_edges(dataclasses.replace(call, kwargs=kwargs), edge_index, turned.graph, size)
     return turned.take_back(out) if out is not None and call.updates else out

@@ -11,8 +11,9 @@ import torch_geometric.nn
 from torch import Tensor
 
 from pyg_sar.aggregate import SIMPLE
+from pyg_sar.autograd import nodes_behind
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay.call import Call, aggregation_of
+from pyg_sar.nn.replay.call import Call, Ref, aggregation_of
 from pyg_sar.nn.replay.passes import heads
 from pyg_sar.nn.replay.probe_graph import EDGES, NUMBERS, Share, probe_graph
 from pyg_sar.nn.replay.runner import Reductions, Runner, hidden_parameters, sequence_number
@@ -120,8 +121,9 @@ class Problem:
         """Return the call of a worker that has a share of the probe graph."""
 
         def choose(kind: str, value: Any) -> Any:
-            dim = 0 if kind == "edge" else self.layer.node_dim
-            return value.index_select(dim, share.rows[kind]) if kind != "const" and isinstance(value, Tensor) else value
+            if kind == "const" or not isinstance(value, Tensor):
+                return value
+            return value.index_select((0 if kind == "edge" else self.layer.node_dim) % value.dim(), share.rows[kind])
 
         return self.call.map(choose, self.edge, self.bipartite)
 
@@ -160,6 +162,13 @@ class Probe:
         known = {id(t) for t in (*rows, *self.runner.parameters, *self.program.hidden)}
         return hidden_parameters(outs, begin, known)
 
+    def reduced(self) -> frozenset[Ref]:
+        """Return the arguments of which messages are made."""
+        read = {id(node.variable) for node in nodes_behind(self.messages) if hasattr(node, "variable")}
+        rows = {Ref(kind, k): t for kind, ts in zip(Rows._fields, self.rows, strict=True) for k, t in enumerate(ts)}
+        rows |= {Ref("src", k): self.x for k in range(len(self.runner.inputs.src))}
+        return frozenset(ref for ref, t in rows.items() if id(t) in read)
+
     def cut(self, known: dict[int, Tensor]) -> dict[int, Reduction]:
         """Return the reductions that come next."""
         found: dict[int, Reduction] = {}
@@ -186,7 +195,7 @@ class Probe:
             program.hidden += self.hidden([out], begin)
         elif not program.groups:
             raise NotStreamable("it has no reduction by destination")
-        program.drops = self.runner.dropped
+        program.drops, program.reduced = self.runner.dropped, self.reduced()
 
     def operations(self, program: Reductions) -> list[str]:
         """Return the names of the operations that messages are made by, in the order of autograd's graph, given all

@@ -38,6 +38,7 @@ class Reductions:
         hidden: Parameters that messages read, although they are none of the layer's.
         unused: Parameters of the layer that its ``propagate`` did not read, which get no gradient unless it does.
         unread: Names of arguments, and which one of a pair, of which results do not depend: they get no gradient.
+        reduced: What reductions read, perhaps in vain: it gets a gradient, for who knows what will be made of these.
         drops: Whether messages are dropped out.
         operations: Of a softmax, the operations that messages are made by.
         updated: What becomes of edges if the call updates them, without any.
@@ -48,6 +49,7 @@ class Reductions:
     hidden: list[Tensor] = field(default_factory=list)
     unused: list[Tensor] = field(default_factory=list)
     unread: frozenset[tuple[str, int]] = frozenset()
+    reduced: frozenset[Ref] = frozenset()
     drops: bool = False
     operations: list[str] = field(default_factory=list)
     updated: Tensor | None = None
@@ -67,7 +69,7 @@ class Runner:
         self.parameters = [p for p in (*layer.parameters(), *program.hidden) if p.requires_grad]
         unused, first = {id(p) for p in program.unused}, len(inputs.const)
         self.optional = frozenset(first + k for k, p in enumerate(self.parameters) if id(p) in unused)
-        self.unread = inputs.only(program.unread)
+        self.unread = inputs.only(program.unread) - program.reduced
         self.source_unread = 0 < len(inputs.src) == sum(ref.kind == "src" for ref in self.unread)
         self.drops = drops
         self.dropped = False  # whether a run asked for dropout

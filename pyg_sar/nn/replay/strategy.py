@@ -31,6 +31,7 @@ class Strategy:
         weighted: Whether it weights the rows by an argument.
         const: The shapes of arguments that all edges share, and all workers.
         ordered: Whether results depend on the order of the edges of a destination.
+        nodes: The arguments for ``update`` alone that have a row for each destination.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Strategy:
     weighted: bool = False
     const: dict[str, torch.Size] = dataclasses.field(default_factory=dict)
     ordered: bool = False
+    nodes: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         """Say in a few words how the layer runs."""
@@ -64,6 +66,7 @@ class Strategy:
 
     def run(self, call: Call, graph: ShardedGraph, drops: bool = True, cells: int | None = None) -> Tensor:
         """Run a call, with or without dropout; ``cells`` makes smaller chunks."""
+        call = dataclasses.replace(call, nodes=self.nodes | call.nodes)
         inputs = call.bind(graph, self.edge)
         if self.name == "kernel":
             weight = inputs.edge[0].view(-1) if self.weighted else None
@@ -80,12 +83,14 @@ class Strategy:
         return out
 
     def fits(self, call: Call, graph: ShardedGraph) -> bool:
-        """Whether arguments are still rows of edges, or shared by them; all workers must find the same."""
+        """Whether arguments are still rows of edges and nodes, or shared; all workers must find the same."""
         if self.name in ("one-shot", "refused"):  # which read all rows as they are, of which each worker has others
             return True
         for name, t in call.kwargs.items():
             if name in self.edge and t.size(0) != graph.num_edges and t.shape[:1] == (1,):
                 return False  # any other number of rows is an error, which says so
             if name in self.const and t.shape != self.const[name]:
+                return False
+            if name in self.nodes and t.size(call.layer.node_dim % t.dim()) != graph.num_dst:
                 return False
         return True

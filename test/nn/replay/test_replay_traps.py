@@ -778,7 +778,7 @@ def test_parameters_by_the_number_of_a_destination_are_refused(pool, how):
 
 
 class Residual(gnn.MessagePassing):
-    """Runs one-shot."""
+    """Reads rows of nodes in its update alone."""
 
     def forward(self, x, edge_index, h):
         return self.propagate(edge_index, x=x, h=h)
@@ -801,3 +801,97 @@ def other_graph(group):
 def test_rows_of_nodes_that_were_as_many_on_all_workers(pool):
     assert NUM_NODES % 2 == 1
     pool.run(2, other_graph, timeout=20)
+
+
+class Gated(gnn.MessagePassing):
+    """Reads rows, a number of each, and a matrix that was made, in its update alone."""
+
+    def __init__(self, aggr):
+        super().__init__(aggr=aggr)
+        self.lin, self.gru = torch.nn.Linear(4, 4), torch.nn.GRUCell(4, 4)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, h=self.lin(x), x=x, norm=x.norm(dim=1), mix=self.lin.weight.tanh())
+
+    def message(self, h_j):
+        return h_j.tanh()
+
+    def update(self, out, x, norm, mix):
+        return self.gru(out @ mix, x) * norm.view(-1, 1)
+
+
+@pytest.mark.parametrize("aggr", ["sum", "median"])
+def test_updates_that_read_rows_of_nodes(aggr):
+    torch.manual_seed(0)
+    it = convert(Gated(aggr).double())
+    same(it)
+    assert ("in chunks" if aggr == "median" else "streams by replay") in describe(it)
+
+
+ALONG_OTHERS = {
+    "topk": lambda x: x.topk(2, -1).values.repeat(1, 2),
+    "topk of the last dimension": lambda x: x.topk(4).values,
+    "sort of the last dimension": lambda x: x.sort().values + x.gather(1, x.argsort()),
+    "other names": lambda x: x.flip(dims=[-1]) - x.mean(axis=-1, keepdims=True),
+    "two numbers": lambda x: torch.max(x, x.sin()) - torch.min(x, other=x.cos()),
+    "counts": lambda x: x * (x > 0).count_nonzero(1).view(-1, 1),
+}
+
+
+@pytest.mark.parametrize("name", ALONG_OTHERS)
+def test_messages_that_mix_what_is_of_an_edge(name):
+    it = layer(lambda self, x, w, c: ALONG_OTHERS[name](x))
+    same(it)
+    assert describe(it).endswith("streams by replay")
+
+
+class InVain(gnn.MessagePassing):
+    """Makes weights, of which it makes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = torch.nn.Linear(4, 1)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x, h=x.tanh())
+
+    def message(self, x_j, h_i, index, ptr, size_i):
+        softmax(self.score(h_i), index, ptr, size_i)
+        return x_j.sin()
+
+
+def test_what_is_reduced_in_vain():
+    torch.manual_seed(0)
+    it, found = convert(InVain().double()), []
+    for edge_index in (pyg_sar.shard(edges(), NUM_NODES, 3), edges()):
+        out = it(x := rows(), edge_index)
+        found.append((out, *torch.autograd.grad(out.sum(), [x, *it.parameters()], allow_unused=True)))
+    for one, other in zip(*found, strict=True):
+        close(one, other, "output or gradient")
+
+
+class FromSources(gnn.MessagePassing):
+    """Weights edges by what their sources say alone."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.score = make, torch.nn.Linear(4, 1)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x, alpha=self.edge_updater(edge_index, x=x))
+
+    def edge_update(self, x_j, index, ptr, size_i):
+        return softmax(self.score(self.make(x_j, index)), index, ptr, size_i)
+
+    def message(self, x_j, alpha):
+        return x_j * alpha
+
+
+def test_updated_edges_of_sources_alone():
+    torch.manual_seed(0)
+    it = convert(FromSources(lambda x_j, index: x_j).double())
+    same(it)
+    assert {strategy.name for strategy in STRATEGIES[it].values()} == {"passes", "kernel"}
+    it = convert(FromSources(lambda x_j, index: x_j * index.view(-1, 1)).double())
+    with pytest.raises(NotImplementedError, match="calls 'mul' on 'index'"):
+        same(it)

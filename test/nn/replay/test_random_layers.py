@@ -1,0 +1,109 @@
+"""Random layers, in three blocks and on three workers: PyG's numbers, or refused where messages look across edges."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.layer_check import run
+from support.nasty_graph import NUM_NODES, assignment, close, edges
+from support.random_layers import Writer, load
+from support.simulate import Cut
+from torch import Tensor
+
+import pyg_sar
+from pyg_sar.distributed.simulated import Workers
+
+WORKERS = 3
+E = edges()
+CUT = Cut(E, assignment("random", WORKERS), WORKERS)
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(8, 300))]
+
+
+def inputs(names: list[str]) -> list[Tensor]:
+    g, count = torch.Generator().manual_seed(2), E.size(1)
+    made = {"weight": torch.randn(count, generator=g), "edge_attr": torch.randn(count, 4, generator=g)}
+    made["etype"] = torch.randint(3, (count,), generator=g)
+    return [made[name].double() if name != "etype" else made[name] for name in names]
+
+
+def leaves(tensors: list[Tensor], rows: Any = slice(None)) -> list[Tensor]:
+    return [t[rows].clone().requires_grad_(t.is_floating_point()) for t in tensors]
+
+
+def step(layer: Any, x: Tensor, names: list[str], order: Any = slice(None)) -> dict[str, Any]:
+    """What PyG says, of edges in some order."""
+    (rows,) = leaves([x])
+    found = run(layer, rows, E[:, order], leaves(inputs(names), order), torch.arange(NUM_NODES), NUM_NODES)
+    return {key: None if t is None else t.clone() for key, t in found.items() if key[:2] != "de"}
+
+
+def layer_of(seed: int, across: bool, folder: Path, x: Tensor) -> tuple[Any, list[str], dict[str, Any]]:
+    """Return a random layer that runs, what it takes and what it gives, which is the same in any order of edges unless
+    it looks across them.
+    """
+    writer = Writer(seed, across)
+    for attempt in range(30):
+        source, names = writer.layer()
+        torch.manual_seed(seed)
+        layer = load(source, folder / f"random_layer_{seed}_{across}_{attempt}.py")().double()
+        try:
+            expected = step(layer, x, names)
+        except Exception:  # of a shape that does not fit, for example
+            continue
+        other = expected if across else step(layer, x, names, torch.arange(E.size(1)).flip(0))
+        if all(t is None or (t.isfinite().all() and close_to(t, other[key])) for key, t in expected.items()):
+            print(source)  # pytest shows it if the test fails
+            return layer, names, expected
+    raise AssertionError("no layer that runs")
+
+
+def close_to(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-11, atol=1e-11)
+
+
+def in_blocks(layer: Any, x: Tensor, names: list[str]) -> dict[str, Any]:
+    (rows,) = leaves([x])
+    return run(layer, rows, pyg_sar.shard(E, NUM_NODES, 3), leaves(inputs(names)), torch.arange(NUM_NODES), NUM_NODES)
+
+
+def on_workers(layer: Any, x: Tensor, names: list[str], mode: int) -> dict[str, Any]:
+    """What three workers say together."""
+
+    def work(rank: int) -> dict[str, Any]:
+        edge_index, nodes = CUT.edge_index(rank), CUT.ids[rank]
+        edge_index = edge_index.merge() if mode == 3 else edge_index.replace(remat=mode == 1)
+        (rows,) = leaves([x], nodes)
+        extra = leaves(inputs(names), CUT.topologies[rank].e_id)
+        return run(copy.deepcopy(layer), rows, edge_index, extra, nodes, NUM_NODES)
+
+    results = Workers(WORKERS).run(work)
+    if error := next((result for result in results if isinstance(result, BaseException)), None):
+        raise error
+    found = {}
+    for key in results[0]:
+        parts = [result[key] for result in results]
+        if key in ("out", "dx0"):
+            found[key] = torch.cat(parts)[torch.cat(CUT.ids).argsort()]
+        elif key[:2] != "de":
+            found[key] = None if any(part is None for part in parts) else sum(parts)
+    return found
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_layers(seed: int, across: bool, tmp_path: Path) -> None:
+    x = torch.randn(NUM_NODES, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    layer, names, expected = layer_of(seed, across, tmp_path, x)
+    sharded = pyg_sar.nn.convert(copy.deepcopy(layer))
+    for where, found in (("blocks", in_blocks), ("workers", on_workers)):
+        try:
+            got = found(sharded, x, names, *[1 + seed % 3] * (where == "workers"))
+        except NotImplementedError as error:
+            assert across and "cannot run on a share of the graph" in str(error)
+            continue
+        for key, value in expected.items():
+            close(got[key], value, f"in {where}: {key}", tol=1e-9)
