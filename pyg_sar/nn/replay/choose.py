@@ -127,20 +127,19 @@ def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> Generat
     last = [Strategy("one-shot", others, edge), Strategy("refused", others)]
     try:
         with isolated(call.layer, graph.device):
-            problem = Problem(call, graph, edge)
-            why = ""
+            floats = any(call.kwargs[name].is_floating_point() for name in edge)
+            problems = [Problem(call, graph, edge, signed) for signed in (False, True)[: 1 + floats]]
+            problem, why = problems[0], ""
             try:
-                why = yield from passing(by_blocks(problem), problem)
+                why = yield from passing(by_blocks(problem), *problems)
             except NotStreamable as error:
                 if problem.side_effects:
                     raise
                 if isinstance(error, ReadsRows) and not graph.exchange.alone and is_of_layer(error.read, call):
                     raise MixesEdges(f"{error}: a table of all nodes is a 'pyg_sar.nn.NodeEmbedding'") from None
                 why = str(error)
-            if why:
-                signed = Problem(call, graph, edge, signed=True)
-                if differs := (yield from passing(by_chunks(problem, why), problem, signed)):
-                    last = [Strategy("refused", f"{why}, and on some destinations alone {differs}")]
+            if why and (differs := (yield from passing(by_chunks(problem, why), *problems))):
+                last = [Strategy("refused", f"{why}, and on some destinations alone {differs}")]
     except MixesEdges as error:
         last = [Strategy("refused", str(error))]
     except NotStreamable as error:

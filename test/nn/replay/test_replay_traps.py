@@ -86,6 +86,15 @@ def test_what_changes_nothing_on_the_probe_graph(name):
         same(it, weights(kind), x=rows(scale=scale))
 
 
+def test_what_changes_negative_weights_alone():
+    def function(self, x, w, c):
+        order = torch.arange(len(x), dtype=x.dtype).view(-1, 1)
+        return torch.where(w.view(-1, 1) > 0, x, x * order)
+
+    with pytest.raises(NotImplementedError, match="on some destinations alone its output would differ"):
+        same(layer(function), weights())
+
+
 def test_updates():
     same(layer(lambda self, x, w, c: x, lambda self, out: out.clamp(-5, 5)), x=rows(scale=20))
     for update in (lambda self, out: self.drop(out), lambda self, out: out @ F.dropout(self.lin.weight[:1], 0.5).t()):
