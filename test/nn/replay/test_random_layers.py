@@ -42,8 +42,8 @@ def step(layer: Any, x: Tensor, names: list[str], order: Any = slice(None)) -> d
 
 
 def layer_of(seed: int, across: bool, folder: Path, x: Tensor) -> tuple[Any, list[str], dict[str, Any]]:
-    """Return a random layer that runs, what it takes and what it gives, which is the same in any order of edges unless
-    it looks across them.
+    """Return a random layer that runs, what it takes and what it gives: no large numbers, and the same in any order of
+    edges unless it looks across them.
     """
     writer = Writer(seed, across)
     for attempt in range(30):
@@ -55,14 +55,15 @@ def layer_of(seed: int, across: bool, folder: Path, x: Tensor) -> tuple[Any, lis
         except Exception:  # of a shape that does not fit, for example
             continue
         other = expected if across else step(layer, x, names, torch.arange(E.size(1)).flip(0))
-        if all(t is None or (t.isfinite().all() and close_to(t, other[key])) for key, t in expected.items()):
+        if all(t is None or is_tame(t, other[key]) for key, t in expected.items()):
             print(source)  # pytest shows it if the test fails
             return layer, names, expected
     raise AssertionError("no layer that runs")
 
 
-def close_to(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-11, atol=1e-11)
+def is_tame(t: Tensor, other: Tensor) -> bool:
+    """Whether numbers are small, the larger of which lose digits on their way, and those of another order of edges."""
+    return bool(t.abs().amax() < 1e3) and torch.allclose(t, other, rtol=1e-11, atol=1e-11)
 
 
 def in_blocks(layer: Any, x: Tensor, names: list[str]) -> dict[str, Any]:
