@@ -55,7 +55,7 @@ def choose(call: Call, graph: ShardedGraph, size: Any, own_code: bool = False) -
         edge, nodes, const = rows_of(call, graph)
         with closing(candidates(replace(call, nodes=nodes), graph, edge)) as found:
             strategy = inferred[kind] = agree(found, graph.exchange.all_reduce_max)
-        strategy.nodes, strategy.const = nodes, const
+        strategy.const = const
     return strategy
 
 
@@ -160,13 +160,14 @@ def by_blocks(problem: Problem) -> Iterator[Strategy]:
     probe, updates = Probe(problem), problem.call.updates
     with side_effects(problem.layer, problem.device, lasting=updates) as problem.side_effects:
         probe.explore()
+    rows: dict[str, Any] = {"edge": problem.edge, "nodes": problem.call.nodes}
     weighted = None if updates else probe.kernel()
     if weighted is not None:
-        yield Strategy("kernel", edge=problem.edge, aggr=aggregation_of(problem.layer)[0], weighted=weighted)
+        yield Strategy("kernel", **rows, aggr=aggregation_of(problem.layer)[0], weighted=weighted)
     if not updates and probe.is_softmax():
         probe.program.operations = probe.operations(probe.program)
-        yield Strategy("softmax", edge=problem.edge, program=probe.program)
-    yield Strategy("passes", edge=problem.edge, program=probe.program)
+        yield Strategy("softmax", **rows, program=probe.program)
+    yield Strategy("passes", **rows, program=probe.program)
 
 
 def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
@@ -179,7 +180,7 @@ def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
     program = Reductions(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
     ids = torch.arange(EDGES, device=problem.device)
     for name in ("chunks", "padded"):
-        strategy = Strategy(name, why, problem.edge, program)
+        strategy = Strategy(name, why, problem.edge, problem.call.nodes, program)
         graphs = (problem.probe_graph.in_blocks[BLOCKS].replace(e_id=e_id) for e_id in (ids, -ids))
         strategy.ordered = not close(*(strategy.run(problem.leaves(), graph, False, FEW) for graph in graphs))
         yield strategy

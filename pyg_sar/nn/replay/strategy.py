@@ -26,23 +26,23 @@ class Strategy:
         name: One of ``NAMES``, of which :mod:`~pyg_sar.nn.replay.choose` says what they mean.
         why: Why it does no better.
         edge: The arguments that have a row for each edge.
+        nodes: Those for ``update`` alone that have a row for each destination.
         program: The reductions of a layer whose own code is run.
         aggr: The aggregation that a kernel does.
         weighted: Whether it weights the rows by an argument.
         const: The shapes of arguments that all edges share, and all workers.
         ordered: Whether results depend on the order of the edges of a destination.
-        nodes: The arguments for ``update`` alone that have a row for each destination.
     """
 
     name: str
     why: str = ""
     edge: frozenset[str] = frozenset()
+    nodes: frozenset[str] = frozenset()
     program: Reductions = dataclasses.field(default_factory=Reductions)
     aggr: str = ""
     weighted: bool = False
     const: dict[str, torch.Size] = dataclasses.field(default_factory=dict)
     ordered: bool = False
-    nodes: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         """Say in a few words how the layer runs."""
@@ -66,7 +66,7 @@ class Strategy:
 
     def run(self, call: Call, graph: ShardedGraph, drops: bool = True, cells: int | None = None) -> Tensor:
         """Run a call, with or without dropout; ``cells`` makes smaller chunks."""
-        call = dataclasses.replace(call, nodes=self.nodes | call.nodes)
+        call = dataclasses.replace(call, nodes=self.nodes)
         inputs = call.bind(graph, self.edge)
         if self.name == "kernel":
             weight = inputs.edge[0].view(-1) if self.weighted else None

@@ -11,14 +11,14 @@ import torch
 from support.layer_check import run
 from support.nasty_graph import NUM_NODES, assignment, close, edges
 from support.random_layers import Writer, load
-from support.simulate import Cut
+from support.simulate import Cut, simulate
 from torch import Tensor
 
 import pyg_sar
-from pyg_sar.distributed.simulated import Workers
 
 WORKERS = 3
 E = edges()
+PLACES = torch.arange(E.size(1))
 CUT = Cut(E, assignment("random", WORKERS), WORKERS)
 SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(8, 300))]
 
@@ -34,11 +34,17 @@ def leaves(tensors: list[Tensor], rows: Any = slice(None)) -> list[Tensor]:
     return [t[rows].clone().requires_grad_(t.is_floating_point()) for t in tensors]
 
 
-def step(layer: Any, x: Tensor, names: list[str], order: Any = slice(None)) -> dict[str, Any]:
+def is_of_edges(key: str) -> bool:
+    """Whether a gradient is that of a tensor of edges."""
+    return key[:2] == "de" and key[2:].isdecimal()
+
+
+def step(layer: Any, x: Tensor, names: list[str], order: Tensor = PLACES) -> dict[str, Any]:
     """What PyG says, of edges in some order."""
     (rows,) = leaves([x])
     found = run(layer, rows, E[:, order], leaves(inputs(names), order), torch.arange(NUM_NODES), NUM_NODES)
-    return {key: None if t is None else t.clone() for key, t in found.items() if key[:2] != "de"}
+    back = {key: order.argsort() if is_of_edges(key) else slice(None) for key in found}
+    return {key: None if t is None else t[back[key]].clone() for key, t in found.items()}
 
 
 def layer_of(seed: int, across: bool, folder: Path, x: Tensor) -> tuple[Any, list[str], dict[str, Any]]:
@@ -54,7 +60,7 @@ def layer_of(seed: int, across: bool, folder: Path, x: Tensor) -> tuple[Any, lis
             expected = step(layer, x, names)
         except Exception:  # of a shape that does not fit, for example
             continue
-        other = expected if across else step(layer, x, names, torch.arange(E.size(1)).flip(0))
+        other = expected if across else step(layer, x, names, PLACES.flip(0))
         if all(t is None or is_tame(t, other[key]) for key, t in expected.items()):
             print(source)  # pytest shows it if the test fails
             return layer, names, expected
@@ -81,16 +87,16 @@ def on_workers(layer: Any, x: Tensor, names: list[str], mode: int) -> dict[str, 
         extra = leaves(inputs(names), CUT.topologies[rank].e_id)
         return run(copy.deepcopy(layer), rows, edge_index, extra, nodes, NUM_NODES)
 
-    results = Workers(WORKERS).run(work)
-    if error := next((result for result in results if isinstance(result, BaseException)), None):
-        raise error
-    found = {}
+    results, found = simulate(WORKERS, work), {}
     for key in results[0]:
         parts = [result[key] for result in results]
-        if key in ("out", "dx0"):
-            found[key] = torch.cat(parts)[torch.cat(CUT.ids).argsort()]
-        elif key[:2] != "de":
-            found[key] = None if any(part is None for part in parts) else sum(parts)
+        if any(part is None for part in parts):
+            found[key] = None
+        elif key in ("out", "dx0") or is_of_edges(key):
+            ids = [topology.e_id for topology in CUT.topologies] if is_of_edges(key) else CUT.ids
+            found[key] = torch.cat(parts)[torch.cat(ids).argsort()]
+        else:
+            found[key] = sum(parts)
     return found
 
 
