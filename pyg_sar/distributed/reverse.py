@@ -30,7 +30,7 @@ class Reversed(NamedTuple):
 
     graph: ShardedGraph  # the out-edges of this worker's nodes, as in-edges
     edges: ShardedGraph | None  # its rows are the edges that this worker held before; None if these are all
-    place: Tensor  # where the edges of `graph` are among those, followed by what others held
+    place: Tensor  # where the edges of `graph` are among those, followed by what others held; empty for all
 
     def bring(self, rows: Tensor) -> Tensor:
         """Return rows of the edges of the graph, given those of the edges that were held before."""
@@ -102,7 +102,7 @@ def _within(graph: ShardedGraph) -> Reversed:
     part = parts_of(row, ids, graph.num_dst)
     exchange = graph.exchange.reroute(Routes.local(ids, graph.device))
     turned = _turned(graph, torch.stack([row, source]), part, ids, exchange, edge_ids(graph))
-    return Reversed(turned, None, torch.arange(graph.num_edges, device=graph.device))
+    return Reversed(turned, None, torch.empty(0, dtype=torch.int64, device=graph.device))
 
 
 def _of_others(graph: ShardedGraph, routes: Routes) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:

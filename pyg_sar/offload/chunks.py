@@ -276,13 +276,15 @@ class PerChunk:
     Args:
         needs_source: Whether gradients depend on source rows (case 2); if not, :meth:`grad` knows that of source rows.
         by_pieces: Whether it reads source rows from home itself, and adds up their gradients there.
+        makes: What it makes rows of, destinations or edges.
     """
 
     needs_source: bool
     by_pieces: bool
+    makes: str = DESTINATION
 
     def run(self, it: Chunk, values: Sequence[Any], exchange: AtHome) -> Tensor:
-        """Return rows of the chunk's destinations, given what it reads of every input."""
+        """Return rows of the chunk's destinations or edges, given what it reads of every input."""
         raise NotImplementedError
 
     def grad(self, it: Chunk, like: Tensor, values: Sequence[Any], grad: Tensor, exchange: AtHome) -> None:
@@ -332,7 +334,7 @@ class ByChunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, place: Place, graph: ShardedGraph, program: PerChunk, kinds: Sequence[str], *inputs: Any
-    ) -> HostRows:
+    ) -> Tensor:
         """Fetch, compute and write each chunk."""
         ctx.set_materialize_grads(False)  # as rows that nobody could take apart
         ctx.place, ctx.graph, ctx.program, ctx.kinds = place, graph, program, kinds
@@ -353,21 +355,21 @@ class ByChunks(torch.autograd.Function):
             with ctx.autocast():
                 rows = program.run(it, values, AtHome(it, slots))
             if out is None:
-                out = place.home.empty((graph.num_dst, *rows.shape[1:]), rows.dtype)
-            out[it.span[0] : it.span[1]] = rows
-            place.home.wrote(out, *it.span)
-            meter(stored=rows.nbytes)
+                count = graph.num_dst if program.makes == DESTINATION else graph.num_edges
+                out = place.home.empty((count, *rows.shape[1:]), rows.dtype)
+            write(out, rows, program.makes, it, place, meter)
             del it, values, rows  # or they would live while the next chunk is fetched
-        return HostRows(place, out)
+        assert out is not None
+        return HostRows(place, out) if program.makes == DESTINATION else out
 
     @staticmethod
-    def backward(ctx: Any, grad: HostRows | None) -> Any:
+    def backward(ctx: Any, grad: Any) -> Any:
         """Differentiate each chunk, and add up what its rows, edges and constants get."""
         once_differentiable()
         if grad is None:  # of rows that no output depends on, on any worker
             return (None,) * len(ctx.needs_input_grad)
         place, graph, program, kinds, wanted = ctx.place, ctx.graph, ctx.program, ctx.kinds, ctx.needs_input_grad[4:]
-        inputs, given, meter = ctx.saved_tensors, reader(grad), ctx.traffic.backward
+        inputs, given, meter = ctx.saved_tensors, reader_of(grad, place), ctx.traffic.backward
         check_versions(inputs, ctx.versions)
         sources = fetch_sources(place, graph, kinds, inputs, meter)
         totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k][:2])
@@ -377,7 +379,7 @@ class ByChunks(torch.autograd.Function):
         for it in walk(place, graph, program, inputs, backward=True):
             values = [read(t, kind, it, place, program, sources.get(k), meter)
                       for k, (t, kind) in enumerate(zip(inputs, kinds, strict=True))]  # fmt: skip
-            d_out, exchange = given(it.span), AtHome(it, slots)
+            d_out, exchange = given(it), AtHome(it, slots)
             meter(loaded=d_out.nbytes)
             found: list[Any] = [None] * len(values)
             if program.needs_source:
@@ -397,6 +399,14 @@ class ByChunks(torch.autograd.Function):
             sums[k] = total.local
         pairs = zip(sums, ctx.shapes, strict=True)
         return None, None, None, None, *(returned(place, s, *about) for s, (_, *about) in pairs)
+
+
+def reader_of(grad: Tensor, place: Place) -> Callable[[Chunk], Tensor]:
+    """Return what reads the gradient of what was made of a chunk, rows at home of destinations or others of edges."""
+    if not isinstance(grad, HostRows):
+        return lambda it: place.bring(grad.index_select(0, it.ids.edges))
+    given = reader(grad)
+    return lambda it: given(it.span)
 
 
 def told(graph: ShardedGraph, source: Tensor, wanted: Sequence[bool]) -> About | None:
@@ -485,17 +495,23 @@ def add_up(
         total = place.home.empty(shape, dtype).zero_()
     if kind == SOURCE:
         add(total, it.pieces[0], grad, meter)
-    elif kind == DESTINATION:
-        total[it.span[0] : it.span[1]] = grad
-        place.home.wrote(total, *it.span)
-        meter(stored=grad.nbytes)
     else:
-        total.index_copy_(0, it.ids.edges, grad.to(total.device, total.dtype))
+        write(total, grad, kind, it, place, meter)
     return total
 
 
+def write(total: Tensor, rows: Tensor, kind: str, it: Chunk, place: Place, meter: Meter) -> None:
+    """Write rows of the destinations or edges of a chunk to their place among all."""
+    if kind == DESTINATION:
+        total[it.span[0] : it.span[1]] = rows
+        place.home.wrote(total, *it.span)
+        meter(stored=rows.nbytes)
+    else:
+        total.index_copy_(0, it.ids.edges, rows.to(total.device, total.dtype))
+
+
 @answers("aggregate")
-def aggregate_rows(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows: Rows) -> HostRows:
+def aggregate_rows(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows: Rows) -> Tensor:
     """Aggregate rows at home; what is pending of them is computed before."""
     x: Any = source.x
     place = x.place
@@ -505,10 +521,10 @@ def aggregate_rows(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows:
     return run(place, graph, program, kinds, [x, *rows.dst, *rows.edge, *rows.const])
 
 
-def run(place: Place, graph: ShardedGraph, program: PerChunk, kinds: Sequence[str], inputs: Sequence[Any]) -> HostRows:
+def run(place: Place, graph: ShardedGraph, program: PerChunk, kinds: Sequence[str], inputs: Sequence[Any]) -> Tensor:
     """Run a program over the chunks of a graph, of inputs that exist."""
     exist = [force(t) if isinstance(t, HostRows) else t for t in inputs]
-    out: HostRows = ByChunks.apply(place, graph, program, kinds, *exist)
-    if not graph.exchange.alone:
+    out: Tensor = ByChunks.apply(place, graph, program, kinds, *exist)
+    if not graph.exchange.alone and program.makes == DESTINATION:
         watch.rows(out, of=graph.n_id)
     return out

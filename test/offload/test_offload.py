@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from support.cases import some
 from support.nasty_graph import NUM_NODES
-from support.offloaded import DEGREES, HIDDEN, IN, LAYERS, OUT, inputs, network
+from support.offloaded import DEGREES, HIDDEN, IN, LAYERS, OUT, inputs, leaf, network
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data, HeteroData
@@ -696,7 +696,7 @@ class Longest(TorchDispatchMode):
 
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
-@pytest.mark.parametrize("kind", ["sage", "gcn", "gat", "gatv2", "edge"])
+@pytest.mark.parametrize("kind", ["sage", "gcn", "gat", "gatv2", "edge", "both ways", "updates"])
 def test_no_tensor_is_as_long_as_the_graph(kind, monkeypatch):
     """Neighbors are near: a chunk of ten reads a tenth of the rows, and one row more on each side."""
     n = 400
@@ -704,10 +704,14 @@ def test_no_tensor_is_as_long_as_the_graph(kind, monkeypatch):
     edge_index = torch.cat([edge_index, edge_index.flip(0)], 1)
     data = Data(x=torch.randn(n, IN, dtype=torch.float64), edge_index=pyg_sar.shard(edge_index, n))
     data.y, data.mask = torch.arange(n) % OUT, torch.arange(n) % 40 == 0
-    data, model = offload(data, chunks=10), convert(network(kind, "batch"))
+    data, model, given = (
+        offload(data, chunks=10),
+        convert(network(kind, "batch")),
+        {"edge_attr": leaf(2 * n, 3).detach()},
+    )
 
     def step():
-        F.cross_entropy(model(data.x, data.edge_index, {})[data.mask], data.y[data.mask]).backward()
+        F.cross_entropy(model(data.x, data.edge_index, given)[data.mask], data.y[data.mask]).backward()
 
     step()  # makes chunks
     empty = Home.empty

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from support.nasty_graph import NUM_NODES, edges
 from torch_geometric.data import Data
+from torch_geometric.nn.models.attentive_fp import GATEConv
 
 IN, HIDDEN, OUT = 8, 6, 4
 
@@ -33,6 +34,14 @@ def mlp(a, b):
     return torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.ReLU(), torch.nn.Linear(b, b))
 
 
+def updating(a, b, flow="source_to_target"):
+    """A layer whose attention is made by an update of edges, before its messages."""
+    layer = GATEConv(b, b, 3)
+    layer.flow = flow
+    lin = (torch.nn.Linear(a, b), "x -> x")
+    return pyg.Sequential("x, edge_index, edge_attr", [lin, (layer, "x, edge_index, edge_attr -> x")])
+
+
 DEGREES = torch.bincount(torch.bincount(edges()[1], minlength=NUM_NODES))
 # Layers of PyG, and which tensors of edges they are given.
 LAYERS = {
@@ -58,6 +67,10 @@ LAYERS = {
     "gen": (lambda a, b: pyg.GENConv(a, b, aggr="softmax", learn_t=True), ()),
     "pna": (lambda a, b: pyg.PNAConv(a, b, ["mean", "max", "std"], ["identity", "amplification"], DEGREES), ()),
     "median": (lambda a, b: pyg.SAGEConv(a, b, aggr="median"), ()),
+    # also against the direction of edges, or with updates of edges
+    "both ways": (lambda a, b: pyg.DirGNNConv(pyg.GraphConv(a, b)), ()),
+    "updates": (updating, ("edge_attr",)),
+    "updates, to sources": (lambda a, b: updating(a, b, "target_to_source"), ("edge_attr",)),
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay.call import PAIR, Call
+from pyg_sar.nn.replay.call import PAIR, Call, Ends
 from pyg_sar.nn.replay.choose import choose, rows_of
 from pyg_sar.nn.replay.isolate import Lost, State
 from pyg_sar.nn.replay.strategy import Strategy
@@ -38,14 +38,16 @@ class Propagation(PerChunk):
         self.kinds: list[str] = []
         self.seeds = graph.seeds
         self.drawn: list[int] = []
-        edge, *_ = rows_of(call, graph)
+        self.makes = EDGE if call.updates else DESTINATION
+        edge, nodes, _ = rows_of(call, graph)
+        kinds = dict.fromkeys(edge, EDGE) | dict.fromkeys(nodes, DESTINATION)
         kwargs: dict[str, Any] = {}
         for name, value in call.kwargs.items():
             if name in call.lifted:
-                pair = value if isinstance(value, PAIR) else (value, value)
-                kwargs[name] = tuple(self.add(t, k) for t, k in zip(pair, (SOURCE, DESTINATION), strict=True))
+                pair = value if isinstance(value, PAIR) else Ends((value, value))
+                kwargs[name] = type(pair)(self.add(t, k) for t, k in zip(pair, (SOURCE, DESTINATION), strict=True))
             else:
-                kwargs[name] = self.add(value, EDGE if name in edge else CONSTANT)
+                kwargs[name] = self.add(value, kinds.get(name, CONSTANT))
         self.call, self.state = replace(call, kwargs=kwargs), State(call.layer)
         self.strategy: Strategy | None = None
         for parameter in call.layer.parameters():
@@ -84,8 +86,8 @@ class Propagation(PerChunk):
 
 def given(spec: Any, values: Sequence[Any]) -> Any:
     """Return an argument of the call: the value of a number, a pair of those, or what it is."""
-    if isinstance(spec, tuple):
-        return tuple(given(s, values) for s in spec)
+    if isinstance(spec, PAIR):
+        return type(spec)(given(s, values) for s in spec)
     return values[spec] if type(spec) is Number else spec
 
 
@@ -113,14 +115,14 @@ class Number(int):
 
 
 @torch.compiler.disable
-def by_chunks(call: Call, graph: ShardedGraph, rows: HostRows) -> HostRows:
+def by_chunks(call: Call, graph: ShardedGraph, rows: HostRows) -> Tensor:
     """Run a layer by its own code, chunk by chunk."""
     program = Propagation(call, graph)
     return run(rows.place, graph, program, program.kinds, program.inputs)
 
 
 @torch.compiler.disable
-def layer_by_chunks(layer: torch.nn.Module, graph: ShardedGraph, x: tuple[Any, Any], *edge: Tensor) -> HostRows:
+def layer_by_chunks(layer: torch.nn.Module, graph: ShardedGraph, x: tuple[Any, Any], *edge: Tensor) -> Tensor:
     """Run a layer as a whole, chunk by chunk, on rows of sources and destinations and tensors of edges."""
     parameters = list(layer.parameters())
     kinds = [SOURCE, DESTINATION, *[EDGE] * len(edge), *[PARAMETER] * len(parameters)]

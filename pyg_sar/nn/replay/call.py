@@ -25,6 +25,12 @@ PROPAGATE = torch_geometric.nn.MessagePassing.propagate
 FLOW, PAIR = "source_to_target", (tuple, list)
 
 
+class Ends(tuple):
+    """What a chunk of the graph has of the rows of all nodes, as sources and as destinations: ``update``, which may ask
+    for these rows as a whole, gets those of destinations.
+    """
+
+
 @dataclass
 class Call:
     """A call of a layer's ``propagate``, or of its ``edge_updater`` if it ``updates`` edges, with its arguments; those
@@ -95,7 +101,8 @@ class Call:
         kwargs, lifted, asked = {}, self.lifted, self.asked
         for name, value in self.kwargs.items():
             if name in lifted and isinstance(value, PAIR):
-                kwargs[name] = tuple(make(kind, v) for kind, v in zip(("src", "dst"), value, strict=True))
+                pair = (make(kind, v) for kind, v in zip(("src", "dst"), value, strict=True))
+                kwargs[name] = Ends(pair) if type(value) is Ends else tuple(pair)
             elif name in lifted:
                 kwargs[name] = make("dst" if bipartite and f"{name}_j" not in asked else "src", value)
             else:
@@ -127,10 +134,11 @@ class Call:
 
     def _bind_nodes(self, inputs: Inputs, name: str, value: Any, graph: ShardedGraph) -> tuple[Ref | None, ...]:
         pair, asked, node_dim = isinstance(value, PAIR), self.asked, self.layer.node_dim
-        if pair and name in asked:
+        of_one = isinstance(value, (Tensor, Ends))
+        if name in asked and not of_one and value is not None:
             raise NotStreamable(f"it asks for the pair '{name}' as a whole")
         # A tensor that is asked for as a whole is read by 'update', which does so at the end.
-        reads = f"{name}_j" in asked, f"{name}_i" in asked or (name in asked and isinstance(value, Tensor))
+        reads = f"{name}_j" in asked, f"{name}_i" in asked or (name in asked and of_one)
         if graph.origin is not None and reads[0] and not pair and value is not None:
             raise NotStreamable("a layer of a message-flow graph needs rows of sources and destinations")
         ends: list[Ref | None] = []

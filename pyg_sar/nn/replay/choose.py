@@ -26,11 +26,11 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay.call import PAIR, Call, aggregation_of
+from pyg_sar.nn.replay.call import PAIR, Call, Ends, aggregation_of
 from pyg_sar.nn.replay.chunks import FEWEST, Chunks
 from pyg_sar.nn.replay.isolate import isolated, side_effects
 from pyg_sar.nn.replay.probe import Probe, Problem, close
-from pyg_sar.nn.replay.probe_graph import BLOCKS, EDGES
+from pyg_sar.nn.replay.probe_graph import BLOCKS, EDGES, SRC
 from pyg_sar.nn.replay.runner import Reductions, sequence_number
 from pyg_sar.nn.replay.strategy import NAMES, Strategy
 from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable, ReadsRows
@@ -92,6 +92,7 @@ def kind_of(call: Call, graph: ShardedGraph) -> Iterator[Any]:
     yield tuple(p.dtype for p in call.layer.parameters())
     yield parametrize._cache_enabled > 0  # weights are then made of others before they are read
     for name, value in call.kwargs.items():
+        yield type(value) is Ends
         for v in value if isinstance(value, PAIR) else (value,):
             if isinstance(v, Tensor) and v.dim() > 0:
                 rows = call.layer.node_dim % v.dim() if name in call.lifted else 0
@@ -176,7 +177,10 @@ def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
         raise NotStreamable(why)
     probe, begin = Probe(problem), sequence_number()
     with side_effects(problem.layer, problem.device, lasting=problem.call.updates) as problem.side_effects:
-        out = Chunks(probe.runner, FEW, FEWEST).step(None, probe.block, probe.x, probe.rows)
+        out, some = on_chunks(probe, FEW)
+        _, every = on_chunks(probe, SRC * EDGES)
+        if some is not None and every is not None and not close(some, every):  # of which a median might show nothing
+            raise MixesEdges("its messages depend on how many edges there are")
     program = Reductions(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
     ids = torch.arange(EDGES, device=problem.device)
     for name in ("chunks", "padded"):
@@ -184,6 +188,22 @@ def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
         graphs = (problem.probe_graph.in_blocks[BLOCKS].replace(e_id=e_id) for e_id in (ids, -ids))
         strategy.ordered = not close(*(strategy.run(problem.leaves(), graph, False, FEW) for graph in graphs))
         yield strategy
+
+
+def on_chunks(probe: Probe, cells: int) -> tuple[Tensor, Tensor | None]:
+    """Return what comes of chunks of about so many messages, and the messages, if there is one for each edge."""
+    runner, chunks = probe.runner, Chunks(probe.runner, cells, FEWEST)
+    runner.messages = []
+    out = chunks.step(None, probe.block, probe.x, probe.rows)
+    edges = [chunk.edges for chunk in chunks.chunks(probe.block, runner.graph.ids_of(probe.block))]
+    made, dim = runner.messages, 0 if runner.call.updates else runner.layer.node_dim
+    if not all(isinstance(t, Tensor) and t.dim() >= abs(dim) for t in made):
+        return out, None
+    made = [t.movedim(dim, 0) for t in made]
+    if [len(t) for t in made] != [len(of_chunk) for of_chunk in edges]:
+        return out, None
+    real = torch.cat([of_chunk[FEWEST:] for of_chunk in edges])
+    return out, torch.cat([t[FEWEST:] for t in made])[real.argsort()]
 
 
 def agree(found: Iterator[Strategy], largest: Callable[[list[int]], list[int]]) -> Strategy:

@@ -39,27 +39,24 @@ def replay(call: Call, edge_index: ShardedEdgeIndex, size: Any) -> Tensor | None
         return None
     graph = edge_index.regroup(call.layer.aggr_module)
     rows = in_host_memory(call)
-    if rows is not None:
-        if call.backwards or call.updates or edge_index.kind != EDGES:
-            name = type(call.layer).__name__
-            how = "with updates of edges before its messages" if call.updates else "against the direction of edges"
-            fail(edge_index._graph, f"'{name}' cannot run on rows at home {how}", "Leave the model in memory")
-        return by_chunks(call, graph, rows)
-    if any(map(is_lazy, call.layer.parameters())):  # which are drawn now
-        return None
-    if returns_weights(call.layer):
-        note_one_shot(call.layer, "it was asked for what its messages leave behind")
-        return None
-    if not call.backwards and edge_index.kind == EDGES:
-        return along_edges(call, edge_index, graph, size)
+    if rows is None:
+        if any(map(is_lazy, call.layer.parameters())):  # which are drawn now
+            return None
+        if returns_weights(call.layer):
+            note_one_shot(call.layer, "it was asked for what its messages leave behind")
+            return None
+
+    def run(call: Call, graph: ShardedGraph) -> Tensor | None:
+        return along_edges(call, edge_index, graph, size) if rows is None else by_chunks(call, graph, rows)
+
+    if call.backwards == (edge_index.kind != EDGES):  # perhaps twice the other way round
+        return run(call, graph)
     if graph.origin is not None:
         return None
-    if call.backwards and edge_index.kind != EDGES:  # twice the other way round
-        return along_edges(call, edge_index, graph, size)
     turned = reverse(graph)
     edge, *_ = rows_of(call, graph)
     kwargs = {name: turned.bring(value) if name in edge else value for name, value in call.kwargs.items()}
-    out = along_edges(dataclasses.replace(call, kwargs=kwargs), edge_index, turned.graph, size)
+    out = run(dataclasses.replace(call, kwargs=kwargs), turned.graph)
     return turned.take_back(out) if out is not None and call.updates else out
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from pyg_sar.aggregate import SIMPLE
 from pyg_sar.autograd import nodes_behind
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay.call import Call, Ref, aggregation_of
+from pyg_sar.nn.replay.call import Call, Ends, Ref, aggregation_of
+from pyg_sar.nn.replay.isolate import unchanged
 from pyg_sar.nn.replay.passes import heads
 from pyg_sar.nn.replay.probe_graph import EDGES, NUMBERS, Share, probe_graph
 from pyg_sar.nn.replay.runner import Reductions, Runner, hidden_parameters, sequence_number
@@ -133,12 +134,18 @@ class Problem:
         order = edges[1].argsort(stable=True)
         if call.backwards:
             edges, size = edges.flip(0), size[::-1]
-        try:
-            return call.run(edges, size, call.kwargs)
-        except ValueError:
-            kwargs = {name: t[order] if name in self.edge else t for name, t in call.kwargs.items()}
-            out = call.run(edges[:, order], size, kwargs)
-            return out[order.argsort()] if call.updates else out
+        update, ends = self.layer.update, {k: v[1] for k, v in call.kwargs.items() if type(v) is Ends}
+
+        def of_destinations(out: Any, **given: Any) -> Any:
+            return update(out, **{name: ends.get(name, value) for name, value in given.items()})
+
+        with unchanged(self.layer, update=of_destinations):
+            try:
+                return call.run(edges, size, call.kwargs)
+            except ValueError:
+                kwargs = {name: t[order] if name in self.edge else t for name, t in call.kwargs.items()}
+                out = call.run(edges[:, order], size, kwargs)
+                return out[order.argsort()] if call.updates else out
 
 
 class Probe:

@@ -74,6 +74,7 @@ class Runner:
         self.drops = drops
         self.dropped = False  # whether a run asked for dropout
         self.probes = False  # whether random numbers are looked for elsewhere
+        self.messages: list[Any] = []  # which chunks made, if it probes
         self.tables = [fetch_halo(t, graph) for t in inputs.table]
         self.device = graph.device.type
         self.casts, self.dtype = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
@@ -138,7 +139,10 @@ class Runner:
         def message(**given: Any) -> Any:
             holds = [*self.shared(rows), *self.layer.parameters(), *self.layer.__dict__.values()]
             with NoMixing(edges.size(1), self.shared(rows), given.get("index"), num_dst, holds):
-                return make(**given)
+                made = make(**given)
+            if self.probes:
+                self.messages.append(made)
+            return made
 
         stubs: dict[str, Any] = {name: message, "update": lambda out, **_: out}
         given = edges.flip(0) if self.call.backwards else edges

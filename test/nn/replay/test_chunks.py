@@ -201,6 +201,25 @@ def test_what_depends_on_other_destinations_is_refused():
     assert strategy_of(layer).startswith("refused (")
 
 
+class Counted(gnn.MessagePassing):
+    """Few messages are not zero, so that hardly a median is; these depend on how many edges there are."""
+
+    def __init__(self):
+        super().__init__(aggr="median")
+
+    def forward(self, x, edge_index, a):
+        return self.propagate(edge_index, x=x, a=a)
+
+    def message(self, x_j, a):
+        return x_j * (a > 1) / len(x_j)
+
+
+def test_messages_that_count_edges_are_refused():
+    layer, (x, _) = convert(Counted()), rows()
+    with pytest.raises(NotImplementedError, match="its messages depend on how many edges there are"):
+        run(layer, 2, x, torch.rand(E, 1, dtype=torch.float64))
+
+
 def refused_everywhere(group):
     mine = share(group, edges(), assignment("empty", group.size()))
     layer = convert(Layer(gnn.EquilibriumAggregation(4, 4, [4])))
