@@ -12,6 +12,7 @@ Nothing is pickled: :mod:`torch.distributed.checkpoint` would pickle what it kno
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 import os
@@ -183,6 +184,7 @@ def load_checkpoint(
 
     Raises:
         RuntimeError: On all workers, if one cannot read it, or something in it is missing, damaged, or does not fit.
+            Of a worker that it does not fit, model and optimizer stay as they were.
     """
     folder, rank = Path(path), rank_of(group)
     stage, optimizer = _stage(model, pipe, optimizer)
@@ -210,6 +212,10 @@ def load_checkpoint(
         for what, there in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
             if there is not None and shared[what] is None:
                 raise ValueError(f"it holds no {what}")
+        if optimizer is not None and (saved := _groups(shared["optimizer"])) != (
+            here := _groups(optimizer.state_dict())
+        ):
+            raise ValueError(f"its optimizer has groups of {saved} parameters (got {here})")
         return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared
 
     told, shared = on_all(read, f"read '{it}'", group, mine=True)
@@ -220,7 +226,7 @@ def load_checkpoint(
         for name, (_, load) in stage.items():
             load(told["mine"]["stage"][name])
         if model is not None:
-            model.load_state_dict(shared["model"] | rows)
+            _load(model, shared["model"] | rows)
         if optimizer is not None:
             shared["optimizer"]["state"] |= states
             optimizer.load_state_dict(shared["optimizer"])
@@ -373,6 +379,24 @@ class _LocalRows:
                     for key, value in every[0].items()
                 }
         return rows, states
+
+
+def _groups(optimizer: dict[str, Any]) -> list[int]:
+    """Return how many parameters an optimizer has in each group."""
+    return [len(group["params"]) for group in optimizer["param_groups"]]
+
+
+def _load(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Load the state of a model, wholly or not at all: torch loads what fits, and raises in the end."""
+    own = model.state_dict()
+    fits = own.keys() == state.keys() and all(is_lazy(t) or t.shape == state[name].shape for name, t in own.items())
+    before = {} if fits else copy.deepcopy(own)
+    try:
+        model.load_state_dict(state)
+    except Exception:
+        if not fits:
+            model.load_state_dict(before)
+        raise
 
 
 def _ids_beside(name: str) -> str:

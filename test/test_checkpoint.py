@@ -323,11 +323,25 @@ def test_what_does_not_fit(tmp_path):
     alone(tmp_path)
     with pytest.raises(RuntimeError, match="size mismatch"):
         pyg_sar.load_checkpoint(tmp_path, model=torch.nn.Linear(3, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pyg_sar.save_checkpoint(tmp_path / "two", model=model, optimizer=optimizer)
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(3, 2))  # of which the first one fits
+    before = [p.detach().clone() for p in other.parameters()]
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight"):
+        pyg_sar.load_checkpoint(tmp_path / "two", model=other)
+    assert all(map(torch.equal, before, other.parameters()))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    groups = [{"params": layer.parameters()} for layer in model]
+    with pytest.raises(RuntimeError, match=r"its optimizer has groups of \[4\] parameters \(got \[2, 2\]\)"):
+        pyg_sar.load_checkpoint(tmp_path / "two", model=model, optimizer=torch.optim.SGD(groups, lr=0.1))
+    assert not model[0].weight.any()
     with pytest.raises(RuntimeError, match="it holds no optimizer"):
         pyg_sar.load_checkpoint(tmp_path, optimizer=torch.optim.SGD(torch.nn.Linear(2, 2).parameters()))
     with pytest.raises(RuntimeError, match=r"rank 0: TypeError: .*got object.*pickle"):
         alone(tmp_path, what=object())
-    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["checkpoint-000001"]
+    assert [p.name for p in tmp_path.glob("checkpoint*")] == ["checkpoint-000001"]
     for wrong in ({"keep": 0}, {"every": 0}):
         with pytest.raises(ValueError, match="to be 1 or more"):
             pyg_sar.save_checkpoint(tmp_path, **wrong) if "keep" in wrong else pyg_sar.Checkpoints(tmp_path, **wrong)
