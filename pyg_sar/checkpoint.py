@@ -212,10 +212,10 @@ def load_checkpoint(
         for what, there in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
             if there is not None and shared[what] is None:
                 raise ValueError(f"it holds no {what}")
-        if optimizer is not None and (saved := _groups(shared["optimizer"])) != (
-            here := _groups(optimizer.state_dict())
-        ):
-            raise ValueError(f"its optimizer has groups of {saved} parameters (got {here})")
+        if optimizer is not None:
+            saved, here = _groups(shared["optimizer"]), _groups(optimizer.state_dict())
+            if saved != here:
+                raise ValueError(f"its optimizer has groups of {saved} parameters (got {here})")
         return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared
 
     told, shared = on_all(read, f"read '{it}'", group, mine=True)

@@ -180,7 +180,7 @@ def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
         out, some = on_chunks(probe, FEW)
         _, every = on_chunks(probe, SRC * EDGES)
         if some is not None and every is not None and not close(some, every):  # of which a median might show nothing
-            raise MixesEdges("its messages depend on how many edges there are")
+            raise MixesEdges(f"{why}, and on some destinations alone its messages would differ")
     program = Reductions(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
     ids = torch.arange(EDGES, device=problem.device)
     for name in ("chunks", "padded"):

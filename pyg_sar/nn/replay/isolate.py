@@ -2,7 +2,6 @@ r"""Runs the code of a layer that is in use without a trace: keeps what it was l
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pyg_sar.autograd import random_states
 from pyg_sar.distributed.group import takes_group
@@ -22,28 +20,28 @@ from pyg_sar.nn.replay.trace import NotStreamable
 def isolated(layer: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Run a layer for its own sake: attributes, random numbers and hooks of a checkpoint stay as they are.
 
-    Modules that look at all rows that they get are refused: in messages, these are all edges of the graph.
+    Modules of the layer that look at all rows that they get are refused: in messages, these are all edges of the graph.
     """
-    thread = threading.get_ident()  # hooks are those of all simulated workers
 
     def refuse(module: torch.nn.Module, args: Any) -> None:
-        if threading.get_ident() != thread:
-            return
         if (takes_group(type(module)) and not by_row(module)) or (isinstance(module, _BatchNorm) and module.training):
             raise NotStreamable(f"its messages go through {type(module).__name__}, which sees all of them")
 
-    handle = register_module_forward_pre_hook(refuse)
+    # Not a hook of all modules: simulated workers, threads of this process, would see it, and some do otherwise then.
+    looking = [m for m in layer.modules() if takes_group(type(m)) or isinstance(m, _BatchNorm)]
+    handles = [m.register_forward_pre_hook(refuse) for m in looking]
     try:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            saved_tensors_hooks(lambda t: t, lambda t: t),
+            saved_tensors_hooks(torch.Tensor.detach, lambda t: t),  # a result that kept itself would live for ever
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             unchanged(layer),
         ):
             yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def by_row(module: Any) -> bool:
