@@ -42,7 +42,7 @@ LEVELS = """
     offload.rows offload.schedule offload.halo
     offload.slots offload.dropout
     offload.passes
-    offload.chunks
+    offload.functions offload.chunks
     distributed.gather distributed.loss
     distributed.links distributed.message_flow_graph distributed.reverse distributed.shard
 

@@ -6,6 +6,7 @@ The destination loop of `"HongTu: Scalable Full-Graph GNN Training on Multiple G
 * ``home``: where rows live.
 * ``rows``: a tensor that stands for rows at home, or for what functions make of them.
 * ``passes``: functions on one range of rows after the other.
+* ``functions``: those that do not treat each row by itself.
 * ``chunks``: aggregations on one chunk of destinations after the other.
 * ``dropout``: dropout of rows, which backward draws again.
 * ``slots``: source rows that stay on an accelerator, as ``schedule`` decides.

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyg_sar import watch
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
+from pyg_sar.offload import functions  # noqa: F401  # which answer for rows at home
 from pyg_sar.offload.chunks import spans
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.rows import CPU, HostRows, Place

@@ -2,7 +2,8 @@ r"""Rows without memory on the device: a tensor that stands for rows at home, or
 
 A function of torch is recorded, not run, if it treats each row by itself. Whether it does is found out by running it on
 five rows, whole and in two parts. What is pending runs range by range where numbers are needed: in front of an
-aggregation, or where rows are taken out (:mod:`pyg_sar.offload.passes`).
+aggregation, or where rows are taken out (:mod:`pyg_sar.offload.passes`); what is known of other functions is in
+:mod:`pyg_sar.offload.functions`.
 """
 
 from __future__ import annotations

@@ -299,6 +299,15 @@ def test_dropout_of_rows():
     equal(*results)
 
 
+def over_sequences(make, **how):
+    """A network over pairs of columns."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make(2, 3, **how).double()
+
+
+LSTM = over_sequences(torch.nn.LSTM, batch_first=True, bidirectional=True)
+GRU = over_sequences(torch.nn.GRU, batch_first=True, num_layers=2)
 FUNCTIONS = {
     "relu": lambda x: x.relu(),
     "leaky": lambda x: F.leaky_relu(x, 0.1),
@@ -331,6 +340,9 @@ FUNCTIONS = {
     "renorm of rows": lambda x: x.renorm(2, 0, 1.0),
     "classes": lambda x: F.one_hot((x > 0).long().argmax(1), IN) * x,
     "table": lambda x: F.embedding((x > 0).long().argmax(1), torch.eye(IN, dtype=x.dtype)) * x,
+    "lstm": lambda x: LSTM(x.view(len(x), 4, 2))[0],
+    "gru": lambda x: GRU(x.view(len(x), 4, 2))[0],
+    "rnn": lambda x: over_sequences(torch.nn.RNN, batch_first=True)(x.view(len(x), 4, 2))[0],
 }
 
 
@@ -403,6 +415,8 @@ MIXES = {
     "renorm of columns": lambda x: x.renorm(2, 1, 1e9),
     "classes": lambda x: F.one_hot((x > 0).long().argmax(1)),
     "torch.batch_norm": lambda x: torch.batch_norm(x, None, None, x[:9].mean(0), x[:9].var(0), False, 0.1, 1e-5, True),
+    "lstm over rows": lambda x: over_sequences(torch.nn.LSTM)(x.view(len(x), 4, 2)),
+    "gru from a state": lambda x: GRU(x.view(len(x), 4, 2), torch.ones(2, len(x), 3, dtype=x.dtype)),
     "rows of nothing but zeros, cumsum": lambda x: (x.detach() * 0).cumsum(0),
     "rows of nothing but zeros, norm": lambda x: F.normalize(x.detach() * 0, dim=0),
 }

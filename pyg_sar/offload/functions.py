@@ -1,0 +1,185 @@
+r"""What functions of torch that do not treat each row by itself make of rows at home, as far as they are known."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyg_sar.affine import scaled
+from pyg_sar.offload.passes import Moments, Take, Total, force, host
+from pyg_sar.offload.rows import HostRows, answers, name_of, record, refuse
+
+ADDS = ("add", "add_", "__add__", "__iadd__")
+
+
+@answers("detach", "__get__ data")
+def detach(func: Callable, args: Any, kwargs: Any) -> HostRows:
+    """Return the rows without their place in autograd's graph."""
+    out = HostRows(args[0].place, host(args[0]))
+    out.base = weakref.ref(args[0])
+    return out
+
+
+@answers("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+def new(func: Callable, args: Any, kwargs: Any) -> Tensor:
+    """An ordinary tensor, of the type of the rows and on their device."""
+    return func(args[0].probe, *args[1:], **kwargs)
+
+
+@answers("reshape", "view")
+def reshape(func: Callable, args: Any, kwargs: Any) -> HostRows:
+    """Shape each row anew: the number of rows is that of the range."""
+    rows, *shape = args
+    shape = list(shape[0]) if shape and isinstance(shape[0], (list, tuple)) else shape
+    if shape and shape[0] == len(rows):
+        known = math.prod(size for size in shape[1:] if size != -1)
+        width = math.prod(rows.shape[1:]) // max(known, 1)
+        shape = [-1, *(width if size == -1 else size for size in shape[1:])]
+    return record(func, (rows, *shape), kwargs)
+
+
+@answers("__getitem__", "index_select")
+def take(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Some rows are an ordinary tensor; all of them are these rows; columns of rows are still rows."""
+    if func is torch.Tensor.index_select or func is torch.index_select:
+        given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+        rows, dim, index = given["input"], given["dim"], given["index"]
+        if isinstance(rows, HostRows) and dim % rows.dim() != 0:
+            refuse(func, args, kwargs, "it takes columns by their numbers; write 'x[:, index]'")
+        if isinstance(rows, HostRows) and dim < 0:  # as PyG's layers read the rows of sources
+            refuse(func, args, kwargs, "it takes rows by their numbers, as MFConv does, and layers of PyG that are not "
+                   "converted ('pyg_sar.nn.convert') or have another 'edge_index' than this data's")  # fmt: skip
+    else:
+        rows, index = args
+    if not isinstance(rows, HostRows) or any(isinstance(i, HostRows) for i in tree_leaves(index)):
+        refuse(func, args, kwargs, "the numbers of rows are needed to take them; move them out of the model first")
+    if index is None or isinstance(index, bool):
+        refuse(func, args, kwargs, "a dimension in front of the rows would be added")
+    if not isinstance(index, (Tensor, slice, int, tuple)) and index is not Ellipsis:
+        index = torch.as_tensor(index)  # of a list, in which a row may occur twice
+    if hasattr(index, "_graph"):  # numbers of sources, as :func:`shard_links` gives them
+        refuse(func, args, kwargs, "it reads rows of other workers by pairs of nodes, which an ordinary tensor of all "
+               "local rows allows, 'z[torch.arange(len(z))]'")  # fmt: skip
+    if index is Ellipsis:
+        return rows
+    if isinstance(index, tuple) and index and index[0] is Ellipsis and len(index) <= rows.dim():
+        index = (slice(None), *index)
+    first = index[0] if isinstance(index, tuple) and index else index
+    everything = isinstance(first, slice) and first.indices(len(rows)) == (0, len(rows), 1)
+    if everything and (not isinstance(index, tuple) or all(i == slice(None) for i in index[1:])):
+        return rows
+    if everything:
+        return record(func, (rows, (slice(None), *index[1:])), kwargs)
+    if isinstance(index, tuple):
+        refuse(func, args, kwargs, "rows are taken by one mask, one list of numbers or one range")
+    return Take.apply(force(rows), index)
+
+
+@answers("sum", "mean")
+def total(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Over all rows, an ordinary tensor; over columns, still rows."""
+    rows, dim = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = None if dim is None else [d % rows.dim() for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
+    if dims is not None and 0 not in dims:
+        return record(func, args, kwargs)
+    if (dims is not None and dims != [0]) or len(args) > 2 or kwargs.keys() - {"input", "dim", "dtype"}:
+        refuse(func, args, kwargs, "of rows, 'sum(0)', 'mean(0)', 'sum()' and 'mean()' are known")
+    count = rows.numel() if dims is None else len(rows)
+    return Total.apply(force(rows), dims is None, None if name_of(func) == "sum" else count, kwargs.get("dtype"))
+
+
+@answers("roll", "renorm", "renorm_")
+def along_rows(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Of five rows it may look as if it treats each one by itself."""
+    rows, name = args[0] if args else kwargs["input"], "dims" if name_of(func) == "roll" else "dim"
+    dims = args[2] if len(args) > 2 else kwargs.get(name, ())
+    moved = [d % rows.dim() for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    if (not moved or 0 in moved) if name == "dims" else moved != [0]:
+        refuse(func, args, kwargs, "the result for a row depends on other rows")
+    return record(func, args, kwargs)
+
+
+@answers("gru", "lstm", "rnn_relu", "rnn_tanh")
+def over_sequences(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Networks over the sequence in each row; their states in the end, whose rows stand second, are None."""
+    rows, begin, *others = args
+    states = begin if isinstance(begin, (tuple, list)) else (begin,)
+    if not isinstance(rows, HostRows) or not args[-1] or any(bool(t.any()) for t in states):
+        refuse(func, args, kwargs, "of networks over sequences, those known have 'batch_first=True' and begin with "
+               "zeros")  # fmt: skip
+    widths = [(t.size(0), t.size(2)) for t in states]
+    out = record(partial(from_zeros, func, widths, isinstance(begin, Tensor)), (rows, *others), {})
+    return out, *[None] * len(states)
+
+
+def from_zeros(func: Callable, widths: Sequence[tuple[int, int]], single: bool, rows: Tensor, *others: Any) -> Tensor:
+    """Return what a network over sequences makes of rows, given the widths of its states."""
+    states = [rows.new_zeros(layers, len(rows), width) for layers, width in widths]
+    return func(rows, states[0] if single else states, *others)[0]
+
+
+@answers("batch_norm")
+def batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Normalise by the statistics of all rows."""
+    if func is not F.batch_norm:
+        refuse(func, args, kwargs, "of batch normalisation, 'torch.nn.functional.batch_norm' is known")
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    default = dict(zip(names, (None, None, None, None, None, False, 0.1, 1e-5), strict=True))
+    given = {**default, **dict(zip(names, args, strict=False)), **kwargs}
+    x, running = given["input"], (given["running_mean"], given["running_var"])
+    if x.dim() != 2:
+        refuse(func, args, kwargs, "of batch normalisation, that of rows [n, channels] is known")
+    bias = 0
+    if given["training"]:
+        x, bias = without_bias(x)
+        x = force(x)
+        n, mean, var = Moments.apply(x)
+        if n == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+        with torch.no_grad():
+            for old, new in zip(running, (mean + bias, var * (n / max(n - 1, 1))), strict=True):
+                if old is not None:
+                    old.lerp_(new.to(old.dtype), given["momentum"])
+    else:
+        mean, var = (t.double() for t in running)
+    scale, shift = (var + given["eps"]).rsqrt(), 0 * bias + torch.zeros_like(var)
+    scale = scale if given["weight"] is None else scale * given["weight"]
+    shift = shift if given["bias"] is None else shift + given["bias"]
+    return scale_columns(x, mean, scale, shift)
+
+
+@answers("normalise")
+def normalise(x: HostRows, coefficients: Callable, parameters: Sequence[Tensor], track: Callable) -> HostRows:
+    """Scale and shift columns, as the moments of all rows and parameters say."""
+    x = force(x)
+    count, mean, var = Moments.apply(x)
+    m2 = var * count
+    track(count, mean.detach(), m2.detach())
+    return scale_columns(x, mean, *coefficients(count, mean, m2, *(p.double() for p in parameters)))
+
+
+def scale_columns(x: HostRows, mean: Tensor, scale: Tensor, shift: Tensor) -> HostRows:
+    """Return ``(x - mean) * scale + shift``."""
+    # Vectors might be taken for a number of each row.
+    return record(scaled, (x, *(t.unsqueeze(0) for t in (mean, scale, shift))), {})
+
+
+def without_bias(x: HostRows) -> tuple[HostRows, Any]:
+    """Return rows and the bias that was added to them and that their normalisation takes out again (its gradient is 0);
+    so the sum need not be written.
+    """
+    if x.op is None or x.made is not None or name_of(x.op.func) not in ADDS or x.op.kwargs or len(x.op.args) != 2:
+        return x, 0
+    rows, bias = x.op.args
+    alike = isinstance(rows, HostRows) and (rows.shape, rows.dtype) == (x.shape, x.dtype)
+    is_tensor = isinstance(bias, Tensor) and not isinstance(bias, HostRows)
+    is_bias = is_tensor and bias.shape == x.shape[1:] and len(bias) != len(x)
+    return (rows, bias) if alike and is_bias else (x, 0)
