@@ -34,12 +34,16 @@ def mlp(a, b):
     return torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.ReLU(), torch.nn.Linear(b, b))
 
 
-def updating(a, b, flow="source_to_target"):
+class Updating(torch.nn.Module):
     """A layer whose attention is made by an update of edges, before its messages."""
-    layer = GATEConv(b, b, 3)
-    layer.flow = flow
-    lin = (torch.nn.Linear(a, b), "x -> x")
-    return pyg.Sequential("x, edge_index, edge_attr", [lin, (layer, "x, edge_index, edge_attr -> x")])
+
+    def __init__(self, a, b, flow="source_to_target"):
+        super().__init__()
+        self.lin, self.conv = torch.nn.Linear(a, b), GATEConv(b, b, 3)
+        self.conv.flow = flow
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.conv(self.lin(x), edge_index, edge_attr)
 
 
 DEGREES = torch.bincount(torch.bincount(edges()[1], minlength=NUM_NODES))
@@ -69,8 +73,8 @@ LAYERS = {
     "median": (lambda a, b: pyg.SAGEConv(a, b, aggr="median"), ()),
     # also against the direction of edges, or with updates of edges
     "both ways": (lambda a, b: pyg.DirGNNConv(pyg.GraphConv(a, b)), ()),
-    "updates": (updating, ("edge_attr",)),
-    "updates, to sources": (lambda a, b: updating(a, b, "target_to_source"), ("edge_attr",)),
+    "updates": (Updating, ("edge_attr",)),
+    "updates, to sources": (lambda a, b: Updating(a, b, "target_to_source"), ("edge_attr",)),
 }
 
 
