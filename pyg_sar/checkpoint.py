@@ -23,6 +23,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +213,9 @@ def load_checkpoint(
         for what, there in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
             if there is not None and shared[what] is None:
                 raise ValueError(f"it holds no {what}")
-        if optimizer is not None:
-            saved, here = _groups(shared["optimizer"]), _groups(optimizer.state_dict())
+        optimizers = [] if optimizer is None else [(shared["optimizer"], optimizer.state_dict())]
+        optimizers += [(mine["stage"]["optimizer"], stage["optimizer"][0]())] if "optimizer" in stage else []
+        for saved, here in (map(_groups, states) for states in optimizers):
             if saved != here:
                 raise ValueError(f"its optimizer has groups of {saved} parameters (got {here})")
         return {"info": info, "same": same, "mine": mine, "local": local.found(parts, same)}, shared
@@ -322,9 +324,9 @@ def _stage(model: torch.nn.Module | None, pipe: Any, optimizer: Any) -> tuple[di
     if model is not None:
         raise ValueError("Expected a 'model' or a 'pipe', whose blocks are the model, and not both")
     stage: dict[str, Any] = {"pipeline": (pipe.checkpoint, pipe.restore)}
-    for name, there in (("blocks", pipe.blocks), ("optimizer", optimizer)):
-        if there is not None:
-            stage[name] = there.state_dict, there.load_state_dict
+    stage["blocks"] = pipe.blocks.state_dict, partial(_load, pipe.blocks)
+    if optimizer is not None:
+        stage["optimizer"] = optimizer.state_dict, optimizer.load_state_dict
     return stage, None
 
 
@@ -388,14 +390,16 @@ def _groups(optimizer: dict[str, Any]) -> list[int]:
 
 def _load(model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Load the state of a model, wholly or not at all: torch loads what fits, and raises in the end."""
-    own = model.state_dict()
-    fits = own.keys() == state.keys() and all(is_lazy(t) or t.shape == state[name].shape for name, t in own.items())
+    own = {
+        name: value for name, value in model.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)
+    }
+    fits = all(isinstance(there := state.get(name), Tensor) and there.shape == t.shape for name, t in own.items())
     before = {} if fits else copy.deepcopy(own)
     try:
         model.load_state_dict(state)
     except Exception:
-        if not fits:
-            model.load_state_dict(before)
+        if before:
+            model.load_state_dict(before, strict=False)
         raise
 
 

@@ -347,6 +347,35 @@ def test_what_does_not_fit(tmp_path):
             pyg_sar.save_checkpoint(tmp_path, **wrong) if "keep" in wrong else pyg_sar.Checkpoints(tmp_path, **wrong)
 
 
+class More(torch.nn.Module):
+    """A module whose state is more than tensors."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.lin, self.lazy, self.count = torch.nn.Linear(width, 2), torch.nn.LazyLinear(2), 0
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def test_models_with_other_state(tmp_path):
+    model = More(2)
+    model.lazy(torch.rand(1, 3))
+    model.count = 7
+    pyg_sar.save_checkpoint(tmp_path, model=model)
+    other = More(2)
+    pyg_sar.load_checkpoint(tmp_path, model=other)
+    assert other.count == 7 and torch.equal(other.lazy.weight, model.lazy.weight)
+    wrong = More(3)
+    before = wrong.lin.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"size mismatch for lin\.weight"):
+        pyg_sar.load_checkpoint(tmp_path, model=wrong)
+    assert torch.equal(wrong.lin.weight, before)
+
+
 def with_data(group, saves, folder, saved, loaded):
     """Save with or without ``data``, and load with or without it; return how many drops were drawn."""
     data = pyg_sar.load(folder, group=group)

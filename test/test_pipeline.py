@@ -435,6 +435,11 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     with pytest.raises(RuntimeError, match="it holds no scheduler"):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         pyg_sar.load_checkpoint(tmp_path / "one", pipe=other, scheduler=scheduler)
+    pyg_sar.save_checkpoint(tmp_path / "two", pipe=pipe, optimizer=optimizer)
+    first, *rest = other.parameters()
+    with pytest.raises(RuntimeError, match="its optimizer has groups of"):
+        groups = [{"params": [first]}, {"params": rest}]
+        pyg_sar.load_checkpoint(tmp_path / "two", pipe=other, optimizer=torch.optim.Adam(groups))
     assert all(torch.equal(before[name], t) for name, t in other.state_dict().items())  # nothing was loaded
 
 

@@ -369,7 +369,7 @@ class ByChunks(torch.autograd.Function):
         if grad is None:  # of rows that no output depends on, on any worker
             return (None,) * len(ctx.needs_input_grad)
         place, graph, program, kinds, wanted = ctx.place, ctx.graph, ctx.program, ctx.kinds, ctx.needs_input_grad[4:]
-        inputs, given, meter = ctx.saved_tensors, reader_of(grad, place), ctx.traffic.backward
+        inputs, given, meter = ctx.saved_tensors, reader_of(grad, program.makes, place), ctx.traffic.backward
         check_versions(inputs, ctx.versions)
         sources = fetch_sources(place, graph, kinds, inputs, meter)
         totals = {k: zeros_like_sources(place, graph, *ctx.shapes[k][:2])
@@ -401,11 +401,11 @@ class ByChunks(torch.autograd.Function):
         return None, None, None, None, *(returned(place, s, *about) for s, (_, *about) in pairs)
 
 
-def reader_of(grad: Tensor, place: Place) -> Callable[[Chunk], Tensor]:
-    """Return what reads the gradient of what was made of a chunk, rows at home of destinations or others of edges."""
-    if not isinstance(grad, HostRows):
+def reader_of(grad: Tensor, kind: str, place: Place) -> Callable[[Chunk], Tensor]:
+    """Return what reads the gradient of what was made of a chunk, rows of destinations or of edges."""
+    if kind == EDGE:
         return lambda it: place.bring(grad.index_select(0, it.ids.edges))
-    given = reader(grad)
+    given = reader(grad, place)
     return lambda it: given(it.span)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,25 +104,6 @@ def along_rows(func: Callable, args: Any, kwargs: Any) -> Any:
     if (not moved or 0 in moved) if name == "dims" else moved != [0]:
         refuse(func, args, kwargs, "the result for a row depends on other rows")
     return record(func, args, kwargs)
-
-
-@answers("gru", "lstm", "rnn_relu", "rnn_tanh")
-def over_sequences(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Networks over the sequence in each row; their states in the end, whose rows stand second, are None."""
-    rows, begin, *others = args
-    states = begin if isinstance(begin, (tuple, list)) else (begin,)
-    if not isinstance(rows, HostRows) or not args[-1] or any(bool(t.any()) for t in states):
-        refuse(func, args, kwargs, "of networks over sequences, those known have 'batch_first=True' and begin with "
-               "zeros")  # fmt: skip
-    widths = [(t.size(0), t.size(2)) for t in states]
-    out = record(partial(from_zeros, func, widths, isinstance(begin, Tensor)), (rows, *others), {})
-    return out, *[None] * len(states)
-
-
-def from_zeros(func: Callable, widths: Sequence[tuple[int, int]], single: bool, rows: Tensor, *others: Any) -> Tensor:
-    """Return what a network over sequences makes of rows, given the widths of its states."""
-    states = [rows.new_zeros(layers, len(rows), width) for layers, width in widths]
-    return func(rows, states[0] if single else states, *others)[0]
 
 
 @answers("batch_norm")

@@ -185,7 +185,7 @@ class ByRanges(torch.autograd.Function):
         return HostRows(place, out)
 
     @staticmethod
-    def backward(ctx: Any, grad: HostRows | None) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         """Run each range again, and differentiate it."""
         once_differentiable()
         if grad is None:  # of rows that no output depends on
@@ -193,7 +193,7 @@ class ByRanges(torch.autograd.Function):
         place, n, leaves, wanted = ctx.place, ctx.num_rows, ctx.saved_tensors, ctx.needs_input_grad[3:]
         check_versions(leaves, ctx.versions)
         grads: list[Any] = [None] * len(leaves)
-        given = reader(grad)
+        given = reader(grad, place)
         for span in place.ranges:
             found = differentiate(place, ctx.step, n, span, leaves, wanted, given)
             for k, leaf in enumerate(leaves):
@@ -220,11 +220,13 @@ def differentiate(
     return iter(torch.autograd.grad(out, by, given(span), allow_unused=True))
 
 
-def reader(rows: HostRows) -> Callable[[tuple[int, int]], Tensor]:
+def reader(rows: Tensor, place: Place) -> Callable[[tuple[int, int]], Tensor]:
     """Return what reads a range of rows, of pending ones what they are made of: who reads each row once does not need
-    them to be written before.
+    them to be written before. A function of a script may give ordinary rows for a gradient.
     """
-    place, n = rows.place, len(rows)
+    n = len(rows)
+    if not isinstance(rows, HostRows):
+        return lambda span: place.bring(rows[span[0] : span[1]])
     if rows.op is None or rows.made is not None:
         return lambda span: on_range(force(rows), span, place, n)
     reads = Reads()
@@ -302,7 +304,7 @@ class Total(torch.autograd.Function):
         assert rows.host is not None
         dtype = dtype or (rows.dtype if rows.is_floating_point() else None)
         kind = accumulator(dtype) if dtype is not None and dtype.is_floating_point else dtype
-        given = reader(rows)
+        given = reader(rows, rows.place)
         sums = [given(span).sum(0, dtype=kind) for span in rows.place.ranges]
         total = torch.stack(sums).sum(None if numbers else 0, dtype=kind)
         total = total if divisor is None else total / divisor
@@ -324,7 +326,7 @@ class Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: HostRows) -> tuple[int, Tensor, Tensor]:
         """One pass over the local rows."""
-        given, spans, device = reader(rows), rows.place.ranges, rows.place.device
+        given, spans, device = reader(rows, rows.place), rows.place.ranges, rows.place.device
         counts = torch.tensor([[b - a] for a, b in spans], dtype=torch.float64, device=device)
         means, m2s = torch.zeros(2, len(spans), rows.size(1), dtype=torch.float64, device=device)
         for own_mean, own_m2, span in zip(means, m2s, spans, strict=True):

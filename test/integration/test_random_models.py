@@ -50,12 +50,12 @@ def train(model: Model, data: Any, shared: bool) -> dict[str, Tensor]:
     return found
 
 
-def model_of(seed: int) -> tuple[Model, dict[str, Tensor]]:
+def model_of(seed: int, at_home: bool) -> tuple[Model, dict[str, Tensor]]:
     """Return a random model that PyG can train, and what it gives: no large numbers, which lose digits on their way."""
     for attempt in range(30):
         torch.manual_seed(seed)
         try:
-            model = Model(1000 * seed + attempt)
+            model = Model(1000 * seed + attempt, at_home)
             expected = train(copy.deepcopy(model), graph(), False)
         except Exception:  # of widths that do not fit, for example
             continue
@@ -78,8 +78,11 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_models(seed: int, parts: str) -> None:
     with zoo.default(torch.float64):
-        model, expected = model_of(seed)
+        at_home = seed % 2 == 0
+        model, expected = model_of(seed, at_home)
         for way, (size, how, chunks) in WAYS.items():
+            if chunks and not at_home:
+                continue
 
             def work(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
                 with watching():
@@ -90,10 +93,7 @@ def test_random_models(seed: int, parts: str) -> None:
                     return data.n_id, train(mine, data, True)
 
             found = Workers(size).run(work)
-            errors = [one for one in found if isinstance(one, BaseException)]
-            if chunks and errors and all(isinstance(error, NotImplementedError) for error in errors):
-                continue
-            for error in errors:
+            for error in (one for one in found if isinstance(one, BaseException)):
                 raise error
             for n_id, got in found:
                 for key, value in expected.items():

@@ -19,6 +19,7 @@ REFUSED = {
     "ARMAConv": "'unsqueeze' cannot be computed range by range",
     "MFConv": TAKES,
     "GCNConv decomposed": TAKES,
+    "GraphSAGE": "'lstm' cannot be computed range by range",
     "GroupAddRev": "'untyped_storage' cannot be computed range by range",
     "CorrectAndSmooth unscaled": "the numbers of rows are needed to take them",
     "MetaLayer": "it reads rows of other workers by pairs of nodes",

@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from pyg_sar.offload import slots
 from pyg_sar.offload.dropout import dropout_rows
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import move, place_of
-from pyg_sar.offload.passes import host
+from pyg_sar.offload.passes import force, host
 from pyg_sar.offload.rows import PROBE, HostRows, Place, record, row_wise
 from pyg_sar.offload.schedule import count_loads
 
@@ -251,7 +252,7 @@ def test_rounded_products_mix_no_rows():
 def test_layers_are_looked_at_once_for_all_chunks(monkeypatch):
     """Those that run by kernels are, in each call."""
     data, layer, calls, choose = small(4), convert(pyg.GraphConv(IN, HIDDEN).double()), [], replay_by_chunks.choose
-    monkeypatch.setattr(replay_by_chunks, "choose", lambda *args: calls.append(args) or choose(*args))
+    monkeypatch.setattr(replay_by_chunks, "choose", lambda *args, **how: calls.append(args) or choose(*args, **how))
     for _ in range(2):
         layer(data.x, data.edge_index)[data.mask].sum().backward()
     assert "kernel" in nn.describe(layer) and len(calls) == 2
@@ -299,15 +300,6 @@ def test_dropout_of_rows():
     equal(*results)
 
 
-def over_sequences(make, **how):
-    """A network over pairs of columns."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make(2, 3, **how).double()
-
-
-LSTM = over_sequences(torch.nn.LSTM, batch_first=True, bidirectional=True)
-GRU = over_sequences(torch.nn.GRU, batch_first=True, num_layers=2)
 FUNCTIONS = {
     "relu": lambda x: x.relu(),
     "leaky": lambda x: F.leaky_relu(x, 0.1),
@@ -340,9 +332,6 @@ FUNCTIONS = {
     "renorm of rows": lambda x: x.renorm(2, 0, 1.0),
     "classes": lambda x: F.one_hot((x > 0).long().argmax(1), IN) * x,
     "table": lambda x: F.embedding((x > 0).long().argmax(1), torch.eye(IN, dtype=x.dtype)) * x,
-    "lstm": lambda x: LSTM(x.view(len(x), 4, 2))[0],
-    "gru": lambda x: GRU(x.view(len(x), 4, 2))[0],
-    "rnn": lambda x: over_sequences(torch.nn.RNN, batch_first=True)(x.view(len(x), 4, 2))[0],
 }
 
 
@@ -415,8 +404,6 @@ MIXES = {
     "renorm of columns": lambda x: x.renorm(2, 1, 1e9),
     "classes": lambda x: F.one_hot((x > 0).long().argmax(1)),
     "torch.batch_norm": lambda x: torch.batch_norm(x, None, None, x[:9].mean(0), x[:9].var(0), False, 0.1, 1e-5, True),
-    "lstm over rows": lambda x: over_sequences(torch.nn.LSTM)(x.view(len(x), 4, 2)),
-    "gru from a state": lambda x: GRU(x.view(len(x), 4, 2), torch.ones(2, len(x), 3, dtype=x.dtype)),
     "rows of nothing but zeros, cumsum": lambda x: (x.detach() * 0).cumsum(0),
     "rows of nothing but zeros, norm": lambda x: F.normalize(x.detach() * 0, dim=0),
 }
@@ -1022,6 +1009,69 @@ def test_layers_that_look_for_what_messages_left():
     layer, kinds = convert(pyg.RGATConv(IN, 4, 2)).double(), torch.arange(plain.edge_index.size(1)) % 2
     found, expected = layer(data.x, data.edge_index, kinds), layer(plain.x, plain.edge_index, kinds)
     torch.testing.assert_close(found[data.mask], expected[plain.mask], rtol=1e-10, atol=1e-10)
+
+
+class InMemory(torch.autograd.Function):
+    """Rows at home as ordinary ones, whose gradient is ordinary, too."""
+
+    @staticmethod
+    def forward(ctx, rows):
+        return host(rows).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("make", [
+    lambda: pyg.GCNConv(IN, 4, normalize=False, bias=False), lambda: pyg.GATConv(IN, 4, bias=False),
+    lambda: pyg.SAGEConv(IN, 4, "median", root_weight=False, bias=False), lambda: lambda x, edge_index: x * 2,
+])  # fmt: skip
+def test_functions_that_give_ordinary_gradients(make):
+    data, plain = small(), inputs()[0]
+    data.x.requires_grad_()
+    torch.manual_seed(0)
+    layer = make()
+    layer = layer.double() if isinstance(layer, torch.nn.Module) else layer
+    expected = layer(plain.x, plain.edge_index)
+    weight = torch.randn(expected.shape, dtype=torch.float64)
+    (expected * weight).sum().backward()
+    layer = convert(layer) if isinstance(layer, torch.nn.Module) else layer
+    out = InMemory.apply(force(layer(data.x, data.edge_index)))
+    (out * weight).sum().backward()
+    equal([out.detach(), host(data.x.grad)], [expected.detach(), plain.x.grad])
+
+
+class Pair(NamedTuple):
+    sources: torch.Tensor
+    destinations: torch.Tensor
+
+
+class Scaled(pyg.MessagePassing):
+    """Takes a pair of its own type; what its update reads has as many rows as a chunk has destinations."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x, edge_index):
+        scale = torch.arange(1.0, self.count + 1, dtype=torch.float64)
+        return self.propagate(edge_index, x=Pair(x, x), scale=scale)
+
+    def message(self, x_j, x_i):
+        return (x_j - x_i).relu()
+
+    def update(self, out, scale):
+        return out * scale.mean()
+
+
+def test_arguments_are_what_they_are_of_the_whole_graph():
+    data, plain = small(4), inputs()[0]
+    a, b = data.x.place.ranges[1]
+    layer = Scaled(b - a)
+    expected = layer(plain.x, plain.edge_index)
+    out = convert(layer)(data.x, data.edge_index)
+    torch.testing.assert_close(out[torch.arange(NUM_NODES)], expected, rtol=1e-10, atol=1e-10)
 
 
 def test_layers_that_cannot_run_on_chunks():

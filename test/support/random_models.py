@@ -55,6 +55,7 @@ def usable(case: zoo.Case) -> bool:
     return not (case.says or case.two) and case.train and set(case.given.split()) <= known
 
 
+NOT_AT_HOME = {"ARMAConv", "MFConv", "GCNConv decomposed"}
 NAMES = [name for name, case in LAYERS.items() if usable(case) and case.dtype == torch.float64 and name in zoo.CASES]
 
 
@@ -100,23 +101,24 @@ class Pooled(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A random model."""
+    """A random model, perhaps without what rows at home refuse."""
 
     pools: Any = gnn  # whose poolings it takes
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, at_home: bool) -> None:
         super().__init__()
-        self.random = random.Random(seed)
+        self.random, self.at_home = random.Random(seed), at_home
         self.steps, self.plan = torch.nn.ModuleList(), []
         depth = self.random.randint(1, 3)
         for _ in range(depth):
-            name = self.random.choice(NAMES)
+            name = self.random.choice([name for name in NAMES if not (at_home and name in NOT_AT_HOME)])
             self.add("conv", name, Conv(name))
             for _ in range(self.random.randint(0, 3)):
                 self.between()
             self.add("keep", "")
-        self.jump = gnn.JumpingKnowledge(how := self.random.choice(["cat", "max", "lstm"]), WIDTH, depth)
-        self.head = self.random.choice(["nodes", "nodes", "graphs", "pairs"])
+        how = self.random.choice(["cat", "max"] if at_home else ["cat", "max", "lstm"])
+        self.jump = gnn.JumpingKnowledge(how, WIDTH, depth)
+        self.head = self.random.choice(["nodes", "nodes", "pairs"] if at_home else ["nodes", "pairs", "graphs"])
         self.add(f"jump by {how}, then {self.head}", "")
         self.soft = gnn.SoftmaxAggregation(learn=True)
         self.lin = torch.nn.Linear(WIDTH * depth if how == "cat" else WIDTH, CLASSES)
@@ -127,14 +129,15 @@ class Model(torch.nn.Module):
 
     def between(self) -> None:
         """Add something between layers."""
-        kind = self.random.choice(["by row", "by row", "norm", "norm", "of graphs", "pooled", "add", "cat"])
+        kinds = ["by row", "by row", "norm", "of one graph", "add", "cat"]
+        kind = self.random.choice(kinds if self.at_home else [*kinds, "of graphs", "pooled"])
         if kind == "by row":
             self.add(kind, self.random.choice(list(BY_ROW)))
         elif kind == "norm":
             self.add(kind, name := self.random.choice(list(NORMS)), NORMS[name]())
-        elif kind == "of graphs":
+        elif kind in ("of graphs", "of one graph"):
             name = self.random.choice(list(WHOLE))
-            self.add(self.random.choice([kind, "norm"]), name, WHOLE[name](WIDTH))
+            self.add("norm" if kind == "of one graph" else kind, name, WHOLE[name](WIDTH))
         elif kind == "pooled":
             how = self.random.choice(["mean", "add", "max"])
             self.add(kind, how, Pooled(how))

@@ -39,13 +39,15 @@ class Propagation(PerChunk):
         self.seeds = graph.seeds
         self.drawn: list[int] = []
         self.makes = EDGE if call.updates else DESTINATION
-        edge, nodes, _ = rows_of(call, graph)
+        self.rows = edge, nodes, _ = rows_of(call, graph)
         kinds = dict.fromkeys(edge, EDGE) | dict.fromkeys(nodes, DESTINATION)
         kwargs: dict[str, Any] = {}
         for name, value in call.kwargs.items():
             if name in call.lifted:
-                pair = value if isinstance(value, PAIR) else Ends((value, value))
-                kwargs[name] = type(pair)(self.add(t, k) for t, k in zip(pair, (SOURCE, DESTINATION), strict=True))
+                of_one = not isinstance(value, PAIR)
+                pair = (value, value) if of_one else value
+                ends = (self.add(t, k) for t, k in zip(pair, (SOURCE, DESTINATION), strict=True))
+                kwargs[name] = Ends(ends) if of_one else tuple(ends)
             else:
                 kwargs[name] = self.add(value, kinds.get(name, CONSTANT))
         self.call, self.state = replace(call, kwargs=kwargs), State(call.layer)
@@ -74,7 +76,7 @@ class Propagation(PerChunk):
         """Run the layer's own code on the chunk as the layer is."""
         call = replace(self.call, kwargs={name: given(spec, values) for name, spec in self.call.kwargs.items()})
         if self.strategy is None or not self.strategy.fits(call, it.graph):  # it was looked at for another chunk
-            self.strategy = choose(call, it.graph, None)
+            self.strategy = choose(call, it.graph, None, rows=self.rows)
         strategy = self.strategy
         if strategy.name in ("one-shot", "refused", "padded"):
             raise NotImplementedError(
@@ -86,8 +88,9 @@ class Propagation(PerChunk):
 
 def given(spec: Any, values: Sequence[Any]) -> Any:
     """Return an argument of the call: the value of a number, a pair of those, or what it is."""
-    if isinstance(spec, PAIR):
-        return type(spec)(given(s, values) for s in spec)
+    if isinstance(spec, tuple):
+        ends = (given(s, values) for s in spec)
+        return Ends(ends) if type(spec) is Ends else tuple(ends)
     return values[spec] if type(spec) is Number else spec
 
 

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.replay.call import PAIR, Call, Ends, aggregation_of
-from pyg_sar.nn.replay.chunks import FEWEST, Chunks
+from pyg_sar.nn.replay.chunks import FEWEST, Chunks, largest_degree
 from pyg_sar.nn.replay.isolate import isolated, side_effects
 from pyg_sar.nn.replay.probe import Probe, Problem, close
 from pyg_sar.nn.replay.probe_graph import BLOCKS, EDGES, SRC
@@ -36,13 +36,16 @@ from pyg_sar.nn.replay.strategy import NAMES, Strategy
 from pyg_sar.nn.replay.trace import MixesEdges, NotStreamable, ReadsRows
 from pyg_sar.nn.replay.verify import FEW, passing
 
+RowsOf = tuple[frozenset[str], frozenset[str], dict[str, torch.Size]]
 STRATEGIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of every layer, by the kind of call
 CHUNKS_CANNOT = {"edge_index", "edge_index_i", "edge_index_j"}  # tell messages which nodes they are about
 
 
-def choose(call: Call, graph: ShardedGraph, size: Any, own_code: bool = False) -> Strategy:
+def choose(
+    call: Call, graph: ShardedGraph, size: Any, own_code: bool = False, rows: RowsOf | None = None
+) -> Strategy:  # fmt: skip
     """Return the strategy of a call; all workers infer it together, once for arguments of a kind. With ``own_code`` the
-    layer's own code runs in its place, if that is allowed.
+    layer's own code runs in its place, if that is allowed. What :func:`rows_of` says is known of a chunk of a graph.
     """
     inferred = STRATEGIES.setdefault(call.layer, {})
     counts = graph.bipartite and size is not None  # perhaps as many destinations as have edges here
@@ -52,7 +55,7 @@ def choose(call: Call, graph: ShardedGraph, size: Any, own_code: bool = False) -
     strategy = inferred.get(kind)
     trusted = own_code and strategy is not None and strategy.allows_own_code
     if strategy is None or not strategy.fits(call, graph) or not (trusted or still_valid(strategy, call, graph)):
-        edge, nodes, const = rows_of(call, graph)
+        edge, nodes, const = rows_of(call, graph) if rows is None else rows
         with closing(candidates(replace(call, nodes=nodes), graph, edge)) as found:
             strategy = inferred[kind] = agree(found, graph.exchange.all_reduce_max)
         strategy.const = const
@@ -102,7 +105,7 @@ def kind_of(call: Call, graph: ShardedGraph) -> Iterator[Any]:
                 yield name, type(v), v if isinstance(v, (bool, str)) else None
 
 
-def rows_of(call: Call, graph: ShardedGraph) -> tuple[frozenset[str], frozenset[str], dict[str, torch.Size]]:
+def rows_of(call: Call, graph: ShardedGraph) -> RowsOf:
     """Return the names of arguments that have a row for each edge on all workers, and of those for ``update`` that have
     one for each destination, and the shapes of others that are the same on all of them.
     """
@@ -139,7 +142,7 @@ def candidates(call: Call, graph: ShardedGraph, edge: frozenset[str]) -> Generat
                 if isinstance(error, ReadsRows) and not graph.exchange.alone and is_of_layer(error.read, call):
                     raise MixesEdges(f"{error}: a table of all nodes is a 'pyg_sar.nn.NodeEmbedding'") from None
                 why = str(error)
-            if why and (differs := (yield from passing(by_chunks(problem, why), *problems))):
+            if why and (differs := (yield from passing(by_chunks(problems, why), *problems))):
                 last = [Strategy("refused", f"{why}, and on some destinations alone {differs}")]
     except MixesEdges as error:
         last = [Strategy("refused", str(error))]
@@ -171,28 +174,36 @@ def by_blocks(problem: Problem) -> Iterator[Strategy]:
     yield Strategy("passes", **rows, program=probe.program)
 
 
-def by_chunks(problem: Problem, why: str) -> Iterator[Strategy]:
+def by_chunks(problems: list[Problem], why: str) -> Iterator[Strategy]:
     """Yield what seems possible with all edges of a destination at once, given why it does not stream."""
+    problem, probes = problems[0], [Probe(problem) for problem in problems]
     if CHUNKS_CANNOT & set(problem.call.asked):
         raise NotStreamable(why)
-    probe, begin = Probe(problem), sequence_number()
+    probe, begin, some = probes[0], sequence_number(), False
     with side_effects(problem.layer, problem.device, lasting=problem.call.updates) as problem.side_effects:
-        out, some = on_chunks(probe, FEW)
-        _, every = on_chunks(probe, SRC * EDGES)
-        if some is not None and every is not None and not close(some, every):  # of which a median might show nothing
-            raise MixesEdges(f"{why}, and on some destinations alone its messages would differ")
+        out, _ = on_chunks(probe, FEW, FEWEST)
     program = Reductions(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
     ids = torch.arange(EDGES, device=problem.device)
-    for name in ("chunks", "padded"):
-        strategy = Strategy(name, why, problem.edge, problem.call.nodes, program)
+    for name, padding in (("chunks", FEWEST), ("padded", largest_degree(probe.runner.graph))):
+        if not all(same_messages(probe, padding) for probe in probes):
+            continue
+        some, strategy = True, Strategy(name, why, problem.edge, problem.call.nodes, program)
         graphs = (problem.probe_graph.in_blocks[BLOCKS].replace(e_id=e_id) for e_id in (ids, -ids))
         strategy.ordered = not close(*(strategy.run(problem.leaves(), graph, False, FEW) for graph in graphs))
         yield strategy
+    if not some:
+        raise MixesEdges(f"{why}, and on some destinations alone its messages would differ")
 
 
-def on_chunks(probe: Probe, cells: int) -> tuple[Tensor, Tensor | None]:
+def same_messages(probe: Probe, padding: int) -> bool:
+    """Whether messages are the same in small chunks and in one of all edges: a median, for one, shows few of them."""
+    (_, some), (_, every) = (on_chunks(probe, cells, padding) for cells in (FEW, SRC * EDGES))
+    return some is None or every is None or close(some, every)
+
+
+def on_chunks(probe: Probe, cells: int, padding: int) -> tuple[Tensor, Tensor | None]:
     """Return what comes of chunks of about so many messages, and the messages, if there is one for each edge."""
-    runner, chunks = probe.runner, Chunks(probe.runner, cells, FEWEST)
+    runner, chunks = probe.runner, Chunks(probe.runner, cells, padding)
     runner.messages = []
     out = chunks.step(None, probe.block, probe.x, probe.rows)
     edges = [chunk.edges for chunk in chunks.chunks(probe.block, runner.graph.ids_of(probe.block))]
@@ -202,8 +213,8 @@ def on_chunks(probe: Probe, cells: int) -> tuple[Tensor, Tensor | None]:
     made = [t.movedim(dim, 0) for t in made]
     if [len(t) for t in made] != [len(of_chunk) for of_chunk in edges]:
         return out, None
-    real = torch.cat([of_chunk[FEWEST:] for of_chunk in edges])
-    return out, torch.cat([t[FEWEST:] for t in made])[real.argsort()]
+    real = torch.cat([of_chunk[padding:] for of_chunk in edges])
+    return out, torch.cat([t[padding:] for t in made])[real.argsort()]
 
 
 def agree(found: Iterator[Strategy], largest: Callable[[list[int]], list[int]]) -> Strategy:

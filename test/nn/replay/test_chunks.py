@@ -204,20 +204,43 @@ def test_what_depends_on_other_destinations_is_refused():
 class Counted(gnn.MessagePassing):
     """Few messages are not zero, so that hardly a median is; these depend on how many edges there are."""
 
-    def __init__(self):
+    def __init__(self, sign):
         super().__init__(aggr="median")
+        self.sign = sign
 
     def forward(self, x, edge_index, a):
         return self.propagate(edge_index, x=x, a=a)
 
     def message(self, x_j, a):
-        return x_j * (a > 1) / len(x_j)
+        return x_j * (self.sign * a > 1) / len(x_j)
 
 
-def test_messages_that_count_edges_are_refused():
-    layer, (x, _) = convert(Counted()), rows()
+class Relative(gnn.MessagePassing):
+    """Messages are divided by the largest degree, which all chunks must see."""
+
+    def __init__(self):
+        super().__init__(aggr="median")
+
+    def forward(self, x, edge_index, a):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j, index):
+        degree = torch.bincount(index)
+        return x_j * degree[index, None] / degree.max()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_messages_that_count_edges_are_refused(sign):
+    layer, (x, _) = convert(Counted(sign)), rows()
     with pytest.raises(NotImplementedError, match="on some destinations alone its messages would differ"):
         run(layer, 2, x, torch.rand(E, 1, dtype=torch.float64))
+
+
+def test_messages_that_know_the_largest_degree():
+    layer, (x, a) = Relative(), rows()
+    expected = layer(x, edges()[:, edges()[1].argsort(stable=True)], a)
+    close(run(convert(layer), 2, x, a), expected, "output")
+    assert "padded to the maximum in-degree" in strategy_of(layer)
 
 
 def refused_everywhere(group):
