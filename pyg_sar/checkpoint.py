@@ -390,10 +390,9 @@ def _groups(optimizer: dict[str, Any]) -> list[int]:
 
 def _load(model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Load the state of a model, wholly or not at all: torch loads what fits, and raises in the end."""
-    own = {
-        name: value for name, value in model.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)
-    }
-    fits = all(isinstance(there := state.get(name), Tensor) and there.shape == t.shape for name, t in own.items())
+    every = model.state_dict()
+    own = {name: t for name, t in every.items() if isinstance(t, Tensor) and not is_lazy(t)}
+    fits = every.keys() == state.keys() and all(state[name].shape == t.shape for name, t in own.items())
     before = {} if fits else copy.deepcopy(own)
     try:
         model.load_state_dict(state)

@@ -331,6 +331,9 @@ def test_what_does_not_fit(tmp_path):
     with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight"):
         pyg_sar.load_checkpoint(tmp_path / "two", model=other)
     assert all(map(torch.equal, before, other.parameters()))
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        pyg_sar.load_checkpoint(tmp_path / "two", model=other[:1])
+    assert all(map(torch.equal, before, other.parameters()))
     with torch.no_grad():
         model[0].weight.zero_()
     groups = [{"params": layer.parameters()} for layer in model]

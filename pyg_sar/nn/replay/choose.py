@@ -176,10 +176,11 @@ def by_blocks(problem: Problem) -> Iterator[Strategy]:
 
 def by_chunks(problems: list[Problem], why: str) -> Iterator[Strategy]:
     """Yield what seems possible with all edges of a destination at once, given why it does not stream."""
-    problem, probes = problems[0], [Probe(problem) for problem in problems]
+    problem, some = problems[0], False
     if CHUNKS_CANNOT & set(problem.call.asked):
         raise NotStreamable(why)
-    probe, begin, some = probes[0], sequence_number(), False
+    probes, begin = [Probe(problem) for problem in problems], sequence_number()
+    probe = probes[0]
     with side_effects(problem.layer, problem.device, lasting=problem.call.updates) as problem.side_effects:
         out, _ = on_chunks(probe, FEW, FEWEST)
     program = Reductions(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
