@@ -10,10 +10,10 @@ import torch
 from support import conv_zoo as zoo
 from support.nasty_graph import NUM_NODES, close
 from support.random_models import Model, graph
+from support.simulate import simulate
 from torch import Tensor
 
 import pyg_sar
-from pyg_sar.distributed.simulated import Workers
 from pyg_sar.watch.mode import watching
 
 STEPS = 2
@@ -92,10 +92,7 @@ def test_random_models(seed: int, parts: str) -> None:
                     mine.pools = pyg_sar.nn
                     return data.n_id, train(mine, data, True)
 
-            found = Workers(size).run(work)
-            for error in (one for one in found if isinstance(one, BaseException)):
-                raise error
-            for n_id, got in found:
+            for n_id, got in simulate(size, work):
                 for key, value in expected.items():
                     of_nodes = key == "output" and model.head != "graphs"
                     close(got.get(key), value[n_id] if of_nodes else value, f"{way}: {key}", tol=1e-9)

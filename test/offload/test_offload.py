@@ -705,11 +705,8 @@ def test_no_tensor_is_as_long_as_the_graph(kind, monkeypatch):
     edge_index = torch.cat([edge_index, edge_index.flip(0)], 1)
     data = Data(x=torch.randn(n, IN, dtype=torch.float64), edge_index=pyg_sar.shard(edge_index, n))
     data.y, data.mask = torch.arange(n) % OUT, torch.arange(n) % 40 == 0
-    data, model, given = (
-        offload(data, chunks=10),
-        convert(network(kind, "batch")),
-        {"edge_attr": leaf(2 * n, 3).detach()},
-    )
+    data, model = offload(data, chunks=10), convert(network(kind, "batch"))
+    given = {"edge_attr": leaf(2 * n, 3).detach()}
 
     def step():
         F.cross_entropy(model(data.x, data.edge_index, given)[data.mask], data.y[data.mask]).backward()

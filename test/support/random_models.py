@@ -33,8 +33,8 @@ NORMS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 WHOLE: dict[str, Callable[[int], torch.nn.Module]] = {
     "GraphNorm": gnn.GraphNorm, "InstanceNorm": gnn.InstanceNorm, "LayerNorm": gnn.LayerNorm,
+    "PairNorm": lambda _: gnn.PairNorm(), "GraphSizeNorm": lambda _: gnn.GraphSizeNorm(),
 }  # fmt: skip
-WHOLE |= {"PairNorm": lambda _: gnn.PairNorm(), "GraphSizeNorm": lambda _: gnn.GraphSizeNorm()}
 BY_ROW: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
-from pyg_sar.nn.replay.call import PAIR, Call, Ends
+from pyg_sar.nn.replay.call import PAIR, Call, Ends, alike
 from pyg_sar.nn.replay.choose import choose, rows_of
 from pyg_sar.nn.replay.isolate import Lost, State
 from pyg_sar.nn.replay.strategy import Strategy
@@ -44,10 +44,9 @@ class Propagation(PerChunk):
         kwargs: dict[str, Any] = {}
         for name, value in call.kwargs.items():
             if name in call.lifted:
-                of_one = not isinstance(value, PAIR)
-                pair = (value, value) if of_one else value
-                ends = (self.add(t, k) for t, k in zip(pair, (SOURCE, DESTINATION), strict=True))
-                kwargs[name] = Ends(ends) if of_one else tuple(ends)
+                pair = value if isinstance(value, PAIR) else Ends((value, value))
+                numbers = (self.add(t, k) for t, k in zip(pair, (SOURCE, DESTINATION), strict=True))
+                kwargs[name] = alike(pair, numbers)
             else:
                 kwargs[name] = self.add(value, kinds.get(name, CONSTANT))
         self.call, self.state = replace(call, kwargs=kwargs), State(call.layer)
@@ -89,8 +88,7 @@ class Propagation(PerChunk):
 def given(spec: Any, values: Sequence[Any]) -> Any:
     """Return an argument of the call: the value of a number, a pair of those, or what it is."""
     if isinstance(spec, tuple):
-        ends = (given(s, values) for s in spec)
-        return Ends(ends) if type(spec) is Ends else tuple(ends)
+        return alike(spec, (given(s, values) for s in spec))
     return values[spec] if type(spec) is Number else spec
 
 

@@ -3,7 +3,7 @@ r"""A call of a layer's ``propagate`` or ``edge_updater``, and its arguments sor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import Any, NamedTuple
@@ -29,6 +29,11 @@ class Ends(tuple):
     """What a chunk of the graph has of the rows of all nodes, as sources and as destinations: ``update``, which may ask
     for these rows as a whole, gets those of destinations.
     """
+
+
+def alike(pair: Any, made: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what was made of both of a pair, which are ends of the same rows if they were."""
+    return Ends(made) if type(pair) is Ends else tuple(made)
 
 
 @dataclass
@@ -101,8 +106,7 @@ class Call:
         kwargs, lifted, asked = {}, self.lifted, self.asked
         for name, value in self.kwargs.items():
             if name in lifted and isinstance(value, PAIR):
-                pair = (make(kind, v) for kind, v in zip(("src", "dst"), value, strict=True))
-                kwargs[name] = Ends(pair) if type(value) is Ends else tuple(pair)
+                kwargs[name] = alike(value, (make(kind, v) for kind, v in zip(("src", "dst"), value, strict=True)))
             elif name in lifted:
                 kwargs[name] = make("dst" if bipartite and f"{name}_j" not in asked else "src", value)
             else:

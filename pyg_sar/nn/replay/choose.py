@@ -182,7 +182,7 @@ def by_chunks(problems: list[Problem], why: str) -> Iterator[Strategy]:
     probes, begin = [Probe(problem) for problem in problems], sequence_number()
     probe = probes[0]
     with side_effects(problem.layer, problem.device, lasting=problem.call.updates) as problem.side_effects:
-        out, _ = on_chunks(probe, FEW, FEWEST)
+        out = Chunks(probe.runner, FEW, FEWEST).step(None, probe.block, probe.x, probe.rows)
     program = Reductions(hidden=probe.hidden([out], begin), drops=probe.runner.dropped)
     ids = torch.arange(EDGES, device=problem.device)
     for name, padding in (("chunks", FEWEST), ("padded", largest_degree(probe.runner.graph))):
@@ -198,24 +198,24 @@ def by_chunks(problems: list[Problem], why: str) -> Iterator[Strategy]:
 
 def same_messages(probe: Probe, padding: int) -> bool:
     """Whether messages are the same in small chunks and in one of all edges: a median, for one, shows few of them."""
-    (_, some), (_, every) = (on_chunks(probe, cells, padding) for cells in (FEW, SRC * EDGES))
+    some, every = (messages_of(probe, cells, padding) for cells in (FEW, SRC * EDGES))
     return some is None or every is None or close(some, every)
 
 
-def on_chunks(probe: Probe, cells: int, padding: int) -> tuple[Tensor, Tensor | None]:
-    """Return what comes of chunks of about so many messages, and the messages, if there is one for each edge."""
+def messages_of(probe: Probe, cells: int, padding: int) -> Tensor | None:
+    """Return the messages that chunks of about so many make, if there is one for each edge."""
     runner, chunks = probe.runner, Chunks(probe.runner, cells, padding)
     runner.messages = []
-    out = chunks.step(None, probe.block, probe.x, probe.rows)
+    chunks.step(None, probe.block, probe.x, probe.rows)
     edges = [chunk.edges for chunk in chunks.chunks(probe.block, runner.graph.ids_of(probe.block))]
     made, dim = runner.messages, 0 if runner.call.updates else runner.layer.node_dim
     if not all(isinstance(t, Tensor) and t.dim() >= abs(dim) for t in made):
-        return out, None
+        return None
     made = [t.movedim(dim, 0) for t in made]
     if [len(t) for t in made] != [len(of_chunk) for of_chunk in edges]:
-        return out, None
+        return None
     real = torch.cat([of_chunk[padding:] for of_chunk in edges])
-    return out, torch.cat([t[padding:] for t in made])[real.argsort()]
+    return torch.cat([t[padding:] for t in made])[real.argsort()]
 
 
 def agree(found: Iterator[Strategy], largest: Callable[[list[int]], list[int]]) -> Strategy:
