@@ -86,8 +86,8 @@ def aggregate_async(
     source = x if isinstance(x, LocalRows) else LocalRows(x)
     refuse_transforms(graph, running.name())
     check(graph, source.x, Rows(dst, edge))
-    if is_elsewhere(source.x):
-        rows: Any = source.x
+    if elsewhere := [t for t in (source.x, *dst) if is_elsewhere(t)]:
+        rows: Any = elsewhere[0]
         return Pending(None, out=rows.aggregate(graph, reduce, source, Rows(dst, edge, const)))
     if isinstance(source, ProjectedRows) and (
         len(graph.blocks) == 1 or source.x.dim() != 2 or torch.is_autocast_enabled(source.x.device.type)

@@ -151,6 +151,8 @@ class ShardedGraph:
             sources and destinations are different sets of nodes, whatever their numbers.
         cached: Input features that never change, and what was made of them (:meth:`recall`).
         origin: What a graph with some of the destinations was made from, or None.
+        ends: The types of sources and of destinations in heterogeneous data; of several types one after the other, a
+            tuple. None if that is not known.
     """
 
     blocks: tuple[Block, ...]
@@ -164,6 +166,7 @@ class ShardedGraph:
     dst: slice | None = field(kw_only=True)
     cached: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, repr=False)
     origin: Origin | None = None
+    ends: tuple[Any, Any] | None = None
     memo: Memo = field(default_factory=Memo, init=False, repr=False)
 
     @property

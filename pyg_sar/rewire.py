@@ -159,11 +159,13 @@ def join(graphs: Sequence[ShardedGraph], first: dict[str, int], types: Sequence[
     key = tuple(first), tuple(types)
     if key not in joined or [other() for other in joined[key][0]] != list(graphs):
         with torch.inference_mode(False):
-            joined[key] = [ref(g) for g in graphs], _join(graphs, [first[t] for t in types], num_dst)
+            joined[key] = [ref(g) for g in graphs], _join(graphs, [first[t] for t in types], num_dst, tuple(first))
     return joined[key][1]
 
 
-def _join(graphs: Sequence[ShardedGraph], first: Sequence[int], num_dst: int) -> ShardedGraph:
+def _join(
+    graphs: Sequence[ShardedGraph], first: Sequence[int], num_dst: int, types: tuple[str, ...]
+) -> ShardedGraph:  # fmt: skip
     exchange, numbers = graphs[0].exchange.join([g.exchange for g in graphs])
     numbers = [n.to(g.device) for n, g in zip(numbers, graphs, strict=True)]
     starts = [0, *torch.tensor([g.num_edges for g in graphs]).cumsum(0).tolist()]
@@ -179,9 +181,11 @@ def _join(graphs: Sequence[ShardedGraph], first: Sequence[int], num_dst: int) ->
     e_id = torch.cat([edge_ids(g) * len(graphs) + k for k, g in enumerate(graphs)])
     num_src = sum(g.num_src for g in graphs)
     n_id = torch.arange(num_src, device=e_id.device)
+    ends = None if graphs[0].ends is None else (tuple(g.ends[0] for g in graphs if g.ends is not None), types)
     return graphs[0].replace(
-        blocks=tuple(blocks), num_src=num_src, num_dst=num_dst, dst=None, exchange=exchange, n_id=n_id, e_id=e_id
-    )
+        blocks=tuple(blocks), num_src=num_src, num_dst=num_dst, dst=None, exchange=exchange, n_id=n_id, e_id=e_id,
+        ends=ends,
+    )  # fmt: skip
 
 
 def dst_ids(graph: ShardedGraph) -> Tensor:

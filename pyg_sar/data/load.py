@@ -109,6 +109,7 @@ def load(
     for k, (it, rows) in enumerate(shard.edges.items()):
         seed = said[0]["seed"] + 0x9E3779B9 * k  # other masks of dropout for every edge type
         graph = assemble(rows.topology, rank, group, remat, prefetch, seed, comm_dtype, log)
+        graph = graph.replace(ends=(it[0], it[-1])) if shard.typed else graph
         edges[it] = ShardedEdgeIndex(graph).replace(one_shot=one_shot)
     data = _data(shard, edges).to(str(device))
     # A single worker, such as that of a stage of a pipeline, has all rows, but in another order.

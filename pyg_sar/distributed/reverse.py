@@ -133,5 +133,6 @@ def _turned(
         num_dst=graph.num_src,
         dst=None if graph.bipartite else slice(0, graph.num_src),
         n_id=None if graph.bipartite else graph.n_id,
+        ends=None if graph.ends is None else graph.ends[::-1],
         cached=WeakIdKeyDictionary(),
     )

@@ -36,7 +36,7 @@ from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.passes import add_shared, check_versions, force, reader, returned, versions
-from pyg_sar.offload.rows import CPU, HostRows, Place, answers, record
+from pyg_sar.offload.rows import CPU, HostRows, Place, answers, record, rows_in
 from pyg_sar.offload.schedule import accesses, best_order, ranges, source_pieces
 from pyg_sar.offload.slots import Slots, add, fetch
 from pyg_sar.reduce.base import Needs, Reduce, Rows
@@ -118,7 +118,7 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
     keeps = by_pieces and place.keeps
 
     def make() -> list[Chunk]:
-        every = spans(graph, count)
+        every = spans(graph.degree, count)
         sources = place.home.keep([sources_of(graph, span) for span in every])
         most = max(map(len, sources))
         room = max(most if num_slots is None else min(num_slots, most), 1)
@@ -136,9 +136,9 @@ def chunks(place: Place, graph: ShardedGraph, by_pieces: bool) -> list[Chunk]:
         return homes.setdefault(place.home, Memo()).get((count, num_slots, keeps), make)
 
 
-def spans(graph: ShardedGraph, count: int) -> list[tuple[int, int]]:
+def spans(degree: Tensor, count: int) -> list[tuple[int, int]]:
     """Cut destinations into at most so many ranges of about equal cost, of which none is empty if there are any."""
-    rowptr = F.pad(graph.degree.cumsum(0), (1, 0))
+    rowptr = F.pad(degree.cumsum(0), (1, 0))
     return [(one.start, one.stop) for one in ranges(rowptr.cpu(), count) if one.start < one.stop] or [(0, 0)]
 
 
@@ -338,7 +338,7 @@ class ByChunks(torch.autograd.Function):
         """Fetch, compute and write each chunk."""
         ctx.set_materialize_grads(False)  # as rows that nobody could take apart
         ctx.place, ctx.graph, ctx.program, ctx.kinds = place, graph, program, kinds
-        ctx.shapes = [(t.shape, t.dtype, t.device, isinstance(t, HostRows)) for t in inputs]
+        ctx.shapes = [(t.shape, t.dtype, t.device, t.place if isinstance(t, HostRows) else None) for t in inputs]
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
         kept = [t if keep else None for t, keep in zip(inputs, keeps, strict=True)]
         ctx.versions = versions(kept)
@@ -360,7 +360,7 @@ class ByChunks(torch.autograd.Function):
             write(out, rows, program.makes, it, place, meter)
             del it, values, rows  # or they would live while the next chunk is fetched
         assert out is not None
-        return HostRows(place, out) if program.makes == DESTINATION else out
+        return HostRows(place.of_destinations(graph), out) if program.makes == DESTINATION else out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -398,7 +398,7 @@ class ByChunks(torch.autograd.Function):
             sum_halo(total, graph.exchange, meter)
             sums[k] = total.local
         pairs = zip(sums, ctx.shapes, strict=True)
-        return None, None, None, None, *(returned(place, s, *about) for s, (_, *about) in pairs)
+        return None, None, None, None, *(returned(s, *about) for s, (_, *about) in pairs)
 
 
 def reader_of(grad: Tensor, kind: str, place: Place) -> Callable[[Chunk], Tensor]:
@@ -514,8 +514,9 @@ def write(total: Tensor, rows: Tensor, kind: str, it: Chunk, place: Place, meter
 def aggregate_rows(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows: Rows) -> Tensor:
     """Aggregate rows at home; what is pending of them is computed before."""
     x: Any = source.x
-    place = x.place
-    x = record(F.linear, source.inputs, {}) if isinstance(source, ProjectedRows) else x
+    place = next(rows_in((x, *rows.dst))).place
+    if isinstance(source, ProjectedRows):
+        x = record(F.linear, source.inputs, {}) if isinstance(x, HostRows) else source.project()
     kinds = [SOURCE, *[DESTINATION] * len(rows.dst), *[EDGE] * len(rows.edge), *[CONSTANT] * len(rows.const)]
     program = Aggregation(reduce, (len(rows.dst), len(rows.edge), len(rows.const)))
     return run(place, graph, program, kinds, [x, *rows.dst, *rows.edge, *rows.const])
@@ -526,5 +527,5 @@ def run(place: Place, graph: ShardedGraph, program: PerChunk, kinds: Sequence[st
     exist = [force(t) if isinstance(t, HostRows) else t for t in inputs]
     out: Tensor = ByChunks.apply(place, graph, program, kinds, *exist)
     if not graph.exchange.alone and program.makes == DESTINATION:
-        watch.rows(out, of=graph.n_id)
+        watch.rows(out, of=place.of_destinations(graph).n_id)
     return out

@@ -2,7 +2,7 @@ r"""The one call that users make: rows of loaded data leave the memory that is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,10 @@ from pyg_sar.distributed.agreement import agree, on_all
 from pyg_sar.distributed.group import copied
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.home import Home, count_bytes
-from pyg_sar.offload.move import graph_of, move, place_of
+from pyg_sar.offload.move import graphs_of, move, place_of, place_of_types
 from pyg_sar.offload.rows import Place
+
+Graphs = Mapping[Any, ShardedGraph]
 
 
 def offload(
@@ -39,12 +41,15 @@ def offload(
     sums and means over all rows are ordinary tensors. Batch normalisation takes its statistics over all rows. A
     function that mixes rows raises. The mask of ``F.dropout`` is a function of the row's global id.
 
+    Of heterogeneous data the rows of all types of nodes go home; each type of edges has so many chunks of destinations.
+    Layers take these edges from the data that is returned, and may take ordinary rows beside.
+
     Of several workers each keeps its local rows at home, and, while a layer runs, the rows that it reads of others:
     they come once, and their gradients go back once, as in memory. All workers call this together. Statistics are those
     of all workers' rows; sums, means, ``out[mask]`` and losses are a worker's share, as in memory.
 
     Args:
-        data (Data): What :func:`pyg_sar.load` returned, or a ``Data`` whose ``edge_index`` is that of
+        data (Data or HeteroData): What :func:`pyg_sar.load` returned, or data each ``edge_index`` of which is that of
             :func:`pyg_sar.shard`.
         budget (int or str, optional): Bytes, or such as :obj:`"2GiB"`, that a step of a worker may take beside the data
             and the rows at home. The fewest chunks are taken that fit, as a dry run of ``model`` tells, with several
@@ -68,18 +73,24 @@ def offload(
 
     Raises:
         TypeError: If ``edge_index`` is not sharded, or there is a budget without a model.
-        ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small; or if nodes
-            are of two sets, or the graph is not on the CPU.
+        ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small, or there is
+            a budget for several types; or if edges join other numbers of nodes than the data has, or are not on the
+            CPU.
         OSError: If there is no such folder, or no room.
         RuntimeError: On all of several workers, if one of them raises, or if they ask for different kinds.
     """
     kind = f"{'chunks' if budget is None else 'a budget'}, homes in {'memory' if home is None else 'files'}"
-    exchange = getattr(getattr(getattr(data, "edge_index", None), "graph", None), "exchange", None)
-    graph, rows, there = everywhere(exchange, partial(check, data, budget, model, home, chunks, limit, device, edges))
+    stores = getattr(data, "edge_stores", [data])
+    known = (getattr(getattr(store, "edge_index", None), "graph", None) for store in stores)
+    exchange = next((graph.exchange for graph in known if graph is not None), None)
+    graphs, rows, there = everywhere(exchange, partial(check, data, budget, model, home, chunks, limit, device, edges))
+    graph = next(iter(graphs.values()))
     if not graph.exchange.alone:
         agree("how rows are kept at home", [kind], graph.exchange.group)
     if chunks is not None:
-        return moved(data, place_of(graph, rows, chunks, None, there))
+        if None in graphs:
+            return moved(data, place_of(graph, rows, chunks, None, there))
+        return moved(data, place_of_types(data, graphs, rows, chunks, there), graphs)
     from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
 
     assert model is not None
@@ -93,9 +104,9 @@ def offload(
     return moved(data, place_of(graph, rows, need.chunks, need.slots, there))
 
 
-def moved(data: Any, place: Place) -> Any:
+def moved(data: Any, place: Place, *graphs: Graphs) -> Any:
     """Return the data with its rows at home."""
-    return everywhere(place.exchange, partial(move, data, place))
+    return everywhere(place.exchange, partial(move, data, place, *graphs))
 
 
 def everywhere(exchange: Any, work: Callable[[], Any]) -> Any:
@@ -105,21 +116,20 @@ def everywhere(exchange: Any, work: Callable[[], Any]) -> Any:
     return on_all(work, "move rows home", exchange.group, mine=True)
 
 
-Found = tuple[ShardedGraph, Home, torch.device]
-
-
 def check(
     data: Any, budget: Any, model: Any, home: Any, chunks: Any, limit: Any, device: Any, edges: Sequence[str]
-) -> Found:
-    """Return the graph of data, a home for its rows, and the device; raise unless everything is right."""
-    graph, there = graph_of(data), torch.empty(0, device=device).device  # with its number
+) -> tuple[Graphs, Home, torch.device]:
+    """Return the graphs of data, a home for its rows, and the device; raise unless everything is right."""
+    graphs, there = graphs_of(data), torch.empty(0, device=device).device  # with its number
     if (budget is None) == (chunks is None):
         raise ValueError(f"Expected either a 'budget' with a 'model', or 'chunks' (got {budget!r} and {chunks!r})")
     if chunks is not None and (type(chunks) is not int or chunks < 1):
         raise ValueError(f"Expected 'chunks' to be a positive integer (got {chunks!r})")
     rows = Home(home, there, None if limit is None else count_bytes(limit, "limit"))
     if chunks is not None:
-        return graph, rows, there
+        return graphs, rows, there
+    if None not in graphs:
+        raise ValueError("Expected 'chunks' of the rows of several types (got a 'budget'), such as 'chunks=16'")
     count_bytes(budget, "budget")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
@@ -130,9 +140,10 @@ def check(
         raise TypeError(
             "Expected features 'data.x' [num_nodes, channels] with the 'budget'; give 'chunks' without them"
         )
+    (graph,) = graphs.values()
     for name in edges:
         it = data.get(name)
         if not isinstance(it, torch.Tensor) or it.size(0) != graph.num_edges:
             found = list(it.shape) if isinstance(it, torch.Tensor) else type(it).__name__
             raise ValueError(f"Expected 'edges' to name tensors with {graph.num_edges} rows (got '{name}', {found})")
-    return graph, rows, there
+    return graphs, rows, there

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyg_sar.affine import scaled
-from pyg_sar.offload.passes import Moments, Take, Total, force, host
-from pyg_sar.offload.rows import HostRows, answers, name_of, record, refuse
+from pyg_sar.offload.passes import Join, Moments, Part, Take, Total, force, host
+from pyg_sar.offload.rows import HostRows, answers, name_of, record, refuse, rows_in
 
 ADDS = ("add", "add_", "__add__", "__iadd__")
 
@@ -93,6 +94,73 @@ def total(func: Callable, args: Any, kwargs: Any) -> Any:
         refuse(func, args, kwargs, "of rows, 'sum(0)', 'mean(0)', 'sum()' and 'mean()' are known")
     count = rows.numel() if dims is None else len(rows)
     return Total.apply(force(rows), dims is None, None if name_of(func) == "sum" else count, kwargs.get("dtype"))
+
+
+class Stacked:
+    """What ``torch.stack`` makes of rows at home, which are then in the second dimension. Layers over several edge
+    types stack what each gives, and reduce that; nothing else is known of it.
+
+    Args:
+        rows: The same numbers, with the rows in front, :math:`(n, k, *)`.
+    """
+
+    REDUCE = ("sum", "mean", "max", "min", "amax", "amin", "prod", "std", "var", "logsumexp")
+
+    def __init__(self, rows: HostRows) -> None:
+        self.rows = rows
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(getattr(torch, name), self) if name in self.REDUCE else self.unknown()
+
+    def unknown(self, *args: Any) -> NoReturn:
+        """Refuse to do anything else."""
+        refuse(
+            torch.stack, (self.rows,), {}, "a dimension in front of the rows is reduced at once, by a sum for example"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __getitem__ = unknown
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Reduce what was stacked."""
+        it, dim = args[0], args[1] if len(args) > 1 else (kwargs or {}).get("dim")
+        if isinstance(it, Stacked) and name_of(func) in cls.REDUCE and dim in (0, [0], (0,)):
+            return record(func, (it.rows,), {**(kwargs or {}), "dim": 1})
+        next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Stacked)).unknown()
+
+
+@answers("stack")
+def stack(func: Callable, args: Any, kwargs: Any) -> Any:
+    """In front of the rows, or behind."""
+    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    first = next(rows_in(given["tensors"]))
+    if given.get("dim", 0) % (first.dim() + 1) != 0:
+        return record(func, args, kwargs)
+    return Stacked(record(func, (given["tensors"],), {"dim": 1}))
+
+
+@answers("cat", "concat", "concatenate")
+def cat(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Of rows of nodes of several types, one type after the other."""
+    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    rows = given["tensors"]
+    if given.get("dim", 0) != 0 or not all(isinstance(t, HostRows) and t.place.type for t in rows):
+        return record(func, args, kwargs)
+    types = tuple(part.type for t in rows for part in t.place.parts)
+    return Join.apply(rows[0].place.of(types), *map(force, rows))
+
+
+@answers("split")
+def split(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Into the types of which there are rows, or columns."""
+    given = dict(zip(("tensor", "split_size_or_sections", "dim"), args, strict=False)) | kwargs
+    rows, sizes = args[0] if args else kwargs["tensor"], given.get("split_size_or_sections", kwargs.get("split_size"))
+    if given.get("dim", 0) % rows.dim() != 0 or not isinstance(rows.place.type, tuple):
+        return record(func, args, kwargs)
+    expected = [part.num_rows for part in rows.place.parts]
+    if list(sizes) != expected:
+        refuse(func, args, kwargs, f"rows of several types are split into the types, of {expected} rows")
+    return Part.apply(force(rows))
 
 
 @answers("roll", "renorm", "renorm_")

@@ -3,6 +3,8 @@ r"""What moves the rows of loaded data home, for a number of chunks that is know
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,20 +16,41 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload import functions  # noqa: F401  # which answer for rows at home
 from pyg_sar.offload.chunks import spans
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.rows import CPU, HostRows, Place
+from pyg_sar.offload.rows import CPU, HostRows, NodeSet, Place
+
+ALL = ""  # the type of nodes that have no types
 
 
-def graph_of(data: Any) -> ShardedGraph:
-    """Return the graph of data whose rows can be moved; raise for others."""
-    it = getattr(data, "edge_index", None)
+def graphs_of(data: Any) -> dict[Any, ShardedGraph]:
+    """Return the graphs of data whose rows can be moved, by edge type, whose ends they know; raise for others."""
+    stores = getattr(data, "edge_stores", [data])
+    found = {getattr(store, "_key", None): graph_of(store) for store in stores}
+    if not found:
+        raise ValueError("Expected data with edges (got none)")
+    for key, graph in found.items():
+        if key is None and graph.bipartite:
+            raise ValueError(
+                "Expected the 'edge_index' of a graph with one set of nodes; give two sets as 'HeteroData'"
+            )
+        if key is not None:
+            check_ends(data, key, graph)
+            found[key] = graph if graph.ends == key[::2] else graph.replace(ends=key[::2])
+    return found
+
+
+def graph_of(store: Any) -> ShardedGraph:
+    """Return the graph of edges of one type; raise for what is none, or not whole, or elsewhere."""
+    it, key = getattr(store, "edge_index", None), getattr(store, "_key", None)
+    of = "" if key is None else f" of {key}"
     if not isinstance(it, ShardedEdgeIndex):
         raise TypeError(
-            f"Expected data with a sharded 'edge_index' (got {type(it).__name__}). Take it from 'pyg_sar.load', or set "
-            f"'data.edge_index = pyg_sar.shard(data.edge_index, data.num_nodes)'. Heterogeneous data stays in memory."
+            f"Expected data with a sharded 'edge_index'{of} (got {type(it).__name__}). Take it from 'pyg_sar.load', or "
+            f"set 'data.edge_index = pyg_sar.shard(data.edge_index, data.num_nodes)', of each edge type with the "
+            f"numbers of its sources and destinations."
         )
     graph = it.graph
-    if graph.bipartite or graph.origin is not None:
-        raise ValueError("Expected the 'edge_index' of a whole graph with one set of nodes")
+    if graph.origin is not None:
+        raise ValueError(f"Expected the 'edge_index'{of} of a whole graph (got some of its destinations)")
     if graph.device.type != "cpu":
         raise ValueError(
             f"Expected an 'edge_index' on the CPU, with the rows (got one on {graph.device}). Leave 'device' out of "
@@ -36,41 +59,77 @@ def graph_of(data: Any) -> ShardedGraph:
     return graph
 
 
+def check_ends(data: Any, key: Any, graph: ShardedGraph) -> None:
+    """Raise unless edges join as many nodes as the data has of their types."""
+    counts, expected = (graph.num_src, graph.num_dst), tuple(int(data[t].num_nodes) for t in key[::2])
+    if counts != expected:
+        raise ValueError(
+            f"Expected edges {key} from {expected[0]} to {expected[1]} nodes, as the data has (got {counts[0]} to "
+            f"{counts[1]}): 'pyg_sar.shard(edge_index, {expected})'"
+        )
+
+
 def place_of(
     graph: ShardedGraph, home: Home, chunks: int, slots: int | None = None, device: torch.device | None = None
 ) -> Place:
     """Return the place of a graph's rows, which are computed on where the graph is unless there is a ``device``."""
     with CPU:  # whatever torch's default device is
-        ranges = spans(graph, chunks)
         n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
-    return Place(home, device or graph.device, ranges, chunks, n_id, graph.seeds, graph.exchange, slots)
+        sets = {ALL: NodeSet(spans(graph.degree, chunks), n_id)}
+    return Place(home, device or graph.device, sets, chunks, graph.seeds, graph.exchange, slots, type=ALL)
 
 
-def move(data: Any, place: Place) -> Any:
+def place_of_types(
+    data: Any, graphs: Mapping[Any, ShardedGraph], home: Home, chunks: int, device: torch.device
+) -> Place:
+    """Return the place of the rows of a type of heterogeneous data, that of others being :meth:`Place.of`."""
+    sets = {}
+    with CPU:
+        for store in data.node_stores:
+            degree = torch.zeros(int(store.num_nodes), dtype=torch.int64)
+            for key, graph in graphs.items():
+                degree += graph.degree if key[-1] == store._key else 0
+            n_id = store.n_id if "n_id" in store else torch.arange(len(degree))
+            sets[store._key] = NodeSet(spans(degree, chunks), n_id)
+    graph = next(iter(graphs.values()))
+    return Place(home, device, sets, chunks, graph.seeds, graph.exchange, type=next(iter(sets)))
+
+
+def move(data: Any, place: Place, graphs: Mapping[Any, ShardedGraph] = MappingProxyType({})) -> Any:
     """Return the same data with its rows at home, which are copied if that is pinned memory; numbers of nodes, such as
-    labels and masks, are on the device.
+    labels and masks, are on the device. Edges of several types become those of ``graphs``, which know their ends.
     """
-    out = copy.copy(data)
-    named = {key: data[key] for key in data.node_attrs()}
-    tensors = {key: value for key, value in named.items() if isinstance(value, Tensor)}
-    go_home = {key for key, value in tensors.items() if value.is_floating_point() and value.dim() > 1}
-    if not go_home:
+    out, goes_home = copy.copy(data), False
+    for store in out.node_stores:
+        at = place if store._key is None else place.of(store._key)
+        for key in store.node_attrs():
+            value = store[key]
+            if not isinstance(value, Tensor):
+                continue
+            if value.is_floating_point() and value.dim() > 1:
+                store[key], goes_home = rows_of(key, value, at), True
+            else:
+                moved = value.to(place.device)
+                store[key] = moved if place.exchange.alone or moved is value else watch.rows(moved, of=at.n_id)
+    if not goes_home:
         raise ValueError(
             f"Expected a floating-point tensor of rows [n, *] of nodes, such as features 'data.x', to move home (got "
-            f"{', '.join(named) or 'no tensors of nodes'}). Nothing would be: leave this data in memory."
+            f"{', '.join(data.node_attrs()) or 'no tensors of nodes'}). Nothing would be: leave this data in memory."
         )
-    for key, value in tensors.items():
-        if key not in go_home:
-            moved = value.to(place.device)
-            out[key] = moved if place.exchange.alone or moved is value else watch.rows(moved, of=place.n_id)
-        else:
-            if isinstance(value, torch.nn.Parameter) or value.grad_fn is not None:
-                what = "parameter" if value.grad_fn is None else "result of a model"
-                raise ValueError(
-                    f"Expected '{key}' to be data (got a {what}, which would learn nothing from rows at home). Apply "
-                    f"the model to the rows that 'offload' returns."
-                )
-            host = place.home.empty(value.shape, value.dtype).copy_(value.detach()) if place.home.pinned else value
-            rows = HostRows(place, host.detach()).requires_grad_(value.requires_grad)
-            out[key] = rows if place.exchange.alone else watch.rows(rows, of=place.n_id)
+    for edge_type, graph in graphs.items():
+        if out[edge_type].edge_index.graph is not graph:
+            out[edge_type].edge_index = ShardedEdgeIndex(graph)
     return out
+
+
+def rows_of(key: str, value: Tensor, place: Place) -> Tensor:
+    """Return rows of data at home."""
+    if isinstance(value, torch.nn.Parameter) or value.grad_fn is not None:
+        what = "parameter" if value.grad_fn is None else "result of a model"
+        raise ValueError(
+            f"Expected '{key}' to be data (got a {what}, which would learn nothing from rows at home). Apply "
+            f"the model to the rows that 'offload' returns."
+        )
+    host = place.home.empty(value.shape, value.dtype).copy_(value.detach()) if place.home.pinned else value
+    rows = HostRows(place, host.detach()).requires_grad_(value.requires_grad)
+    return rows if place.exchange.alone else watch.rows(rows, of=place.n_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -200,8 +201,9 @@ class ByRanges(torch.autograd.Function):
                 if wanted[k]:
                     collect(grads, k, leaf, next(found), span, place, n)
             del found  # or it would live while the next range is computed
-        pairs = zip(grads, leaves, strict=True)
-        return None, None, None, *(returned(place, g, t.dtype, t.device, isinstance(t, HostRows)) for g, t in pairs)
+        places = (place if isinstance(t, HostRows) else None for t in leaves)
+        each = zip(grads, leaves, places, strict=True)
+        return None, None, None, *(returned(g, t.dtype, t.device, at) for g, t, at in each)
 
 
 def differentiate(
@@ -259,9 +261,60 @@ def add_shared(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return total.add_(grad)
 
 
-def returned(place: Place, grad: Tensor | None, dtype: torch.dtype, device: torch.device, at_home: bool) -> Any:
+def returned(grad: Tensor | None, dtype: torch.dtype, device: torch.device, place: Place | None) -> Any:
     """Return a gradient as autograd takes it: of rows at home as such, of others where they are and in their type."""
-    return grad if grad is None else HostRows(place, grad) if at_home else grad.to(device, dtype)
+    return grad if grad is None else grad.to(device, dtype) if place is None else HostRows(place, grad)
+
+
+class Join(torch.autograd.Function):
+    """Rows of several types, one type after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Place, *rows: HostRows) -> HostRows:
+        """Copy them, range by range."""
+        ctx.set_materialize_grads(False)
+        ctx.place, ctx.sizes = place, [len(t) for t in rows]
+        out = place.home.empty((sum(ctx.sizes), *rows[0].shape[1:]), rows[0].dtype)
+        for at, t in zip(accumulate(ctx.sizes, initial=0), rows, strict=False):
+            for a, b in t.place.ranges:
+                assert t.host is not None
+                out[at + a : at + b] = t.host[a:b]
+                place.home.wrote(out, at + a, at + b)
+        return HostRows(place, out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: HostRows | None) -> Any:
+        """Those of each type are views of the gradient."""
+        once_differentiable()
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return None, *(HostRows(at, g) for at, g in zip(ctx.place.parts, host(grad).split(ctx.sizes), strict=True))
+
+
+class Part(torch.autograd.Function):
+    """The rows of each of several types; views of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: HostRows) -> tuple[HostRows, ...]:
+        """Split them."""
+        ctx.set_materialize_grads(False)
+        assert rows.host is not None
+        ctx.place, ctx.shape, ctx.dtype = rows.place, rows.shape, rows.dtype
+        sizes = [part.num_rows for part in rows.place.parts]
+        return tuple(HostRows(at, t) for at, t in zip(rows.place.parts, rows.host.split(sizes), strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: HostRows | None) -> HostRows:
+        """Write one after the other."""
+        once_differentiable()
+        out = ctx.place.home.empty(ctx.shape, ctx.dtype)
+        sizes = [part.num_rows for part in ctx.place.parts]
+        for at, part, grad in zip(accumulate(sizes, initial=0), ctx.place.parts, grads, strict=False):
+            given = None if grad is None else reader(grad, part)
+            for a, b in part.ranges:
+                out[at + a : at + b] = 0 if given is None else given((a, b))
+                ctx.place.home.wrote(out, at + a, at + b)
+        return HostRows(ctx.place, out)
 
 
 class Take(torch.autograd.Function):

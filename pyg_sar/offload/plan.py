@@ -79,7 +79,7 @@ class OffloadNeed:
 
 def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
     """Return the counts of a graph, and the largest of its chunks in each respect."""
-    ranges = spans(graph, chunks)
+    ranges = spans(graph.degree, chunks)
     rows = max(end - start for start, end in ranges)
     sources = max(len(sources_of(graph, span)) for span in ranges)
     edges = max(int(graph.degree[slice(*span)].sum()) for span in ranges)

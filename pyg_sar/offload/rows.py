@@ -9,9 +9,10 @@ aggregation, or where rows are taken out (:mod:`pyg_sar.offload.passes`); what i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from pyg_sar.autograd import autocast_as_now, random_states
 from pyg_sar.distributed.group import is_local
 from pyg_sar.exchange import Exchange
-from pyg_sar.graph import Seeds
+from pyg_sar.graph import Seeds, ShardedGraph
 from pyg_sar.offload.home import Home
 
 PROBE = 5  # rows, as many as no layer is likely to be wide
@@ -29,30 +30,85 @@ CPU = torch.device("cpu")
 PLAIN = torch._C.DisableTorchFunctionSubclass
 
 
+class NodeSet(NamedTuple):
+    """The nodes of one type.
+
+    Args:
+        ranges: The rows that are computed on at one time.
+        n_id: Global ids of the rows.
+    """
+
+    ranges: list[tuple[int, int]]
+    n_id: Tensor
+
+
 class Place(NamedTuple):
-    """Where rows are kept and computed on.
+    """Where rows of the nodes of a type are kept and computed on.
 
     Args:
         home: Makes memory for rows.
         device: Computes.
-        ranges: The rows that are computed on at one time.
+        sets: The nodes of each type, of which there is one without a name if there are no types.
         chunks: In how many ranges they were asked to be cut, of which some would be empty.
-        n_id: Global ids of the rows.
         seeds: Of what is dropped.
         exchange: The workers, of which each has some of the rows.
         slots: The most source rows that are fetched at one time; None for no limit.
         copies: Whether what comes to the device is copied, even if that is the CPU: in a dry run for an accelerator.
+        type: The type of the nodes; a tuple of types, whose nodes follow each other.
     """
 
     home: Home
     device: torch.device
-    ranges: list[tuple[int, int]]
+    sets: Mapping[str, NodeSet]
     chunks: int
-    n_id: Tensor
     seeds: Seeds
     exchange: Exchange
     slots: int | None = None
     copies: bool = False
+    type: str | tuple[str, ...] = ""
+
+    @property
+    def parts(self) -> list[Place]:
+        """The places of the types of which this is a tuple."""
+        return [self.of(one) for one in self.type] if isinstance(self.type, tuple) else [self]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The rows that are computed on at one time."""
+        if isinstance(self.type, str):
+            return self.sets[self.type].ranges
+        first = [0, *accumulate(part.num_rows for part in self.parts)]
+        every = ((a + at, b + at) for part, at in zip(self.parts, first, strict=False) for a, b in part.ranges)
+        return [(a, b) for a, b in every if a < b] or [(0, 0)]
+
+    @property
+    def n_id(self) -> Tensor:
+        """Ids of the rows that are the same for any number of workers: global ones; those of a tuple of types are no
+        two of them the same.
+        """
+        if isinstance(self.type, str):
+            return self.sets[self.type].n_id
+        return torch.cat([part.n_id * len(self.type) + k for k, part in enumerate(self.parts)])
+
+    @property
+    def num_rows(self) -> int:
+        """The number of this worker's nodes."""
+        return self.ranges[-1][1]
+
+    def of(self, type: str | tuple[str, ...]) -> Place:
+        """Return the place of nodes of another type."""
+        return self._replace(type=type)
+
+    def of_destinations(self, graph: ShardedGraph) -> Place:
+        """Return the place of what is aggregated over the edges of a graph."""
+        if not self.type:
+            return self
+        if graph.ends is None:
+            raise ValueError(
+                f"Expected an 'edge_index' of the data that 'pyg_sar.offload' returned, for rows at home of "
+                f"'{self.type}' (got another one, which does not tell the type of its destinations)"
+            )
+        return self.of(graph.ends[1])
 
     def bring(self, rows: Tensor) -> Tensor:
         """Return rows on the device."""
@@ -132,7 +188,7 @@ class HostRows(Tensor):
         if probe is None:
             assert host is not None
             probe = some(host, place.device)
-        num_rows = len(place.n_id) if host is None else host.size(0)
+        num_rows = place.num_rows if host is None else host.size(0)
         out = torch.Tensor._make_wrapper_subclass(
             cls, (num_rows, *probe.shape[1:]), dtype=probe.dtype, device=place.device
         )
@@ -282,10 +338,11 @@ def changed(rows: HostRows, out: HostRows) -> HostRows:
 
 
 def check_lengths(args: Any, kwargs: Any) -> None:
-    """Raise if rows are those of several graphs, which five rows of each would not tell."""
-    counts = list(dict.fromkeys(len(rows) for rows in rows_in((args, kwargs))))
-    if len(counts) > 1:
-        raise ValueError(f"Expected rows at home of one graph (got {' and '.join(map(str, counts))} rows)")
+    """Raise if rows are those of several sets of nodes, which five rows of each would not tell."""
+    found = list(dict.fromkeys((len(rows), rows.place.type) for rows in rows_in((args, kwargs))))
+    if len(found) > 1:
+        named = (f"{count} rows" + (f" of '{of}'" if of else "") for count, of in found)
+        raise ValueError(f"Expected rows at home of one set of nodes (got {' and '.join(named)})")
 
 
 Probed = tuple[Any, bool, "HostRows | None"]
@@ -356,7 +413,8 @@ def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
         why = "the result for a row depends on other rows" if keeps else "it returns no row for each row"
         refuse(func, args, kwargs, why)
     if changes and (isinstance(whole, tuple) or changes != [True]):
-        refuse(func, args, kwargs, "it changes something else than its first argument, or its type or shape")
+        refuse(func, args, kwargs, "it changes something else than its first argument, or one that is not at home, or "
+               "its type or shape")  # fmt: skip
     return whole, bool(changes), base
 
 
@@ -376,23 +434,26 @@ def run_on(
     are its first argument; and the rows that its result is a view of. Rows at home may be ``random`` instead: of sparse
     rows, of zeros or of one class, little can be seen.
     """
-    copies: list[tuple[Tensor, HostRows, int]] = []  # with the version of each
+    copies: list[tuple[Tensor, Tensor, int]] = []  # with the version of each
 
     def pick(value: Any) -> Any:
+        if not isinstance(value, HostRows) and not has_rows(value, num_rows):
+            return value.to(device) if random and isinstance(value, Tensor) else value
         if isinstance(value, HostRows):
             copy = (random_rows(value.probe.shape, value.dtype) if random else value.probe)[which].clone()
-            copies.append((copy, value, copy._version))
-            return copy
-        if has_rows(value, num_rows):
-            return some(value, device)[which]
-        return value.to(device) if random and isinstance(value, Tensor) else value
+        else:
+            copy = some(value, device)[which]
+        copies.append((copy, value, copy._version))
+        return copy
 
     with torch.inference_mode(False), torch.no_grad():  # tensors of that mode do not tell that they were changed
         given = tree_map(pick, (args, kwargs))
         out = func(*given[0], **given[1])
     altered = [(c, v) for c, v, version in copies if c._version > version]
-    base = next((v for c, v, _ in copies if isinstance(out, Tensor) and out._base is c), None)
-    return out, [out is c and args[0] is v and c.shape[1:] == v.shape[1:] for c, v in altered], base
+    views = (v for c, v, _ in copies if isinstance(out, Tensor) and out._base is c)
+    base = next((v for v in views if isinstance(v, HostRows)), None)
+    right = (out is c and args[0] is v and c.shape[1:] == v.shape[1:] for c, v in altered)
+    return out, [it and isinstance(v, HostRows) for it, (_, v) in zip(right, altered, strict=True)], base
 
 
 def all_row_wise(whole: Any, parts: list[Any]) -> bool:

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from support.cases import some
 from support.nasty_graph import NUM_NODES
-from support.offloaded import DEGREES, HIDDEN, IN, LAYERS, OUT, inputs, leaf, network
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch_geometric.data import Data, HeteroData
+from support.offloaded import DEGREES, HIDDEN, IN, LAYERS, OUT, Longest, inputs, leaf, network
+from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar import nn, offload, ops
@@ -679,26 +677,9 @@ def test_evaluation_uses_running_statistics():
     torch.testing.assert_close(out[torch.arange(NUM_NODES)], expected, rtol=1e-10, atol=1e-10)
 
 
-class Longest(TorchDispatchMode):
-    """The most rows of a tensor that was made, other than at home."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.what = 0, None
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is torch.Tensor}
-        for t in tree_leaves(out):
-            made = type(t) is torch.Tensor and t.dim() > 1 and t.untyped_storage()._cdata not in given
-            if made and t.size(0) > self.rows:
-                self.rows, self.what = t.size(0), (func, t.shape)
-        return out
-
-
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
 @pytest.mark.parametrize("kind", ["sage", "gcn", "gat", "gatv2", "edge", "both ways", "updates"])
-def test_no_tensor_is_as_long_as_the_graph(kind, monkeypatch):
+def test_no_tensor_is_as_long_as_the_graph(kind):
     """Neighbors are near: a chunk of ten reads a tenth of the rows, and one row more on each side."""
     n = 400
     edge_index = torch.stack([torch.arange(n).roll(1), torch.arange(n)])
@@ -712,15 +693,7 @@ def test_no_tensor_is_as_long_as_the_graph(kind, monkeypatch):
         F.cross_entropy(model(data.x, data.edge_index, given)[data.mask], data.y[data.mask]).backward()
 
     step()  # makes chunks
-    empty = Home.empty
-
-    def hidden(*args):  # from the mode
-        with torch.utils._python_dispatch._disable_current_modes():
-            return empty(*args)
-
-    monkeypatch.setattr(Home, "empty", hidden)
-    with Longest() as longest:
-        step()
+    longest = Longest.of(step)
     assert longest.rows <= 2 * (n // 10 + 2) + 20, longest.what  # edges, and a piece for padding
 
 
@@ -933,8 +906,6 @@ def test_what_cannot_be_offloaded():
     data, _ = inputs()
     with pytest.raises(TypeError, match=r"sharded 'edge_index' \(got Tensor\)"):
         offload(data, chunks=3)
-    with pytest.raises(TypeError, match="Heterogeneous data stays in memory"):
-        offload(HeteroData(), chunks=3)
     data.edge_index = pyg_sar.shard(data.edge_index, NUM_NODES)
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="'chunks' to be a positive integer"):

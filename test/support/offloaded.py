@@ -1,11 +1,17 @@
 """Models and inputs of the tests of training on rows at home."""
 
+from unittest import mock
+
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from support.nasty_graph import NUM_NODES, edges
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data
 from torch_geometric.nn.models.attentive_fp import GATEConv
+
+from pyg_sar.offload.home import Home
 
 IN, HIDDEN, OUT = 8, 6, 4
 
@@ -98,3 +104,33 @@ class Net(torch.nn.Module):
 def network(kind, norm, dtype=torch.float64):
     torch.manual_seed(3)
     return Net(kind, {"batch": pyg.BatchNorm, "layer": torch.nn.LayerNorm, "none": torch.nn.Identity}[norm]).to(dtype)
+
+
+class Longest(TorchDispatchMode):
+    """The most rows of a tensor that was made, other than at home."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.what = 0, None
+
+    @classmethod
+    def of(cls, step):
+        """Look at a step; what is made at home is hidden from this."""
+        empty = Home.empty
+
+        def hidden(*args):
+            with _disable_current_modes():
+                return empty(*args)
+
+        with mock.patch.object(Home, "empty", hidden), cls() as longest:
+            step()
+        return longest
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is torch.Tensor}
+        for t in tree_leaves(out):
+            made = type(t) is torch.Tensor and t.dim() > 1 and t.untyped_storage()._cdata not in given
+            if made and t.size(0) > self.rows:
+                self.rows, self.what = t.size(0), (func, t.shape)
+        return out

@@ -2,6 +2,7 @@ r"""Heterogeneous graph attention."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
+from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.collectives import global_sum
 from pyg_sar.distributed.group import size_of
 from pyg_sar.nn.conv.message_passing import MessagePassing
@@ -35,7 +37,8 @@ class HANConv(MessagePassing, torch_geometric.nn.HANConv):
         return_semantic_attention_weights: bool = False,
     ) -> Any:  # fmt: skip
         """Run the forward pass."""
-        if size_of(self.group) == 1 or next(shares(edge_index_dict), None) is None:
+        alone = size_of(self.group) == 1 or next(shares(edge_index_dict), None) is None
+        if alone and not any(map(is_elsewhere, x_dict.values())):
             return super().forward(x_dict, edge_index_dict, return_semantic_attention_weights)
         rows = {t: self.proj[t](x).view(-1, self.heads, self.out_channels // self.heads) for t, x in x_dict.items()}
         outs: dict[str, list[Tensor]] = {t: [] for t in x_dict}
@@ -52,10 +55,10 @@ class HANConv(MessagePassing, torch_geometric.nn.HANConv):
         """Weight edge types by a mean over all nodes."""
         if not outs:
             return None, None
-        out = torch.stack(outs)
-        rows = torch.tanh(self.k_lin(out))
-        share = rows.sum(1, dtype=accumulator(rows.dtype))
-        count = global_sum(share.new_tensor(float(out.size(1))), self.group).clamp(min=1)
-        mean = (global_sum(share, self.group) / count).to(rows.dtype)
+        rows = [torch.tanh(self.k_lin(out)) for out in outs]
+        share = torch.stack([t.sum(0, dtype=accumulator(t.dtype)) for t in rows])
+        count = global_sum(share.new_tensor(float(len(outs[0]))), self.group).clamp(min=1)
+        mean = (global_sum(share, self.group) / count).to(rows[0].dtype)
         weights = F.softmax((self.q * mean).sum(-1), 0)
-        return (weights.view(-1, 1, 1) * out).sum(0), weights
+        weighted = [weight * out for weight, out in zip(weights, outs, strict=True)]
+        return functools.reduce(torch.add, weighted), weights

@@ -2,6 +2,7 @@ r"""The heterogeneous graph transformer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
+from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.reverse import reverse
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
@@ -38,15 +40,27 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
         heads, width = self.heads, self.out_channels // self.heads
         packed = {t: kqv.view(-1, 3, heads, width).unbind(1) for t, kqv in self.kqv_lin(x_dict).items()}
         q, first = self._cat({t: kqv[1] for t, kqv in packed.items()})
-        keys, queries, values = ({t: kqv[i] for t, kqv in packed.items()} for i in range(3))
-        k, v, _ = self._construct_src_node_feat(keys, values, edge_index_dict)
+        keys, values = ({t: kqv[i] for t, kqv in packed.items()} for i in (0, 2))
+        if any(map(is_elsewhere, x_dict.values())):
+            k, v = (self.mapped(*of, edge_index_dict) for of in ((keys, self.k_rel), (values, self.v_rel)))
+        else:
+            k, v, _ = self._construct_src_node_feat(keys, values, edge_index_dict)
         graphs = {edge_type: directed(it) for edge_type, it in edge_index_dict.items()}
         graph = join(list(graphs.values()), first, [t for *_, t in graphs], q.size(0))
         scale = [self.p_rel["__".join(it)].expand(g.num_edges, -1) for it, g in graphs.items()]
-        out = self.propagate(ShardedEdgeIndex(graph), k=k, q=q, v=v, edge_attr=torch.cat(scale))
-        found = {t: out[first[t] : first[t] + len(queries[t])] for t in first if t in self.dst_node_types}
+        out = self.propagate(ShardedEdgeIndex(graph), k=(k, None), q=(None, q), v=(v, None), edge_attr=torch.cat(scale))
+        parts = zip(first, out.split([len(kqv[1]) for kqv in packed.values()]), strict=True)
+        found = {t: rows for t, rows in parts if t in self.dst_node_types}
         mapped = self.out_lin({t: F.gelu(rows) for t, rows in found.items()})
         return {t: self.skipped(t, rows, x_dict[t]) for t, rows in mapped.items()}
+
+    def mapped(self, rows: dict[str, Tensor], by: Any, edge_types: Iterable[Any]) -> Tensor:
+        """Return rows of sources after the maps of their edge types, one edge type after the other, as PyG does, but
+        each type for itself.
+        """
+        weight = by.weight.view(self.heads, -1, *by.weight.shape[1:])
+        every = ((rows[it[0]], weight[:, self.edge_types_map[it]]) for it in edge_types)
+        return torch.cat([torch.einsum("nhd,hdf->nhf", x, of_type) for x, of_type in every])
 
     def skipped(self, node_type: str, out: Tensor, x: Tensor) -> Tensor:
         """Mix with the input where it is as wide."""

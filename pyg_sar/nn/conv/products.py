@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 
+from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.linear import linear
 from pyg_sar.nn.replay.call import has_hooks
 
@@ -52,8 +53,9 @@ def project(lin: Any, x: Tensor) -> Tensor:
 
 
 def add(own: Tensor, term: Tensor) -> Tensor:
-    """Return the sum, in the memory of ``own`` (which nobody else reads) if its type allows."""
-    return own.add_(term) if torch.promote_types(own.dtype, term.dtype) == own.dtype else own + term
+    """Return the sum, in the memory of ``own`` (which nobody else reads) if its type allows; not of rows at home."""
+    fits = torch.promote_types(own.dtype, term.dtype) == own.dtype and is_elsewhere(own) >= is_elsewhere(term)
+    return own.add_(term) if fits else own + term
 
 
 def multiply(own: Tensor, factor: Tensor) -> Tensor:

@@ -1,0 +1,186 @@
+"""Rows of nodes of several types at home, against PyG on the whole graph."""
+
+import copy
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from support.cases import some
+from support.hetero_models import EDGES, MODELS, NODES, WIDTH, check, graph, make, ordinary
+from support.offloaded import Longest
+from torch_geometric.data import HeteroData
+
+import pyg_sar
+from pyg_sar import offload, ops
+from pyg_sar.nn import convert
+from pyg_sar.offload.passes import host
+from pyg_sar.offload.rows import HostRows
+
+# Workers, chunks and whether homes are in files.
+WAYS = [(1, 1, False), (1, 4, True), (1, 60, False), (2, 3, True), (3, 5, False)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {}
+    for parts in (1, 2, 3):
+        found[parts] = tmp_path_factory.mktemp("types") / "g"
+        pyg_sar.partition(graph(), parts, found[parts], method="random")
+    return found
+
+
+@pytest.mark.parametrize(("name", "way"), some(MODELS, WAYS, every=3))
+def test_models_equal_pyg(pool, folders, tmp_path, name, way):
+    size, chunks, files = way
+    pool.run(size, check, folders[size], name, 1, "cpu", {"chunks": chunks, "home": str(tmp_path) if files else None})
+    assert list(tmp_path.iterdir()) == []
+
+
+def sharded(data=None):
+    """The graph in one process."""
+    data = graph() if data is None else data
+    for it, store in data.edge_items():
+        store.edge_index = pyg_sar.shard(store.edge_index, (data[it[0]].num_nodes, data[it[2]].num_nodes))
+    return data
+
+
+def equal(found, expected):
+    found = ordinary(found) if isinstance(found, HostRows) else found
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def reduced(aggr, *rows):
+    """As :class:`~torch_geometric.nn.HeteroConv` does, and as people write it."""
+    out = getattr(torch, aggr)(torch.stack(rows, dim=0), dim=0)
+    out = out[0] if isinstance(out, tuple) else out
+    other = getattr(torch.stack(rows), aggr)(0)
+    return out + (other[0] if isinstance(other, tuple) else other)
+
+
+@pytest.mark.parametrize("aggr", ["sum", "mean", "max", "min", "std", "prod"])
+def test_stacked_rows_are_reduced(aggr):
+    data, whole = offload(sharded(), chunks=3), graph()
+    x, y = data["paper"].x.requires_grad_(), whole["paper"].x.requires_grad_()
+    out, expected = reduced(aggr, x, x.tanh(), x * x), reduced(aggr, y, y.tanh(), y * y)
+    equal(out, expected)
+    out.sum().backward()
+    expected.sum().backward()
+    equal(x.grad, y.grad)
+
+
+def test_what_stacked_rows_are_not():
+    x = offload(sharded(), chunks=3)["paper"].x
+    both = torch.stack([x, x])
+    for wrong in (
+        lambda: both + 1,
+        lambda: both.shape,
+        lambda: torch.sum(both, 1),
+        lambda: both.sum(),
+        lambda: both[0],
+    ):
+        with pytest.raises(NotImplementedError, match="a dimension in front of the rows is reduced at once"):
+            wrong()
+
+
+def test_types_one_after_the_other():
+    data, whole = offload(sharded(), chunks=3), graph()
+    types = ("paper", "author", "paper")
+    x, y = ({t: d[t].x.requires_grad_() for t in types} for d in (data, whole))
+    out, expected = (torch.cat([rows[t][:, :3] for t in types]).sin() for rows in (x, y))
+    assert isinstance(out, HostRows) and out.shape == expected.shape
+    equal(out, expected)
+    sizes = [NODES[t] for t in types]
+    for rows in (out, expected):
+        first, _, last = rows.split(sizes)
+        assert len(first) == sizes[0]
+        (first * last.cos()).sum().backward()
+    for t in ("paper", "author"):
+        equal(x[t].grad, y[t].grad)
+    with pytest.raises(NotImplementedError, match="split into the types"):
+        out.split([1, len(out) - 1])
+    drops = torch.nn.functional.dropout(out, 0.5)
+    a, b = (ordinary(drops)[at : at + NODES["paper"]] == 0 for at in (0, sizes[0] + sizes[1]))
+    assert not torch.equal(a, b), "the same nodes, at two places"
+
+
+def test_a_type_whose_rows_are_in_memory():
+    """Such as a table of nodes that learns."""
+    data, whole = offload(sharded(), chunks=3), graph()
+    convs = {("author", "writes", "paper"): pyg.GATv2Conv((6, 8), 4, add_self_loops=False),
+             ("paper", "rev_writes", "author"): pyg.SAGEConv((8, 6), 4, aggr="max"),
+             ("venue", "rev_in", "paper"): pyg.GraphConv((3, 8), 4),
+             ("paper", "in", "venue"): pyg.GATConv((8, 3), 4, add_self_loops=False),
+             ("paper", "cites", "paper"): pyg.TransformerConv((8, 8), 4)}  # fmt: skip
+    torch.manual_seed(0)
+    model = pyg.HeteroConv(convs, aggr="sum").double()
+    results = []
+    for d, net in ((data, convert(copy.deepcopy(model))), (whole, model)):
+        tables = {t: torch.nn.Parameter(graph()[t].x) for t in ("author", "venue")}
+        out = net({**d.x_dict, **tables}, d.edge_index_dict)
+        sum(rows.square().sum() for rows in out.values()).backward()
+        results.append([out["paper"], out["author"], *(p.grad for p in (*tables.values(), *net.parameters()))])
+    for found, expected in zip(*results, strict=True):
+        equal(found, expected)
+
+
+def test_ordinary_rows_are_not_changed_by_rows_at_home():
+    x = offload(sharded(), chunks=3)["paper"].x
+    for wrong in (lambda t: t.add_(x), lambda t: torch.add(x, 1, out=t), lambda t: t.mul_(x)):
+        with pytest.raises(NotImplementedError, match="or one that is not at home"):
+            wrong(torch.ones(x.shape, dtype=x.dtype))
+
+
+def test_messages_against_the_direction_of_edges():
+    data, whole = offload(sharded(), chunks=4), graph()
+    cites = ("paper", "cites", "paper")
+    net = pyg.HeteroConv({cites: pyg.DirGNNConv(pyg.GATConv(8, 5, add_self_loops=False))}).double()
+    found, expected = (m(d.x_dict, {cites: d[cites].edge_index}) for m, d in ((convert(net), data), (net, whole)))
+    equal(found["paper"], expected["paper"])
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
+@pytest.mark.parametrize("name", ["HeteroConv", "HGTConv", "HANConv"])
+def test_no_tensor_is_as_long_as_the_nodes_of_a_type(name):
+    """Nodes are linked to those of their own number and of the next one."""
+    n, data = 300, HeteroData()
+    for t, width in WIDTH.items():
+        data[t].x = torch.randn(n, width, dtype=torch.float64)
+    row = torch.arange(n)
+    for it in EDGES:
+        data[it].edge_index = torch.stack([torch.cat([row, row.roll(1)]), row.repeat(2)])
+    data, model = offload(sharded(data), chunks=10), convert(make(name, graph()))
+
+    def step():
+        out = model(data.x_dict, data.edge_index_dict, {})
+        sum(rows[::40].square().sum() for rows in out.values()).backward()
+
+    step()
+    longest = Longest.of(step)
+    most = len(EDGES) * 2 * n if name == "HGTConv" else 0  # a number of each edge, for each head
+    assert longest.rows in (most, *range(n // 2)), longest.what
+
+
+def test_errors():
+    data = graph()
+    with pytest.raises(TypeError, match=r"sharded 'edge_index' of \('author', 'writes', 'paper'\) \(got Tensor\)"):
+        offload(data, chunks=3)
+    wrong = sharded()
+    wrong["author", "writes", "paper"].edge_index = pyg_sar.shard(torch.zeros(2, 3, dtype=torch.long), (31, 46))
+    with pytest.raises(ValueError, match=r"\('author', 'writes', 'paper'\) from 31 to 47 nodes, .* \(got 31 to 46\)"):
+        offload(wrong, chunks=3)
+    with pytest.raises(ValueError, match="data with edges"):
+        offload(HeteroData({"a": {"x": torch.ones(3, 2)}}), chunks=3)
+    data = sharded()
+    with pytest.raises(ValueError, match=r"'chunks' of the rows of several types \(got a 'budget'\)"):
+        offload(data, "2GiB", torch.nn.Linear(2, 2))
+    there = offload(data, chunks=3)
+    assert not isinstance(data["paper"].x, HostRows) and data["author", "writes", "paper"].edge_index.graph.ends is None
+    rows, conv = there["author"].x, convert(pyg.SAGEConv((6, 8), 4).double())
+    with pytest.raises(ValueError, match="an 'edge_index' of the data that"):
+        conv((rows, there["paper"].x), data["author", "writes", "paper"].edge_index)
+    same = HeteroData({t: {"x": torch.ones(5, 2)} for t in "ab"})
+    same["a", "to", "b"].edge_index = torch.zeros(2, 4, dtype=torch.long)
+    same = offload(sharded(same), chunks=2)
+    with pytest.raises(ValueError, match=r"one set of nodes \(got 5 rows of 'a' and 5 rows of 'b'\)"):
+        same["a"].x + same["b"].x
+    assert host(same["a"].x) is not None
