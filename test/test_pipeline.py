@@ -397,7 +397,7 @@ def with_dropout(group, stages, folder, ends=(), chunks=5, **settings):
     return losses, pipe.state_dict(), seen, pipe.stale
 
 
-@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.grid), 5])
 def test_the_same_bits_for_any_number_of_stages_and_after_a_resume(stages_pool, folders, chunks):
     """With dropout, shuffled; within and at a refresh."""
     (expected,) = stages_pool(with_dropout, 1, folders[1], (), chunks)
@@ -676,10 +676,11 @@ def test_gradients_are_those_of_the_frozen_history(turned, monkeypatch):
     assert pipe.stale > 0.2
 
 
-@pytest.mark.parametrize("constant", [False, True])
-@pytest.mark.parametrize(("chunks", "mesh"), [(3, (1, 2)), (3, (2, 2)), (NODES, (1, 1))])
-def test_chunks_without_rows_edges_or_labels(stages_pool, tmp_path, chunks, mesh, constant):
-    data, (stages, parts) = inputs(), mesh
+@pytest.mark.parametrize(
+    ("size", "constant"), some([(3, (1, 2)), (3, (2, 2)), (NODES, (1, 1))], [False, True], every=2)
+)
+def test_chunks_without_rows_edges_or_labels(stages_pool, tmp_path, size, constant):
+    data, (chunks, (stages, parts)) = inputs(), size
     data.edge_index = data.edge_index[:, data.edge_index[1] > 30]
     data.edge_weight, data.train_mask = data.edge_weight[: data.num_edges], torch.arange(NODES) < 2
     pyg_sar.partition(data, parts, tmp_path / "parts", method=torch.arange(NODES) // 39 % parts)

@@ -189,7 +189,7 @@ APART = (
 )
 
 
-@pytest.mark.parametrize(("name",), some([name for name in SCRIPTS if name not in APART], every=2))
+@pytest.mark.parametrize(("name",), some([name for name in SCRIPTS if name not in APART], every=3))
 def test_check_passes(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -678,7 +678,10 @@ def test_evaluation_uses_running_statistics():
 
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
-@pytest.mark.parametrize("kind", ["sage", "gcn", "gat", "gatv2", "edge", "both ways", "updates"])
+@pytest.mark.parametrize("kind", [
+    *("sage", "gat", "edge", "updates"),
+    *(pytest.param(it, marks=pytest.mark.grid) for it in ("gcn", "gatv2", "both ways")),
+])  # fmt: skip
 def test_no_tensor_is_as_long_as_the_graph(kind):
     """Neighbors are near: a chunk of ten reads a tenth of the rows, and one row more on each side."""
     n = 400

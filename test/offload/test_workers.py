@@ -85,7 +85,7 @@ def check(group, kind, way, folder, dtype=torch.float64):
 
 
 CASES = [
-    (kind, way) if k % len(WAYS) == w else pytest.param(kind, way, marks=pytest.mark.grid)
+    (kind, way) if k % len(WAYS) == w and k % 2 == 0 else pytest.param(kind, way, marks=pytest.mark.grid)
     for k, kind in enumerate(LAYERS)
     for w, way in enumerate(WAYS)
 ]

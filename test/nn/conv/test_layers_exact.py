@@ -34,8 +34,7 @@ def test_pairs_hold_every_pair_of_values(a, b):
     assert {(s[a], s[b]) for s in PAIRS} == set(itertools.product(*values)) and all(len(v) == 3 for v in values)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("case", FULL, ids=str)
+@pytest.mark.parametrize(("workers", "case"), some(WORKERS, FULL, every=2), ids=str)
 def test_pairs_of_settings(pool, workers, case, device):
     check(pool, workers, "pairs", case, device)
 
