@@ -341,8 +341,9 @@ def check_lengths(args: Any, kwargs: Any) -> None:
     """Raise if rows are those of several sets of nodes, which five rows of each would not tell."""
     found = list(dict.fromkeys((len(rows), rows.place.type) for rows in rows_in((args, kwargs))))
     if len(found) > 1:
-        named = (f"{count} rows" + (f" of '{of}'" if of else "") for count, of in found)
-        raise ValueError(f"Expected rows at home of one set of nodes (got {' and '.join(named)})")
+        what = "type of nodes" if found[0][1] else "graph"
+        named = " and ".join(f"{count} of '{of}'" if of else str(count) for count, of in found)
+        raise ValueError(f"Expected rows at home of one {what} (got {named} rows)")
 
 
 Probed = tuple[Any, bool, "HostRows | None"]

@@ -181,6 +181,6 @@ def test_errors():
     same = HeteroData({t: {"x": torch.ones(5, 2)} for t in "ab"})
     same["a", "to", "b"].edge_index = torch.zeros(2, 4, dtype=torch.long)
     same = offload(sharded(same), chunks=2)
-    with pytest.raises(ValueError, match=r"one set of nodes \(got 5 rows of 'a' and 5 rows of 'b'\)"):
+    with pytest.raises(ValueError, match=r"of one type of nodes \(got 5 of 'a' and 5 of 'b' rows\)"):
         same["a"].x + same["b"].x
     assert host(same["a"].x) is not None
