@@ -41,9 +41,10 @@ import pyg_sar
 from pyg_sar.data.datasets import dataset
 from pyg_sar.live import Live
 from pyg_sar.offload import chunks as by_chunks
+from pyg_sar.offload.counts import counts_of
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.move import move, place_of
-from pyg_sar.offload.plan import counts_of, plan_offload
+from pyg_sar.offload.plan import plan_offload
 
 SLACK = 32 * 2**20  # for what Python and the allocator take besides tensors
 

@@ -283,7 +283,8 @@ def _needs(args: argparse.Namespace, share: Any) -> list[Any]:
 
 def _chunks(args: argparse.Namespace, shares: list[Any]) -> None:
     """Tell into how many chunks rows at home are cut, and what a step takes."""
-    from pyg_sar.offload.plan import Counts, choose, counts_of
+    from pyg_sar.offload.counts import Counts, counts_of
+    from pyg_sar.offload.plan import choose
     from pyg_sar.plan_models import Stack
     from pyg_sar.planner import chunk_counts
 

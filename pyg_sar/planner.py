@@ -28,8 +28,8 @@ from pyg_sar.distributed.process_group import silent_group
 from pyg_sar.distributed.traffic import Traffic, record_traffic
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.live import Live, few_objects, kept
+from pyg_sar.offload.counts import Counts
 from pyg_sar.offload.home import count_bytes
-from pyg_sar.offload.plan import Counts
 from pyg_sar.offload.plan import choose as choose_chunks
 
 

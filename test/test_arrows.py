@@ -56,6 +56,7 @@ LEVELS = """
     live run_log
     checkpoint
     offload.move
+    offload.counts
     offload.plan
     planner
     offload.data

@@ -16,7 +16,7 @@ from pyg_sar import load, ops, partition, record_traffic, runs, sum_gradients
 from pyg_sar.data.assign import assign
 from pyg_sar.data.datasets import dataset
 from pyg_sar.live import Live, few_objects, kept
-from pyg_sar.offload.plan import counts_of
+from pyg_sar.offload.counts import counts_of
 from pyg_sar.plan_models import Stack
 from pyg_sar.planner import Share, choose, chunk_counts, from_counts, from_partition, largest, plan, received
 

@@ -2,6 +2,7 @@ r"""The one call that users make: rows of loaded data leave the memory that is c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,8 +13,7 @@ from pyg_sar.distributed.agreement import agree, on_all
 from pyg_sar.distributed.group import copied
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.home import Home, count_bytes
-from pyg_sar.offload.move import graphs_of, move, place_of, place_of_types
-from pyg_sar.offload.rows import Place
+from pyg_sar.offload.move import graphs_of, ids_of, move, place_of, place_of_types
 
 Graphs = Mapping[Any, ShardedGraph]
 
@@ -88,25 +88,40 @@ def offload(
     if not graph.exchange.alone:
         agree("how rows are kept at home", [kind], graph.exchange.group)
     if chunks is not None:
-        if None in graphs:
-            return moved(data, place_of(graph, rows, chunks, None, there))
-        return moved(data, place_of_types(data, graphs, rows, chunks, there), graphs)
-    from pyg_sar.offload.plan import choose, counts_of  # which workers in memory do without
+        return moved(data, graphs, rows, chunks, None, there)
+    from pyg_sar.offload.counts import counts_of_data  # which workers in memory do without
+    from pyg_sar.offload.plan import choose
 
     assert model is not None
-    mask = getattr(data, "train_mask", None)
-    labelled = graph.num_src if mask is None else int(mask.sum())
+    features = features_of(data)
+    widths = {key: x.size(1) for key, x in features.items()}
     need = choose(
-        lambda: copied(model).cpu(), lambda count: counts_of(graph, count, labelled), data.x.size(1),
-        count_bytes(budget, "budget"), home, data.x.dtype, there == graph.device, graph.exchange.all_reduce_max,
-        edges=[data[name] for name in edges],
+        lambda: copied(model).cpu(), lambda count: counts_of_data(data, graphs, count), widths.get(None, widths),
+        count_bytes(budget, "budget"), home, next(iter(features.values())).dtype, there == graph.device,
+        graph.exchange.all_reduce_max, edges=[data[name] if None in graphs else data.collect(name) for name in edges],
     )  # fmt: skip
-    return moved(data, place_of(graph, rows, need.chunks, need.slots, there))
+    return moved(data, graphs, rows, need.chunks, need.slots, there)
 
 
-def moved(data: Any, place: Place, *graphs: Graphs) -> Any:
+def moved(data: Any, graphs: Graphs, rows: Home, chunks: int, slots: int | None, device: torch.device) -> Any:
     """Return the data with its rows at home."""
-    return everywhere(place.exchange, partial(move, data, place, *graphs))
+    if None in graphs:
+        work = partial(move, data, place_of(graphs[None], rows, chunks, slots, device))
+    else:
+        work = partial(move, data, place_of_types(ids_of(data), graphs, rows, chunks, slots, device), graphs)
+    return everywhere(next(iter(graphs.values())).exchange, work)
+
+
+def features_of(data: Any) -> dict[Any, Any]:
+    """Return the features of nodes, by type; raise where there are none."""
+    found = {store._key: store.get("x") for store in data.node_stores}
+    for key, x in found.items():
+        if not isinstance(x, torch.Tensor) or x.dim() != 2:
+            of = "'data.x'" if key is None else f"of '{key}', 'x'"
+            raise TypeError(
+                f"Expected features {of} [num_nodes, channels] with the 'budget'; give 'chunks' without them"
+            )
+    return found
 
 
 def everywhere(exchange: Any, work: Callable[[], Any]) -> Any:
@@ -128,22 +143,17 @@ def check(
     rows = Home(home, there, None if limit is None else count_bytes(limit, "limit"))
     if chunks is not None:
         return graphs, rows, there
-    if None not in graphs:
-        raise ValueError("Expected 'chunks' of the rows of several types (got a 'budget'), such as 'chunks=16'")
     count_bytes(budget, "budget")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"Expected a 'model' with the 'budget', which depends on its layers (got {type(model).__name__})"
         )
-    x = getattr(data, "x", None)
-    if not isinstance(x, torch.Tensor) or x.dim() != 2:
-        raise TypeError(
-            "Expected features 'data.x' [num_nodes, channels] with the 'budget'; give 'chunks' without them"
-        )
-    (graph,) = graphs.values()
-    for name in edges:
-        it = data.get(name)
-        if not isinstance(it, torch.Tensor) or it.size(0) != graph.num_edges:
+    features_of(data)
+    for name, store in itertools.product(edges, data.edge_stores):
+        it, count = store.get(name), graphs[store._key].num_edges
+        if store._key is not None and it is None:
+            continue  # other edge types may have it
+        if not isinstance(it, torch.Tensor) or it.size(0) != count:
             found = list(it.shape) if isinstance(it, torch.Tensor) else type(it).__name__
-            raise ValueError(f"Expected 'edges' to name tensors with {graph.num_edges} rows (got '{name}', {found})")
+            raise ValueError(f"Expected 'edges' to name tensors with {count} rows (got '{name}', {found})")
     return graphs, rows, there

@@ -3,7 +3,6 @@ r"""What functions of torch that do not treat each row by itself make of rows at
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyg_sar.affine import scaled
 from pyg_sar.offload.passes import Join, Moments, Part, Take, Total, force, host
-from pyg_sar.offload.rows import HostRows, answers, name_of, record, refuse, rows_in
+from pyg_sar.offload.rows import PLAIN, HostRows, answers, name_of, record, refuse, rows_in
 
 ADDS = ("add", "add_", "__add__", "__iadd__")
 
@@ -23,9 +22,20 @@ ADDS = ("add", "add_", "__add__", "__iadd__")
 @answers("detach", "__get__ data")
 def detach(func: Callable, args: Any, kwargs: Any) -> HostRows:
     """Return the rows without their place in autograd's graph."""
-    out = HostRows(args[0].place, host(args[0]))
-    out.base = weakref.ref(args[0])
-    return out
+    return HostRows(args[0].place, host(args[0])).is_view_of(args[0])
+
+
+@answers("__deepcopy__")
+def deepcopy(func: Callable, args: Any, kwargs: Any) -> HostRows:
+    """Copy data; of what was computed torch makes no copies."""
+    rows, memo = args
+    if rows.op is not None or not rows.is_leaf:
+        raise RuntimeError("Only rows at home that are data support the deepcopy protocol (got what was made of them)")
+    host = rows.place.home.empty(rows.shape, rows.dtype).copy_(rows.host)
+    memo[id(rows)] = copy = HostRows(rows.place, host)
+    with PLAIN():
+        copy.requires_grad_(rows.requires_grad)
+    return copy
 
 
 @answers("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
@@ -110,22 +120,26 @@ class Stacked:
         self.rows = rows
 
     def __getattr__(self, name: str) -> Any:
-        return partial(getattr(torch, name), self) if name in self.REDUCE else self.unknown()
+        if name not in self.REDUCE:
+            raise AttributeError(f"Rows at home that were stacked have no '{name}': {self.KNOWN}")
+        return partial(getattr(torch, name), self)
+
+    KNOWN = "a dimension in front of the rows is reduced at once, such as by 'sum(0)'"
 
     def unknown(self, *args: Any) -> NoReturn:
         """Refuse to do anything else."""
-        refuse(
-            torch.stack, (self.rows,), {}, "a dimension in front of the rows is reduced at once, by a sum for example"
-        )
+        refuse(torch.stack, (self.rows,), {}, self.KNOWN)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __getitem__ = unknown
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = unknown
+    __pow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __len__ = __iter__ = unknown
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Reduce what was stacked."""
-        it, dim = args[0], args[1] if len(args) > 1 else (kwargs or {}).get("dim")
-        if isinstance(it, Stacked) and name_of(func) in cls.REDUCE and dim in (0, [0], (0,)):
-            return record(func, (it.rows,), {**(kwargs or {}), "dim": 1})
+        given = {**dict(zip(("input", "dim"), args, strict=False)), **(kwargs or {})}
+        it, dim, known = given.pop("input", None), given.pop("dim", None), name_of(func) in cls.REDUCE
+        if isinstance(it, Stacked) and known and dim in (0, [0], (0,)) and not (args[2:] or given.get("keepdim")):
+            return record(func, (it.rows, 1), given)
         next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Stacked)).unknown()
 
 
@@ -144,10 +158,14 @@ def cat(func: Callable, args: Any, kwargs: Any) -> Any:
     """Of rows of nodes of several types, one type after the other."""
     given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
     rows = given["tensors"]
-    if given.get("dim", 0) != 0 or not all(isinstance(t, HostRows) and t.place.type for t in rows):
+    first = next(rows_in(rows))
+    if given.get("dim", 0) % first.dim() != 0 or not first.place.type:
         return record(func, args, kwargs)
+    if not all(isinstance(t, HostRows) and t.place.sets is first.place.sets for t in rows):
+        refuse(func, args, kwargs, "of rows one after the other, all are rows at home of types of the same data")
+    like = torch.cat([t.probe for t in rows])  # which raises where rows are of other shapes
     types = tuple(part.type for t in rows for part in t.place.parts)
-    return Join.apply(rows[0].place.of(types), *map(force, rows))
+    return Join.apply(first.place.of(types), *(force(t.to(like.dtype)) for t in rows))
 
 
 @answers("split")
@@ -158,9 +176,9 @@ def split(func: Callable, args: Any, kwargs: Any) -> Any:
     if given.get("dim", 0) % rows.dim() != 0 or not isinstance(rows.place.type, tuple):
         return record(func, args, kwargs)
     expected = [part.num_rows for part in rows.place.parts]
-    if list(sizes) != expected:
+    if isinstance(sizes, int) or list(sizes) != expected:
         refuse(func, args, kwargs, f"rows of several types are split into the types, of {expected} rows")
-    return Part.apply(force(rows))
+    return tuple(part.is_view_of(rows) for part in Part.apply(force(rows)))
 
 
 @answers("roll", "renorm", "renorm_")

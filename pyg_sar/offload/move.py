@@ -35,6 +35,8 @@ def graphs_of(data: Any) -> dict[Any, ShardedGraph]:
         if key is not None:
             check_ends(data, key, graph)
             found[key] = graph if graph.ends == key[::2] else graph.replace(ends=key[::2])
+        if key is not None and key[0] == key[-1] and graph.bipartite:
+            found[key] = found[key].replace(dst=slice(0, graph.num_dst))
     return found
 
 
@@ -45,8 +47,8 @@ def graph_of(store: Any) -> ShardedGraph:
     if not isinstance(it, ShardedEdgeIndex):
         raise TypeError(
             f"Expected data with a sharded 'edge_index'{of} (got {type(it).__name__}). Take it from 'pyg_sar.load', or "
-            f"set 'data.edge_index = pyg_sar.shard(data.edge_index, data.num_nodes)', of each edge type with the "
-            f"numbers of its sources and destinations."
+            f"set 'data.edge_index = pyg_sar.shard(data.edge_index, data.num_nodes)'; of an edge type, with the "
+            f"numbers of its sources and destinations, '(num_src, num_dst)'."
         )
     graph = it.graph
     if graph.origin is not None:
@@ -61,12 +63,15 @@ def graph_of(store: Any) -> ShardedGraph:
 
 def check_ends(data: Any, key: Any, graph: ShardedGraph) -> None:
     """Raise unless edges join as many nodes as the data has of their types."""
-    counts, expected = (graph.num_src, graph.num_dst), tuple(int(data[t].num_nodes) for t in key[::2])
-    if counts != expected:
-        raise ValueError(
-            f"Expected edges {key} from {expected[0]} to {expected[1]} nodes, as the data has (got {counts[0]} to "
-            f"{counts[1]}): 'pyg_sar.shard(edge_index, {expected})'"
-        )
+    known = {store._key: store.num_nodes for store in data.node_stores}
+    for t, count in zip(key[::2], (graph.num_src, graph.num_dst), strict=True):
+        if (expected := known.get(t)) is None:
+            raise ValueError(f"Expected nodes of '{t}', which edges {key} join (got none). Set their 'num_nodes'.")
+        if count != expected:
+            raise ValueError(
+                f"Expected edges {key} to join {int(expected)} nodes of '{t}', as the data has (got {count}): 'pyg_sar."
+                f"shard(edge_index, (num_src, num_dst))' takes the numbers of sources and destinations"
+            )
 
 
 def place_of(
@@ -79,20 +84,31 @@ def place_of(
     return Place(home, device or graph.device, sets, chunks, graph.seeds, graph.exchange, slots, type=ALL)
 
 
-def place_of_types(
-    data: Any, graphs: Mapping[Any, ShardedGraph], home: Home, chunks: int, device: torch.device
-) -> Place:
-    """Return the place of the rows of a type of heterogeneous data, that of others being :meth:`Place.of`."""
+def ids_of(data: Any) -> dict[str, Tensor]:
+    """Return the global ids of the nodes of each type."""
+    with CPU:
+        return {it._key: it.n_id if "n_id" in it else torch.arange(int(it.num_nodes)) for it in data.node_stores}
+
+
+def sets_of(ids: Mapping[str, Tensor], graphs: Mapping[Any, ShardedGraph], chunks: int) -> dict[str, NodeSet]:
+    """Return the nodes of each type of a heterogeneous graph, given their ids."""
     sets = {}
     with CPU:
-        for store in data.node_stores:
-            degree = torch.zeros(int(store.num_nodes), dtype=torch.int64)
-            for key, graph in graphs.items():
-                degree += graph.degree if key[-1] == store._key else 0
-            n_id = store.n_id if "n_id" in store else torch.arange(len(degree))
-            sets[store._key] = NodeSet(spans(degree, chunks), n_id)
-    graph = next(iter(graphs.values()))
-    return Place(home, device, sets, chunks, graph.seeds, graph.exchange, type=next(iter(sets)))
+        for key, n_id in ids.items():
+            degree = torch.zeros(len(n_id), dtype=torch.int64)
+            for it, graph in graphs.items():
+                degree += graph.degree if it[-1] == key else 0
+            sets[key] = NodeSet(spans(degree, chunks), n_id)
+    return sets
+
+
+def place_of_types(
+    ids: Mapping[str, Tensor], graphs: Mapping[Any, ShardedGraph], home: Home, chunks: int, slots: int | None = None,
+    device: torch.device | None = None,
+) -> Place:  # fmt: skip
+    """Return the place of the rows of a type of a heterogeneous graph, that of others being :meth:`Place.of`."""
+    graph, sets = next(iter(graphs.values())), sets_of(ids, graphs, chunks)
+    return Place(home, device or graph.device, sets, chunks, graph.seeds, graph.exchange, slots, type=next(iter(sets)))
 
 
 def move(data: Any, place: Place, graphs: Mapping[Any, ShardedGraph] = MappingProxyType({})) -> Any:

@@ -118,7 +118,7 @@ class Evaluation:
         step.op.check()
         if func is dropout_rows:  # which reads the numbers of rows
             rows, p, seed = args
-            return dropout_rows(self.value(rows), p, seed, self.rows(self.place.n_id))
+            return dropout_rows(self.value(rows), p, seed, self.place.bring(self.place.ids(*self.span)))
         args, kwargs = tree_map(self.value, (args, kwargs), is_leaf=lambda value: type(value) is Step)
         if changes:  # others may read what it changes
             args = (args[0].clone(), *args[1:])
@@ -264,6 +264,32 @@ def add_shared(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 def returned(grad: Tensor | None, dtype: torch.dtype, device: torch.device, place: Place | None) -> Any:
     """Return a gradient as autograd takes it: of rows at home as such, of others where they are and in their type."""
     return grad if grad is None else grad.to(device, dtype) if place is None else HostRows(place, grad)
+
+
+@answers("bring home")
+def bring_home(place: Place, rows: Tensor) -> HostRows:
+    """Return ordinary rows at home; in memory they are the same."""
+    found: HostRows = BringHome.apply(place, rows)
+    return found
+
+
+class BringHome(torch.autograd.Function):
+    """Ordinary rows, such as those of a table, as rows at home."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Place, rows: Tensor) -> HostRows:
+        """Copy them if homes lie elsewhere."""
+        ctx.set_materialize_grads(False)
+        ctx.device, ctx.apart, host = rows.device, place.home.apart, rows.detach()
+        if ctx.apart or host.device.type != "cpu":
+            host = place.home.empty(rows.shape, rows.dtype).copy_(host)
+        return HostRows(place, host)
+
+    @staticmethod
+    def backward(ctx: Any, grad: HostRows | None) -> Any:
+        """Return an ordinary gradient."""
+        once_differentiable()
+        return None, None if grad is None else host(grad).to(ctx.device, copy=ctx.apart)
 
 
 class Join(torch.autograd.Function):

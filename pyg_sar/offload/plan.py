@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyg_sar.csr import scaled
-from pyg_sar.distributed.shard import shard
 from pyg_sar.distributed.traffic import record_traffic
-from pyg_sar.edge_index import ShardedEdgeIndex
-from pyg_sar.graph import ShardedGraph
 from pyg_sar.live import Live, few_objects, kept
-from pyg_sar.offload.chunks import sources_of, spans
+from pyg_sar.offload.counts import Counts, TypedCounts, features, small_graph
 from pyg_sar.offload.halo import MESSAGE
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.move import place_of
-from pyg_sar.offload.rows import HostRows
+from pyg_sar.offload.rows import CPU, HostRows
+from pyg_sar.structure import tensors
 
 # Rows of a chunk in the dry run: enough to outweigh parameters, or the peak would be elsewhere; and for a first guess.
 ROWS, ROUGH = 2048, 512
@@ -36,28 +35,6 @@ FEWEST = 64  # rows of a chunk, on average
 INDEX = 24  # bytes a node: its id, its degree, and its number while a chunk is made
 MARGIN = 1.15  # for what allocators and libraries keep; on an accelerator, products keep a range more
 PIECES = 8  # into which sources are cut where chunks alone do not fit
-
-
-class Counts(NamedTuple):
-    """The counts of a graph and of its largest chunk, which decide what a step needs.
-
-    Args:
-        chunks: Number of chunks.
-        nodes: Number of nodes.
-        rows: Destinations of a chunk.
-        sources: Rows that a chunk reads.
-        edges: Edges of a chunk.
-        labelled: Number of nodes whose output is taken.
-        halo: Number of rows that are read of other workers.
-    """
-
-    chunks: int
-    nodes: int
-    rows: int
-    sources: int
-    edges: int
-    labelled: int
-    halo: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,27 +54,17 @@ class OffloadNeed:
         return self.loaded + self.step
 
 
-def counts_of(graph: ShardedGraph, chunks: int, labelled: int) -> Counts:
-    """Return the counts of a graph, and the largest of its chunks in each respect."""
-    ranges = spans(graph.degree, chunks)
-    rows = max(end - start for start, end in ranges)
-    sources = max(len(sources_of(graph, span)) for span in ranges)
-    edges = max(int(graph.degree[slice(*span)].sum()) for span in ranges)
-    halo = graph.exchange.routes.num_halo
-    return Counts(chunks, graph.num_src, rows, max(sources, 1), max(edges, 1), labelled, halo)
-
-
 def plan_offload(
-    model: Callable[[], torch.nn.Module], counts: Counts, in_channels: int, slots: int | None = None,
+    model: Callable[[], torch.nn.Module], counts: Counts | TypedCounts, in_channels: Any, slots: int | None = None,
     home: str | None = None, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, rows: int = ROWS,
-    dtype: torch.dtype = torch.float32, beside: bool = True, edges: Sequence[Tensor] = (),
+    dtype: torch.dtype = torch.float32, beside: bool = True, edges: Sequence[Any] = (),
 ) -> OffloadNeed:  # fmt: skip
     """Tell the memory of training with rows at home.
 
     Args:
         model: Makes the model, which is called as ``model(x, edge_index, *edges)`` and returns scores of classes.
         counts: Those of the graph and its chunks.
-        in_channels: Number of features of a node.
+        in_channels: Number of features of a node; of several types, by type.
         slots: The most source rows that are fetched at one time; None for no limit.
         home: Where the rows of the dry run live: a folder, or None for memory.
         optimizer: Makes the optimizer of parameters.
@@ -105,21 +72,18 @@ def plan_offload(
         dtype: The type of the features.
         beside: Whether graph and homes are in the memory that is asked for; if not, as on an accelerator, what a range
             or a chunk needs of them is copied there.
-        edges: Tensors of edges like those that the model takes; integers are types of edges.
+        edges: Tensors of edges like those that the model takes, or these by edge type; integers are types of edges.
     """
-    ratio, degree = (n / max(counts.rows, 1) for n in (counts.sources, counts.edges))
-    chunks = min(counts.chunks, math.ceil(FRESH * max(ratio, 1)))
+    degree = counts.edges / max(counts.rows, 1)
+    chunks = min(counts.chunks, math.ceil(FRESH * max(counts.ratio, 1)))
     rows = min(rows, counts.rows, max(round(WORK / max(chunks * degree, 1)), ROUGH))
     runs = []
     with few_objects(), torch.random.fork_rng(devices=[]):
         for own, many in ((rows, chunks), (max(rows // 2, 1), chunks), (rows, 2 * chunks)):
             factor = own / max(counts.rows, 1)
-            edge_index = small(counts, own, many, chunks)
             few = None if slots is None else max(round(slots * factor), 1)
-            place = place_of(edge_index.graph, Home(home, torch.device("cpu"), None), many, few)
-            place = place._replace(copies=not beside)
-            x = HostRows(place, torch.zeros(own * many, in_channels, dtype=dtype))
-            labelled = round(counts.labelled * own * many / max(counts.nodes, 1))
+            place, edge_index, labelled = small_graph(counts, own, many, chunks, Home(home, CPU, None), few)
+            x = features(place._replace(copies=not beside), in_channels, dtype)
             with scaled(factor):
                 runs.append(run(model(), optimizer, x, edge_index, labelled, edges))
     one, half, twice = runs
@@ -137,60 +101,69 @@ def plan_offload(
     return OffloadNeed(counts.chunks, slots, **need)
 
 
-def small(counts: Counts, rows: int, chunks: int, near: int) -> ShardedEdgeIndex:
-    """Return a graph of chunks with so many rows, which have sources and edges in proportion: each reads the rows it
-    has and some of ``near`` chunks around it, whatever the number of chunks, so that two in turn share few sources.
-    """
-    factor, nodes, within = rows / max(counts.rows, 1), rows * chunks, rows * near
-    sources = min(max(round(counts.sources * factor), 1), within)
-    edges = max(round(counts.edges * factor), sources)
-    generator, parts = torch.Generator().manual_seed(0), []
-    for c in range(chunks):
-        first = min(max(c * rows + rows // 2 - within // 2, 0), nodes - within)
-        others = first + torch.randperm(within - rows, generator=generator)
-        some = torch.cat([torch.arange(c * rows, (c + 1) * rows), others + rows * (others >= c * rows)])[:sources]
-        col = torch.cat([some, some[torch.randint(sources, (edges - sources,), generator=generator)]])
-        parts.append(torch.stack([col, (c * rows + torch.arange(edges) % rows).sort().values]))
-    return shard(torch.cat(parts, 1), nodes)
-
-
 def run(
-    net: torch.nn.Module, optimizer: Callable[..., Any], x: HostRows, edge_index: ShardedEdgeIndex, labelled: int,
-    edges: Sequence[Tensor] = (),
+    net: torch.nn.Module, optimizer: Callable[..., Any], x: Any, edge_index: Any, labelled: dict[str, int],
+    edges: Sequence[Any] = (),
 ) -> dict[str, int]:  # fmt: skip
     """Train for a step, then count what another one needs."""
-    labels, graph = torch.arange(labelled) % len(x), edge_index.graph
-    given = [alike(t, edge_index.graph.num_edges) for t in edges]
+    every: list[Any] = list(tensors(edge_index))
+    graphs = [it.graph for it in every]
+    given = [like_edges(t, edge_index) for t in edges]
     learnt = [p for p in net.parameters() if p.requires_grad]
     state = optimizer(learnt) if learnt else None
-    before = sum(graph.memory().values())
+    before = sum(sum(graph.memory().values()) for graph in graphs)
 
     def step() -> None:
-        out = net(x, edge_index, *given)
-        if not isinstance(out, Tensor):
-            raise TypeError(f"Expected the model to return rows of nodes, as a tensor (got {type(out).__name__})")
-        out = out[labels]
-        loss = F.cross_entropy(out, labels % out.size(1)) if out.dim() == 2 else out.float().square().sum()
+        loss = loss_of(net(x, edge_index, *given), labelled)
         if state is None:
             return
         loss.backward()
-        del out, loss
+        del loss
         state.step()
         state.zero_grad()
 
     step()  # makes chunks, transposed blocks, self-loops and the optimizer's state
-    with Live() as live, record_traffic(edge_index) as layers:
+    with Live() as live, ExitStack() as stack:
+        records = [stack.enter_context(record_traffic(it)) for it in every]
         step()
-    derived = sum(graph.memory().values()) - before
+    derived = sum(sum(graph.memory().values()) for graph in graphs) - before
+    layers = [layer for record in records for layer in record]
     moved = sum(t.forward_loaded + t.forward_stored + t.backward_loaded + t.backward_stored for t in layers)
+    rows: Any = next(iter(tensors(x)))
+    home = rows.place.home
     return {
         "loaded": sum(t.nbytes for t in kept(net, state)),
         "derived": derived,
         "step": live.peak,
-        "home": x.place.home.peak,
-        "widest": x.place.home.widest,
+        "home": home.peak,
+        "widest": home.widest,
         "moved": moved,
     }
+
+
+def loss_of(out: Any, labelled: dict[Any, int]) -> Any:
+    """Return a loss of the output, of rows or of rows by type, of nodes that have labels."""
+    typed = len(labelled) > 1
+    outs = [rows for rows in (out.values() if typed and isinstance(out, dict) else [out]) if rows is not None]
+    wrong = [type(rows).__name__ for rows in outs if not isinstance(rows, Tensor)]
+    if wrong or not outs:
+        what = "as a tensor, or by type" if typed else "as a tensor"
+        raise TypeError(f"Expected the model to return rows of nodes, {what} (got {wrong[0] if wrong else 'none'})")
+    counts = [labelled[rows.place.type if isinstance(rows, HostRows) else next(iter(labelled))] for rows in outs]
+    loss: Any = 0
+    for rows, count in zip(outs, counts, strict=True):
+        if count or not any(counts):
+            some = rows[labels := torch.arange(count) % len(rows)]
+            scores = some.dim() == 2
+            loss += F.cross_entropy(some, labels % some.size(1)) if scores else some.float().square().sum()
+    return loss
+
+
+def like_edges(t: Any, edge_index: Any) -> Any:
+    """Return a tensor of edges, or one for each edge type, as it might be of other edges."""
+    if isinstance(t, dict):
+        return {it: alike(t[it], edge_index[it].graph.num_edges) for it in t}
+    return alike(t, edge_index.graph.num_edges)
 
 
 def alike(t: Tensor, count: int) -> Tensor:
@@ -203,10 +176,10 @@ def alike(t: Tensor, count: int) -> Tensor:
 
 @few_objects()
 def choose(
-    model: Callable[[], torch.nn.Module], counts: Callable[[int], Counts], in_channels: int, budget: float,
-    home: str | None = None, dtype: torch.dtype = torch.float32, beside: bool = True,
+    model: Callable[[], torch.nn.Module], counts: Callable[[int], Counts | TypedCounts], in_channels: Any,
+    budget: float, home: str | None = None, dtype: torch.dtype = torch.float32, beside: bool = True,
     most: Callable[[Sequence[int]], Sequence[int]] = lambda values: values,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, edges: Sequence[Tensor] = (),
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, edges: Sequence[Any] = (),
 ) -> OffloadNeed:  # fmt: skip
     """Return the fewest chunks with which all but the data and the rows at home fits ``budget`` bytes.
 
@@ -219,7 +192,8 @@ def choose(
     """
     count = 1
     while True:
-        here = Counts(*most(counts(count)))
+        numbers, form = tree_flatten(counts(count))
+        here = tree_unflatten(most(numbers), form)
         for slots in (None, -(-here.sources // PIECES)):
             for rows in (ROUGH, ROWS):  # what needs far more is not tried on so many rows: the dry run fits, too
                 need = plan_offload(model, here, in_channels, slots, home, optimizer, rows, dtype, beside, edges)

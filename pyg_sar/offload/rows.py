@@ -9,6 +9,7 @@ aggregation, or where rows are taken out (:mod:`pyg_sar.offload.passes`); what i
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
@@ -83,12 +84,18 @@ class Place(NamedTuple):
 
     @property
     def n_id(self) -> Tensor:
-        """Ids of the rows that are the same for any number of workers: global ones; those of a tuple of types are no
-        two of them the same.
+        """Global ids of the rows; of a tuple of types, of those of the first one."""
+        return self.sets[self.type if isinstance(self.type, str) else self.type[0]].n_id
+
+    def ids(self, begin: int, end: int) -> Tensor:
+        """Return ids of a range of rows, the same for any number of workers: global ones; those of a tuple of types, a
+        range of one of which it is, are no two of them the same.
         """
         if isinstance(self.type, str):
-            return self.sets[self.type].n_id
-        return torch.cat([part.n_id * len(self.type) + k for k, part in enumerate(self.parts)])
+            return self.n_id[begin:end]
+        first = [0, *accumulate(part.num_rows for part in self.parts)]
+        k = bisect_right(first[1:-1], begin)
+        return self.parts[k].ids(begin - first[k], end - first[k]) * len(self.type) + k
 
     @property
     def num_rows(self) -> int:
@@ -103,12 +110,14 @@ class Place(NamedTuple):
         """Return the place of what is aggregated over the edges of a graph."""
         if not self.type:
             return self
-        if graph.ends is None:
-            raise ValueError(
-                f"Expected an 'edge_index' of the data that 'pyg_sar.offload' returned, for rows at home of "
-                f"'{self.type}' (got another one, which does not tell the type of its destinations)"
-            )
-        return self.of(graph.ends[1])
+        if graph.ends is not None:
+            with suppress(KeyError):  # a type that this data does not have
+                if (found := self.of(graph.ends[1])).num_rows == graph.num_dst:
+                    return found
+        raise ValueError(
+            f"Expected an 'edge_index' of the data that 'pyg_sar.offload' returned, for rows at home of '{self.type}' "
+            f"(got another one, to {graph.num_dst} nodes{'' if graph.ends is None else f' of {graph.ends[1]}'})"
+        )
 
     def bring(self, rows: Tensor) -> Tensor:
         """Return rows on the device."""
@@ -178,6 +187,7 @@ class HostRows(Tensor):
     differentiated: bool
     recorded: bool  # whether they did not exist from the beginning
     base: weakref.ref[HostRows] | None  # the rows that torch would have made a view of
+    views: list[weakref.ref[HostRows]]  # what it would have made views of these
 
     @staticmethod
     def __new__(
@@ -185,23 +195,39 @@ class HostRows(Tensor):
         requires_grad: bool = False,
     ) -> HostRows:  # fmt: skip
         """Make a tensor without storage of its own."""
+        num_rows = place.num_rows
+        if host is not None and host.size(0) != num_rows:
+            raise ValueError(f"Expected {num_rows} rows of the nodes of this data (got {host.size(0)})")
         if probe is None:
             assert host is not None
             probe = some(host, place.device)
-        num_rows = place.num_rows if host is None else host.size(0)
         out = torch.Tensor._make_wrapper_subclass(
             cls, (num_rows, *probe.shape[1:]), dtype=probe.dtype, device=place.device
         )
         out.place, out.host, out.op, out.probe, out.made = place, host, op, probe, None
-        out.differentiated, out.recorded, out.base = requires_grad, op is not None, None
+        out.differentiated, out.recorded, out.base, out.views = requires_grad, op is not None, None, []
         if requires_grad and op is not None:  # for an `autograd.Function` to take note of; what it returns is refused
             with PLAIN():
                 out.requires_grad_()
         return out
 
+    def is_view_of(self, base: HostRows) -> HostRows:
+        """Return these rows, which torch would have made a view of others."""
+        self.base = weakref.ref(base)
+        base.views = [view for view in base.views if view() is not None] + [weakref.ref(self)]
+        return self
+
+    def shares(self) -> bool:
+        """Whether there are other rows that torch would have put in the same memory."""
+        return any(other() is not None for other in (*self.views, *([] if self.base is None else [self.base])))
+
     def aggregate(self, graph: Any, reduce: Any, source: Any, rows: Any) -> HostRows:
         """Aggregate what local rows are made of, which are these, see :func:`pyg_sar.aggregate.aggregate`."""
         return HANDLERS["aggregate"](graph, reduce, source, rows)
+
+    def bring_home(self, rows: Tensor, type: Any) -> Tensor:
+        """Return ordinary rows of the nodes of a type of the same data, at home."""
+        return HANDLERS["bring home"](self.place.of(type), rows)
 
     def normalise(self, coefficients: Callable, parameters: Any, track: Callable) -> HostRows:
         """Scale and shift columns by what the moments of all rows say, see :mod:`pyg_sar.nn.norm.columns`."""
@@ -232,8 +258,9 @@ class HostRows(Tensor):
             it = args[0]
             return HostRows(it.place, it.host, it.op, it.probe)
         if name in ("add", "add_") and all(isinstance(t, HostRows) for t in args[:2]):
-            one, other = args[:2]  # gradients: the sum is made where its rows are read
-            total = pending(torch.add, one, other)
+            one, other = args[:2]  # gradients: the sum of two is made where its rows are read, that of more before
+            is_sum = one.op is not None and one.op.func is torch.add
+            total = pending(torch.add, HANDLERS["force"](one) if is_sum else one, other)
             if name == "add":
                 return total
             one.host, one.op, one.made = HANDLERS["force"](total).host, None, None  # sums over steps do not grow
@@ -316,10 +343,9 @@ def record(func: Callable, args: Any, kwargs: Any) -> Any:
     op = Op(func, kept[0], kept[1], changes, autocast, versions)
     out = HostRows(first.place, op=op, probe=whole, requires_grad=learns and whole.is_floating_point())
     if not changes:
-        out.base = None if base is None else weakref.ref(base)
-        return out
+        return out if base is None else out.is_view_of(base)
     target = args[0]
-    if target.base is not None and target.base() is not None:
+    if target.shares():
         refuse(func, args, kwargs, "it changes a part of rows, or what shares their memory; make new rows of them "
                "('torch.cat', 'torch.where')")  # fmt: skip
     if target.op is None and target.is_leaf:

@@ -19,8 +19,9 @@ import pyg_sar
 from pyg_sar import nn, offload
 from pyg_sar.data.datasets import community_graph
 from pyg_sar.nn import convert
+from pyg_sar.offload.counts import counts_of
 from pyg_sar.offload.passes import host
-from pyg_sar.offload.plan import counts_of, plan_offload
+from pyg_sar.offload.plan import plan_offload
 
 
 @pytest.fixture(scope="module")

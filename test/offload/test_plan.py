@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_geometric.nn
+import torch_geometric.nn as pyg
 from support.cases import some
 from support.small_pieces import ordinary_ranges
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
 from pyg_sar import nn, offload, ops
 from pyg_sar.data.datasets import community_graph
 from pyg_sar.live import Live
-from pyg_sar.offload.plan import counts_of, plan_offload
+from pyg_sar.offload.counts import counts_of, counts_of_data
+from pyg_sar.offload.move import graphs_of
+from pyg_sar.offload.plan import plan_offload
 
 HIDDEN, CLASSES, TYPES = 64, 8, 3
 
@@ -141,7 +143,7 @@ class Rest(torch.nn.Module):
         super().__init__()
         self.conv = nn.TransformerConv(8, 64, 8) if kind == "wide" else nn.SAGEConv(8, 1)
         if kind == "nothing to learn":
-            self.conv = nn.convert(torch_geometric.nn.SimpleConv("mean"))
+            self.conv = nn.convert(pyg.SimpleConv("mean"))
         self.conv.requires_grad_(kind != "frozen")
         self.kind = kind
 
@@ -191,6 +193,68 @@ def test_pieces_are_taken_where_chunks_read_nearly_all():
     whole = offload(Data(x=data.x, edge_index=edge_index), chunks=len(there.x.place.ranges))
     whole.y, whole.train_mask = there.y, there.train_mask
     assert peak(there, model) < min(budget, 0.9 * peak(whole, model))
+
+
+NODES = {"paper": 12_000, "author": 8_000, "venue": 300}
+DEGREES = {("author", "writes", "paper"): 5, ("paper", "rev_writes", "author"): 4, ("paper", "cites", "paper"): 6,
+           ("venue", "rev_in", "paper"): 1, ("paper", "in", "venue"): 40}  # fmt: skip
+CHANNELS = {"paper": 32, "author": 16, "venue": 8}
+
+
+class Typed(torch.nn.Module):
+    """For papers alone."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.lins = torch.nn.ModuleDict({t: torch.nn.Linear(width, HIDDEN) for t, width in CHANNELS.items()})
+        make = {
+            "hgt": lambda: pyg.HGTConv(HIDDEN, HIDDEN, (list(NODES), list(DEGREES)), 4),
+            "sage": lambda: pyg.HeteroConv({it: pyg.SAGEConv((HIDDEN, HIDDEN), HIDDEN) for it in DEGREES}),
+        }
+        self.convs = torch.nn.ModuleList(nn.convert(make[kind]()) for _ in range(2))
+        self.lin = torch.nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x, edge_index):
+        x = {t: self.lins[t](rows).relu() for t, rows in x.items()}
+        for conv in self.convs:
+            x = {t: rows.relu() for t, rows in conv(x, edge_index).items()}
+        return self.lin(x["paper"])
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
+@pytest.mark.parametrize("kind", ["sage", pytest.param("hgt", marks=pytest.mark.grid)])
+@ordinary_ranges()
+def test_budget_of_types_of_nodes(kind):
+    torch.manual_seed(0)
+    data = HeteroData()
+    for t, n in NODES.items():
+        data[t].x = torch.randn(n, CHANNELS[t])
+    data["paper"].train_mask, labels = torch.arange(NODES["paper"]) % 10 == 0, torch.arange(1200) % CLASSES
+    for (s, r, t), degree in DEGREES.items():
+        dst = torch.arange(NODES[t]).repeat_interleave(degree)
+        src = (dst * NODES[s] // NODES[t] + torch.randint(-200, 200, dst.shape)).clamp(0, NODES[s] - 1)
+        data[s, r, t].edge_index = pyg_sar.shard(torch.stack([src, dst]), (NODES[s], NODES[t]))
+    model = Typed(kind)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def peak(data):
+        for _ in range(2):
+            with Live() as live:
+                out = model(data.x_dict, data.edge_index_dict)[data["paper"].train_mask]
+                F.cross_entropy(out, labels).backward()
+                del out
+                optimizer.step()
+                optimizer.zero_grad()
+        return live.peak
+
+    whole = peak(data)
+    there = offload(data, whole // 4, model)
+    place, found = there["paper"].x.place, peak(there)
+    assert len(place.ranges) > 2 and found <= whole // 4
+    counts = counts_of_data(data, graphs_of(data), place.chunks)
+    need = plan_offload(lambda: Typed(kind), counts, CHANNELS, place.slots)
+    assert 0.95 * found <= need.step <= 1.15 * found + 2**19
+    assert abs(need.home - place.home.peak) <= 0.05 * need.home
 
 
 LIMITED = """

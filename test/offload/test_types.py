@@ -11,7 +11,7 @@ from support.offloaded import Longest
 from torch_geometric.data import HeteroData
 
 import pyg_sar
-from pyg_sar import offload, ops
+from pyg_sar import nn, offload, ops
 from pyg_sar.nn import convert
 from pyg_sar.offload.passes import host
 from pyg_sar.offload.rows import HostRows
@@ -57,29 +57,30 @@ def reduced(aggr, *rows):
     return out + (other[0] if isinstance(other, tuple) else other)
 
 
-@pytest.mark.parametrize("aggr", ["sum", "mean", "max", "min", "std", "prod"])
+@pytest.mark.parametrize("aggr", ["sum", "mean", "max", "min", "std", "prod", "biased"])
 def test_stacked_rows_are_reduced(aggr):
     data, whole = offload(sharded(), chunks=3), graph()
     x, y = data["paper"].x.requires_grad_(), whole["paper"].x.requires_grad_()
-    out, expected = reduced(aggr, x, x.tanh(), x * x), reduced(aggr, y, y.tanh(), y * y)
+    if aggr == "biased":
+        out, expected = (torch.var(input=torch.stack([t, t.tanh()]), dim=0, unbiased=False) for t in (x, y))
+    else:
+        out, expected = reduced(aggr, x, x.tanh(), x * x), reduced(aggr, y, y.tanh(), y * y)
     equal(out, expected)
     out.sum().backward()
     expected.sum().backward()
     equal(x.grad, y.grad)
 
 
-def test_what_stacked_rows_are_not():
+@pytest.mark.parametrize("wrong", [
+    lambda t: t + 1, lambda t: -t, lambda t: t**2, lambda t: t > 0, lambda t: torch.sum(t, 1), lambda t: t.sum(),
+    lambda t: t[0], len, lambda t: t.sum(0, keepdim=True), lambda t: t.std(0, False), torch.tanh,
+])  # fmt: skip
+def test_what_stacked_rows_are_not(wrong):
     x = offload(sharded(), chunks=3)["paper"].x
-    both = torch.stack([x, x])
-    for wrong in (
-        lambda: both + 1,
-        lambda: both.shape,
-        lambda: torch.sum(both, 1),
-        lambda: both.sum(),
-        lambda: both[0],
-    ):
-        with pytest.raises(NotImplementedError, match="a dimension in front of the rows is reduced at once"):
-            wrong()
+    with pytest.raises(NotImplementedError, match="a dimension in front of the rows is reduced at once"):
+        wrong(torch.stack([x, x]))
+    with pytest.raises(AttributeError, match="no 'shape': a dimension in front"):
+        _ = torch.stack([x, x]).shape
 
 
 def test_types_one_after_the_other():
@@ -96,11 +97,51 @@ def test_types_one_after_the_other():
         (first * last.cos()).sum().backward()
     for t in ("paper", "author"):
         equal(x[t].grad, y[t].grad)
-    with pytest.raises(NotImplementedError, match="split into the types"):
-        out.split([1, len(out) - 1])
+    for wrong in ([1, len(out) - 1], len(out)):
+        with pytest.raises(NotImplementedError, match="split into the types"):
+            out.split(wrong)
     drops = torch.nn.functional.dropout(out, 0.5)
     a, b = (ordinary(drops)[at : at + NODES["paper"]] == 0 for at in (0, sizes[0] + sizes[1]))
     assert not torch.equal(a, b), "the same nodes, at two places"
+
+
+def test_rows_of_several_types_are_those_that_torch_gives():
+    data, whole = offload(sharded(), chunks=3), graph()
+    for of in (lambda x, y: [x.argmax(1, keepdim=True), y[:, :1]], lambda x, y: [x[:, :3].float(), y[:, :3]]):
+        out, expected = (torch.cat(of(d["paper"].x, d["author"].x), -2) for d in (data, whole))
+        assert out.dtype == expected.dtype
+        equal(out, expected)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([data["paper"].x[:, :3], data["author"].x[:, :1]])
+    with pytest.raises(NotImplementedError, match="all are rows at home of types of the same data"):
+        torch.cat([data["paper"].x, graph()["paper"].x])
+    other = offload(sharded(), chunks=3)
+    with pytest.raises(NotImplementedError, match="all are rows at home of types of the same data"):
+        torch.cat([data["paper"].x, other["paper"].x])
+
+
+def test_what_shares_memory_is_not_changed():
+    data = offload(sharded(), chunks=3)
+    joined = torch.cat([data["author"].x, data["paper"].x[:, :6]])
+    one, _ = joined.split([NODES["author"], NODES["paper"]])
+    half = joined[:, :3]
+    for wrong in (one, joined, half):
+        with pytest.raises(NotImplementedError, match="it changes a part of rows, or what shares their memory"):
+            wrong.mul_(2)
+    del half, joined
+    equal(one.mul_(2), 2 * graph()["author"].x)
+
+
+def test_gradients_that_meet_do_not_pile_up():
+    """Of many terms there is one sum at home, and what is under way."""
+    data = offload(sharded(), chunks=3)
+    x = data["paper"].x.requires_grad_()
+    sum((x * k).sin().sum() for k in range(12)).backward()
+    home, row = x.place.home, x.host.nbytes
+    assert home.held <= 3 * row
+    y = graph()["paper"].x.requires_grad_()
+    sum((y * k).sin().sum() for k in range(12)).backward()
+    equal(x.grad, y.grad)
 
 
 def test_a_type_whose_rows_are_in_memory():
@@ -121,6 +162,86 @@ def test_a_type_whose_rows_are_in_memory():
         results.append([out["paper"], out["author"], *(p.grad for p in (*tables.values(), *net.parameters()))])
     for found, expected in zip(*results, strict=True):
         equal(found, expected)
+
+
+@pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
+@pytest.mark.parametrize("kind", ["sage", "rgcn"])
+def test_sums_of_rows_in_memory_are_at_home(kind):
+    n, data = 400, HeteroData()
+    data["user"].x, row = torch.randn(n, 6), torch.arange(n)
+    data["group"].num_nodes = 8
+    data["group", "has", "user"].edge_index = torch.stack([row // 50, row])
+    data = offload(sharded(data), chunks=20)
+    conv = {"sage": lambda: nn.SAGEConv((6, 6), 4), "rgcn": lambda: nn.RGCNConv((6, 6), 4, 2)}[kind]()
+    table, types = torch.nn.Parameter(torch.randn(8, 6)), () if kind == "sage" else (row % 2,)
+
+    def step():
+        conv((table, data["user"].x), data["group", "has", "user"].edge_index, *types)[::40].sum().backward()
+
+    step()
+    longest = Longest.of(step)
+    assert longest.rows < 60, longest.what
+    assert table.grad.abs().sum() > 0
+
+
+def test_hgt_with_a_table_of_nodes():
+    data, whole = offload(sharded(), chunks=3), graph()
+    model = pyg.HGTConv(WIDTH, 8, ([*NODES], [*EDGES]), 2).double()
+    results = []
+    for d, net in ((data, convert(copy.deepcopy(model))), (whole, model)):
+        table = torch.nn.Parameter(graph()["author"].x)
+        out = net({**d.x_dict, "author": table}, d.edge_index_dict)
+        sum(rows.square().sum() for rows in out.values() if rows is not None).backward()
+        results.append([out["paper"], out["author"], table.grad, *(p.grad for p in net.parameters())])
+    for found, expected in zip(*results, strict=True):
+        equal(found, expected)
+    backwards = dict(reversed(data.edge_index_dict.items()))
+    with pytest.raises(ValueError, match="'edge_index_dict' in the order of the layer's metadata"):
+        convert(model)(data.x_dict, backwards)
+
+
+def test_attention_over_edge_types_within_autocast():
+    data, whole = offload(sharded(), chunks=3), graph()
+    model = pyg.HANConv(WIDTH, 8, ([*NODES], [*EDGES]), 2).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (
+            net(d.x_dict, d.edge_index_dict) for net, d in ((convert(copy.deepcopy(model)), data), (model, whole))
+        )
+    for t in expected:
+        if expected[t] is not None:
+            torch.testing.assert_close(ordinary(found[t]).double(), expected[t].double(), rtol=0.05, atol=0.05)
+
+
+def test_self_loops_within_a_type():
+    """Also where edges were sharded as between two sets of nodes."""
+    data, whole = offload(sharded(), chunks=3), graph()
+    cites = ("paper", "cites", "paper")
+    for layer in (lambda: pyg.GATConv(8, 4), lambda: pyg.GCNConv(8, 4), lambda: pyg.APPNP(2, 0.1)):
+        model = layer().double()
+        found, expected = (net(d["paper"].x, d[cites].edge_index) for net, d in
+                           ((convert(copy.deepcopy(model)), data), (model, whole)))  # fmt: skip
+        equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["HGTConv", "HANConv"])
+def test_homes_hold_nothing_behind_backward(name):
+    data, model = offload(sharded(), chunks=3), convert(make(name, graph()))
+    out = model(data.x_dict, data.edge_index_dict, {})
+    loss = sum(rows[::5].square().sum() for rows in out.values() if rows is not None)
+    del out
+    loss.backward()
+    assert data["paper"].x.place.home.held == 0
+    assert loss > 0
+
+
+def test_copies_of_data():
+    data = offload(sharded(), chunks=3)
+    other = copy.deepcopy(data)
+    other["paper"].x.mul_(2)
+    equal(data["paper"].x, graph()["paper"].x)
+    equal(other["paper"].x, 2 * graph()["paper"].x)
+    with pytest.raises(RuntimeError, match="are data support the deepcopy protocol"):
+        copy.deepcopy(data["paper"].x.tanh())
 
 
 def test_ordinary_rows_are_not_changed_by_rows_at_home():
@@ -166,13 +287,24 @@ def test_errors():
         offload(data, chunks=3)
     wrong = sharded()
     wrong["author", "writes", "paper"].edge_index = pyg_sar.shard(torch.zeros(2, 3, dtype=torch.long), (31, 46))
-    with pytest.raises(ValueError, match=r"\('author', 'writes', 'paper'\) from 31 to 47 nodes, .* \(got 31 to 46\)"):
+    with pytest.raises(ValueError, match=r"\('author', 'writes', 'paper'\) to join 47 nodes of 'paper', .* \(got 46\)"):
         offload(wrong, chunks=3)
+    lonely = HeteroData({"a": {"x": torch.ones(5, 2)}})
+    lonely["a", "to", "b"].edge_index = pyg_sar.shard(torch.zeros(2, 3, dtype=torch.long), (5, 4))
+    with pytest.raises(ValueError, match=r"Expected nodes of 'b', .* Set their 'num_nodes'"):
+        offload(lonely, chunks=2)
+    assert lonely.node_types == ["a"]
     with pytest.raises(ValueError, match="data with edges"):
         offload(HeteroData({"a": {"x": torch.ones(3, 2)}}), chunks=3)
     data = sharded()
-    with pytest.raises(ValueError, match=r"'chunks' of the rows of several types \(got a 'budget'\)"):
-        offload(data, "2GiB", torch.nn.Linear(2, 2))
+    without = sharded()
+    del without["author"].x
+    with pytest.raises(TypeError, match="Expected features of 'author', 'x'"):
+        offload(without, "2GiB", torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"'edges' to name tensors with 160 rows \(got 'edge_attr', \[3, 2\]\)"):
+        data["author", "writes", "paper"].edge_attr = torch.ones(3, 2)
+        offload(data, "2GiB", torch.nn.Linear(2, 2), edges=["edge_attr"])
+    data = sharded()
     there = offload(data, chunks=3)
     assert not isinstance(data["paper"].x, HostRows) and data["author", "writes", "paper"].edge_index.graph.ends is None
     rows, conv = there["author"].x, convert(pyg.SAGEConv((6, 8), 4).double())

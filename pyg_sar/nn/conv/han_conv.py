@@ -45,6 +45,8 @@ class HANConv(MessagePassing, torch_geometric.nn.HANConv):
         for edge_type, edge_index in edge_index_dict.items():
             name, pair = "__".join(edge_type), (rows[edge_type[0]], rows[edge_type[-1]])
             alpha = [(x * lin[name]).sum(-1) for x, lin in zip(pair, (self.lin_src, self.lin_dst), strict=True)]
+            if any(map(is_elsewhere, pair)):  # whose rows are fetched together; under autocast scores are wider
+                pair = tuple(x.to(torch.promote_types(x.dtype, alpha[0].dtype)) for x in pair)
             out = self.propagate(edge_index, x=pair, alpha=tuple(alpha))
             outs[edge_type[-1]].append(F.relu(out))
         found = {t: self.mix(outs[t]) for t in outs}

@@ -2,7 +2,6 @@ r"""The heterogeneous graph transformer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,11 +9,12 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 
-from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.reverse import reverse
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.message_passing import MessagePassing
+from pyg_sar.offload.passes import force
+from pyg_sar.offload.rows import HostRows
 from pyg_sar.operations import FLIPPED
 from pyg_sar.rewire import join
 
@@ -38,11 +38,17 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
         if not any(isinstance(it, ShardedEdgeIndex) for it in edge_index_dict.values()):
             return super().forward(x_dict, edge_index_dict)
         heads, width = self.heads, self.out_channels // self.heads
-        packed = {t: kqv.view(-1, 3, heads, width).unbind(1) for t, kqv in self.kqv_lin(x_dict).items()}
+        at_home = next((x for x in x_dict.values() if isinstance(x, HostRows)), None)
+        if at_home is not None:
+            x_dict = {t: x if isinstance(x, HostRows) else at_home.bring_home(x, t) for t, x in x_dict.items()}
+        projected = self.kqv_lin(x_dict)
+        if at_home is not None:  # once, and not for each edge type
+            projected = {t: force(rows) for t, rows in projected.items()}
+        packed = {t: kqv.view(-1, 3, heads, width).unbind(1) for t, kqv in projected.items()}
         q, first = self._cat({t: kqv[1] for t, kqv in packed.items()})
         keys, values = ({t: kqv[i] for t, kqv in packed.items()} for i in (0, 2))
-        if any(map(is_elsewhere, x_dict.values())):
-            k, v = (self.mapped(*of, edge_index_dict) for of in ((keys, self.k_rel), (values, self.v_rel)))
+        if at_home is not None:
+            k, v = (self.mapped(*of, list(edge_index_dict)) for of in ((keys, self.k_rel), (values, self.v_rel)))
         else:
             k, v, _ = self._construct_src_node_feat(keys, values, edge_index_dict)
         graphs = {edge_type: directed(it) for edge_type, it in edge_index_dict.items()}
@@ -54,12 +60,18 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
         mapped = self.out_lin({t: F.gelu(rows) for t, rows in found.items()})
         return {t: self.skipped(t, rows, x_dict[t]) for t, rows in mapped.items()}
 
-    def mapped(self, rows: dict[str, Tensor], by: Any, edge_types: Iterable[Any]) -> Tensor:
+    def mapped(self, rows: dict[str, Tensor], by: Any, edge_types: list[Any]) -> Tensor:
         """Return rows of sources after the maps of their edge types, one edge type after the other, as PyG does, but
         each type for itself.
         """
+        numbers = [self.edge_types_map[it] for it in edge_types]
+        if numbers != sorted(numbers):
+            raise ValueError(
+                f"Expected 'edge_index_dict' in the order of the layer's metadata for rows at home (got {edge_types}): "
+                f"PyG's 'HGTConv' applies the weights of other edge types in another order"
+            )
         weight = by.weight.view(self.heads, -1, *by.weight.shape[1:])
-        every = ((rows[it[0]], weight[:, self.edge_types_map[it]]) for it in edge_types)
+        every = ((rows[it[0]], weight[:, k]) for it, k in zip(edge_types, numbers, strict=True))
         return torch.cat([torch.einsum("nhd,hdf->nhf", x, of_type) for x, of_type in every])
 
     def skipped(self, node_type: str, out: Tensor, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.one_block import has_kernels, one_block, rows_in, sizes
 from pyg_sar.nn.replay.call import FLOW, PAIR, Call, aggregation_of, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.dispatch import replay
+from pyg_sar.offload.rows import HostRows
 from pyg_sar.operations import sharded
 from pyg_sar.refusals import fail, for_layer, refuse_table, wrong_rows
 from pyg_sar.watch import ROWS, gives, refuse_pairs, together
@@ -100,6 +101,10 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             return x
         if isinstance(x, PAIR):
             check_destinations(self, "x", x, edge_index)
+            src, dst = x
+            if isinstance(dst, HostRows) and not isinstance(src, HostRows) and src.is_floating_point():
+                ends = edge_index._graph.ends or (dst.place.type,)
+                return dst.bring_home(src, ends[0]), dst  # or sums would be in memory
         elif isinstance(x, Tensor) and edge_index.of_flow:
             return x, edge_index._graph.dst_rows(x, self.node_dim)
         return x

@@ -119,7 +119,8 @@ class Number(int):
 def by_chunks(call: Call, graph: ShardedGraph, rows: HostRows) -> Tensor:
     """Run a layer by its own code, chunk by chunk."""
     program = Propagation(call, graph)
-    return run(rows.place, graph, program, program.kinds, program.inputs)
+    inputs, program.inputs = program.inputs, []  # autograd keeps the program as long as the result lives
+    return run(rows.place, graph, program, program.kinds, inputs)
 
 
 @torch.compiler.disable
