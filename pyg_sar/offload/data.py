@@ -42,7 +42,7 @@ def offload(
     function that mixes rows raises. The mask of ``F.dropout`` is a function of the row's global id.
 
     Of heterogeneous data the rows of all types of nodes go home; each type of edges has so many chunks of destinations.
-    Layers take these edges from the data that is returned, and may take ordinary rows beside.
+    Layers take the edges of the data that is returned, and may take ordinary rows beside those at home.
 
     Of several workers each keeps its local rows at home, and, while a layer runs, the rows that it reads of others:
     they come once, and their gradients go back once, as in memory. All workers call this together. Statistics are those
@@ -55,7 +55,8 @@ def offload(
             and the rows at home. The fewest chunks are taken that fit, as a dry run of ``model`` tells, with several
             workers the same number on each. (default: :obj:`None`)
         model (torch.nn.Module, optional): The model for which the budget is; called as
-            :obj:`model(x, edge_index, *edges)`, a copy of it. (default: :obj:`None`)
+            :obj:`model(x, edge_index, *edges)`, a copy of it; of heterogeneous data, with dictionaries of these.
+            (default: :obj:`None`)
         device (torch.device, optional): Where rows are computed on, where ``model`` is, and where labels and masks go.
             (default: :obj:`"cpu"`)
         home (str, optional): A folder for files with the rows, on a disk with room for several times the rows of all
@@ -73,9 +74,8 @@ def offload(
 
     Raises:
         TypeError: If ``edge_index`` is not sharded, or there is a budget without a model.
-        ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small, or there is
-            a budget for several types; or if edges join other numbers of nodes than the data has, or are not on the
-            CPU.
+        ValueError: If there are neither chunks nor a budget, or both, or one of them is wrong or too small; or if
+            edges join other numbers of nodes than the data has, or are not on the CPU.
         OSError: If there is no such folder, or no room.
         RuntimeError: On all of several workers, if one of them raises, or if they ask for different kinds.
     """

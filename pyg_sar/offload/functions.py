@@ -132,6 +132,8 @@ class Stacked:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = unknown
     __pow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __len__ = __iter__ = unknown
+    __eq__ = __ne__ = unknown
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:

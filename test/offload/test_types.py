@@ -72,8 +72,8 @@ def test_stacked_rows_are_reduced(aggr):
 
 
 @pytest.mark.parametrize("wrong", [
-    lambda t: t + 1, lambda t: -t, lambda t: t**2, lambda t: t > 0, lambda t: torch.sum(t, 1), lambda t: t.sum(),
-    lambda t: t[0], len, lambda t: t.sum(0, keepdim=True), lambda t: t.std(0, False), torch.tanh,
+    lambda t: t + 1, lambda t: -t, lambda t: t**2, lambda t: t > 0, lambda t: t == 0, lambda t: torch.sum(t, 1),
+    lambda t: t.sum(), lambda t: t[0], len, lambda t: t.sum(0, keepdim=True), lambda t: t.std(0, False), torch.tanh,
 ])  # fmt: skip
 def test_what_stacked_rows_are_not(wrong):
     x = offload(sharded(), chunks=3)["paper"].x
