@@ -11,6 +11,7 @@ The destination loop of `"HongTu: Scalable Full-Graph GNN Training on Multiple G
 * ``dropout``: dropout of rows, which backward draws again.
 * ``slots``: source rows that stay on an accelerator, as ``schedule`` decides.
 * ``halo``: rows of other workers.
+* ``counts``: what a budget depends on, and small graphs that have it.
 * ``plan``: how many chunks fit a budget.
 * ``move``: what moves loaded data there.
 * ``data``: the call that users make.

@@ -162,6 +162,27 @@ def test_offload(tmp_path):
 
 
 @pytest.mark.grid
+def test_offload_types(tmp_path):
+    run(
+        "offload_types",
+        "--scale",
+        2000,
+        "--channels",
+        8,
+        "--hidden",
+        16,
+        "--chunks",
+        3,
+        "--rounds",
+        1,
+        "--out",
+        tmp_path,
+    )
+    table = (tmp_path / "offload-types.md").read_text()
+    assert all(f"| {kind} | {rows} |" in table for kind in ("sage", "hgt") for rows in ("PyG", "at home, 3 chunks"))
+
+
+@pytest.mark.grid
 def test_gpu_offload(tmp_path):
     """On a CPU, too; it compares losses."""
     sizes = ["--device", "cpu", "--nodes", 3000, "--edges", 20000, "--hidden", 16, "--steps", 1, "--chunks", 3]

@@ -36,6 +36,30 @@ def test_models_equal_pyg(pool, folders, tmp_path, name, way):
     assert list(tmp_path.iterdir()) == []
 
 
+def planned(group, folder):
+    data = pyg_sar.load(folder, group=group)
+    model = convert(make("HGTConv", graph()), group).float()
+    for t in data.node_types:
+        data[t].x = data[t].x.float()
+    wide = pyg_sar.offload(data, "1GiB", Calls(model))
+    return [len(wide["paper"].x.place.ranges), wide["paper"].x.place.chunks]
+
+
+class Calls(torch.nn.Module):
+    """A model that takes no features of edges."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, edge_index):
+        return self.model(x, edge_index, {})
+
+
+def test_budget_on_workers(pool, folders):
+    assert pool.run(2, planned, folders[2]) == [[1, 1]] * 2
+
+
 def sharded(data=None):
     """The graph in one process."""
     data = graph() if data is None else data

@@ -102,7 +102,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         if isinstance(x, PAIR):
             check_destinations(self, "x", x, edge_index)
             src, dst = x
-            if isinstance(dst, HostRows) and not isinstance(src, HostRows) and src.is_floating_point():
+            ordinary = isinstance(src, Tensor) and not isinstance(src, HostRows) and src.is_floating_point()
+            if isinstance(dst, HostRows) and ordinary:
                 ends = edge_index._graph.ends or (dst.place.type,)
                 return dst.bring_home(src, ends[0]), dst  # or sums would be in memory
         elif isinstance(x, Tensor) and edge_index.of_flow:
