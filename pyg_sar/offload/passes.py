@@ -9,12 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from pyg_sar.affine import affine, merge_moments
 from pyg_sar.autograd import once_differentiable
@@ -24,6 +23,7 @@ from pyg_sar.offload.dropout import dropout_rows
 from pyg_sar.offload.rows import HostRows, Op, Place, answers, has_rows, name_of, pending, requires_grad
 from pyg_sar.ops import moments_
 from pyg_sar.ops.reference import accumulator
+from pyg_sar.structure import mapped
 
 FASTER: dict[Callable, Callable] = {F.linear: linear}  # on real rows
 
@@ -53,11 +53,16 @@ class Leaf(int):
     """The number of what a program reads, which autograd keeps, and lets go after backward."""
 
 
-class Step(NamedTuple):
-    """A function of a program, whose arguments are leaves, steps and values."""
+class Step:
+    """A function of a program, whose arguments are leaves, steps and values.
 
-    op: Op
-    learns: bool  # whether it was recorded with gradients
+    Args:
+        op: The function.
+        learns: Whether it was recorded with gradients.
+    """
+
+    def __init__(self, op: Op, learns: bool) -> None:
+        self.op, self.learns = op, learns
 
 
 class Reads:
@@ -73,7 +78,7 @@ class Reads:
 
     def step(self, op: Op, learns: bool = True) -> Step:
         """Return a function of the program."""
-        args, kwargs = tree_map(self.argument, (op.args, op.kwargs))
+        args, kwargs = mapped(self.argument, (op.args, op.kwargs))
         return Step(op._replace(args=args, kwargs=kwargs), learns)
 
     def argument(self, value: Any) -> Any:
@@ -119,7 +124,7 @@ class Evaluation:
         if func is dropout_rows:  # which reads the numbers of rows
             rows, p, seed = args
             return dropout_rows(self.value(rows), p, seed, self.place.bring(self.place.ids(*self.span)))
-        args, kwargs = tree_map(self.value, (args, kwargs), is_leaf=lambda value: type(value) is Step)
+        args, kwargs = mapped(self.value, (args, kwargs))
         if changes:  # others may read what it changes
             args = (args[0].clone(), *args[1:])
         with torch.set_grad_enabled(step.learns and torch.is_grad_enabled()), autocast():

@@ -56,6 +56,7 @@ class Calls(torch.nn.Module):
         return self.model(x, edge_index, {})
 
 
+@pytest.mark.grid
 def test_budget_on_workers(pool, folders):
     assert pool.run(2, planned, folders[2]) == [[1, 1]] * 2
 
