@@ -30,8 +30,6 @@ from pyg_sar.offload.plan import plan_offload
 NODES = {"paper": 736_389, "author": 1_134_649, "institution": 8_740, "field": 59_965}
 EDGES = {("author", "affiliated_with", "institution"): 1_043_998, ("author", "writes", "paper"): 7_145_660,
          ("paper", "cites", "paper"): 5_416_271, ("paper", "has_topic", "field"): 7_505_078}  # fmt: skip
-BACK = [("institution", "rev_affiliated_with", "author"), ("paper", "rev_writes", "author"),
-        ("field", "rev_has_topic", "paper")]  # fmt: skip
 CLASSES, LAYERS = 349, 2
 
 
@@ -54,9 +52,8 @@ def graph(scale: int, channels: int) -> HeteroData:
 class Net(torch.nn.Module):
     """Layers over all types of edges, normalised, and scores of papers."""
 
-    def __init__(self, kind: str, channels: int, hidden: int) -> None:
+    def __init__(self, kind: str, channels: int, hidden: int, edge_types: list[Any]) -> None:
         super().__init__()
-        edge_types = [*EDGES, *BACK]
         make = {
             "sage": lambda: pyg.HeteroConv({it: pyg.SAGEConv((hidden, hidden), hidden) for it in edge_types}),
             "hgt": lambda: pyg.HGTConv(hidden, hidden, (list(NODES), edge_types), heads=4),
@@ -88,7 +85,8 @@ def worker(args: argparse.Namespace) -> None:
     """Train, and answer what was found."""
     data = graph(args.scale, args.channels)
     torch.manual_seed(1)
-    model = Net(args.kind, args.channels, args.hidden)
+    sizes = args.kind, args.channels, args.hidden, data.edge_types
+    model = Net(*sizes)
     if args.chunks >= 0:
         for it in data.edge_types:
             ends = tuple(data[t].num_nodes for t in it[::2])
@@ -98,8 +96,7 @@ def worker(args: argparse.Namespace) -> None:
     if args.chunks > 0:
         counts = counts_of_data(data, graphs_of(data), args.chunks)
         channels = dict.fromkeys(NODES, args.channels)
-        make = lambda: pyg_sar.nn.convert(Net(args.kind, args.channels, args.hidden))  # noqa: E731
-        planned = plan_offload(make, counts, channels).step
+        planned = plan_offload(lambda: pyg_sar.nn.convert(Net(*sizes)), counts, channels).step
         data = pyg_sar.offload(data, chunks=args.chunks)
         place = data["paper"].x.place
     optimizer, seconds, losses = torch.optim.Adam(model.parameters()), [], []
