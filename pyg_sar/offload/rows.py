@@ -332,7 +332,9 @@ def record(func: Callable, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(as_rows, (args, kwargs))
     autocast = autocast_as_now(first.device)
     with autocast():
-        func, args, kwargs, (whole, changes, base) = understood(func, args, kwargs)
+        func, args, kwargs, (whole, changes, (base, same)) = understood(func, args, kwargs)
+    if base is not None and same and not changes:  # such as 'x.to(x.dtype)'
+        return base
     if isinstance(whole, tuple):
         found = [record(partial(result_of, func, k), args, kwargs) for k in range(len(whole))]
         return tuple(found) if type(whole) is tuple else type(whole)(found)  # such as values and numbers of maxima
@@ -372,7 +374,8 @@ def check_lengths(args: Any, kwargs: Any) -> None:
         raise ValueError(f"Expected rows at home of one {what} (got {named} rows)")
 
 
-Probed = tuple[Any, bool, "HostRows | None"]
+Base = tuple["HostRows | None", bool]
+Probed = tuple[Any, bool, Base]
 
 
 def understood(func: Callable, args: Any, kwargs: Any) -> tuple[Callable, Any, Any, Probed]:
@@ -411,8 +414,8 @@ def shared(func: Callable, within: Sequence[int], *args: Any, **kwargs: Any) -> 
 
 
 def probed(func: Callable, args: Any, kwargs: Any) -> Probed:
-    """Return what a function makes of five rows, whether it changes its first argument, and the rows that its result is
-    a view of; refuse what mixes rows.
+    """Return what a function makes of five rows, whether it changes its first argument, and the rows in whose memory
+    its result is, with whether it is these; refuse what mixes rows.
     """
     first = next(rows_in((args, kwargs)))
     state = random_states(first.device)
@@ -456,10 +459,10 @@ def random_rows(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 def run_on(
     which: slice, func: Callable, args: Any, kwargs: Any, num_rows: int, device: torch.device, random: bool = False
-) -> tuple[Any, list[bool], HostRows | None]:
+) -> tuple[Any, list[bool], Base]:
     """Return what a function makes of some of five rows; of rows that it changes, whether that is its result and they
-    are its first argument; and the rows that its result is a view of. Rows at home may be ``random`` instead: of sparse
-    rows, of zeros or of one class, little can be seen.
+    are its first argument; and the rows in whose memory its result is, with whether it is these. Rows at home may be
+    ``random`` instead: of sparse rows, of zeros or of one class, little can be seen.
     """
     copies: list[tuple[Tensor, Tensor, int]] = []  # with the version of each
 
@@ -477,10 +480,11 @@ def run_on(
         given = tree_map(pick, (args, kwargs))
         out = func(*given[0], **given[1])
     altered = [(c, v) for c, v, version in copies if c._version > version]
-    views = (v for c, v, _ in copies if isinstance(out, Tensor) and out._base is c)
-    base = next((v for v in views if isinstance(v, HostRows)), None)
+    shared = (v for c, v, _ in copies if isinstance(out, Tensor) and (out is c or out._base is c))
+    base = next((v for v in shared if isinstance(v, HostRows)), None)
     right = (out is c and args[0] is v and c.shape[1:] == v.shape[1:] for c, v in altered)
-    return out, [it and isinstance(v, HostRows) for it, (_, v) in zip(right, altered, strict=True)], base
+    changes = [it and isinstance(v, HostRows) for it, (_, v) in zip(right, altered, strict=True)]
+    return out, changes, (base, any(out is c for c, *_ in copies))
 
 
 def all_row_wise(whole: Any, parts: list[Any]) -> bool:

@@ -659,6 +659,17 @@ def test_what_was_computed_without_gradients():
     torch.testing.assert_close(host(data.x.grad), data.x.host.tanh() * (1 - data.x.host.tanh() ** 2))
 
 
+@pytest.mark.parametrize("same", [
+    lambda x: x.to(x.dtype), lambda x: x.contiguous(), lambda x: x.double(), lambda x: x.type_as(x), torch.real,
+])  # fmt: skip
+def test_what_torch_returns_as_it_is(same):
+    x = small().x.requires_grad_()
+    assert same(x) is x
+    h = x.tanh()
+    assert same(h) is h and x.place.home.held == 0
+    assert same(h.float()) is not h
+
+
 def test_no_second_derivative():
     data = small()
     data.x.requires_grad_()
