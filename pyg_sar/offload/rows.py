@@ -258,9 +258,8 @@ class HostRows(Tensor):
             it = args[0]
             return HostRows(it.place, it.host, it.op, it.probe)
         if name in ("add", "add_") and all(isinstance(t, HostRows) for t in args[:2]):
-            one, other = args[:2]  # gradients: the sum of two is made where its rows are read, that of more before
-            is_sum = one.op is not None and one.op.func is torch.add
-            total = pending(torch.add, HANDLERS["force"](one) if is_sum else one, other)
+            one, other = args[:2]  # gradients: the sum is made where its rows are read
+            total = pending(torch.add, one, other)
             if name == "add":
                 return total
             one.host, one.op, one.made = HANDLERS["force"](total).host, None, None  # sums over steps do not grow

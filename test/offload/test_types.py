@@ -157,18 +157,6 @@ def test_what_shares_memory_is_not_changed():
     equal(one.mul_(2), 2 * graph()["author"].x)
 
 
-def test_gradients_that_meet_do_not_pile_up():
-    """Of many terms there is one sum at home, and what is under way."""
-    data = offload(sharded(), chunks=3)
-    x = data["paper"].x.requires_grad_()
-    sum((x * k).sin().sum() for k in range(12)).backward()
-    home, row = x.place.home, x.host.nbytes
-    assert home.held <= 3 * row
-    y = graph()["paper"].x.requires_grad_()
-    sum((y * k).sin().sum() for k in range(12)).backward()
-    equal(x.grad, y.grad)
-
-
 def test_a_type_whose_rows_are_in_memory():
     """Such as a table of nodes that learns."""
     data, whole = offload(sharded(), chunks=3), graph()
