@@ -114,11 +114,12 @@ def run(
     before = sum(sum(graph.memory().values()) for graph in graphs)
 
     def step() -> None:
-        loss = loss_of(net(x, edge_index, *given), labelled)
+        outs = labelled_rows(net(x, edge_index, *given), labelled)
+        loss: Any = sum(map(loss_of, outs))
         if state is None:
             return
         loss.backward()
-        del loss
+        del outs, loss  # not before: scripts keep both until then
         state.step()
         state.zero_grad()
 
@@ -141,8 +142,8 @@ def run(
     }
 
 
-def loss_of(out: Any, labelled: dict[Any, int]) -> Any:
-    """Return a loss of the output, of rows or of rows by type, of nodes that have labels."""
+def labelled_rows(out: Any, labelled: dict[Any, int]) -> list[Tensor]:
+    """Return the output of nodes that have labels, given rows, or rows by type."""
     typed = len(labelled) > 1
     outs = [rows for rows in (out.values() if typed and isinstance(out, dict) else [out]) if rows is not None]
     wrong = [type(rows).__name__ for rows in outs if not isinstance(rows, Tensor)]
@@ -150,13 +151,15 @@ def loss_of(out: Any, labelled: dict[Any, int]) -> Any:
         what = "as a tensor, or by type" if typed else "as a tensor"
         raise TypeError(f"Expected the model to return rows of nodes, {what} (got {wrong[0] if wrong else 'none'})")
     counts = [labelled[rows.place.type if isinstance(rows, HostRows) else next(iter(labelled))] for rows in outs]
-    loss: Any = 0
-    for rows, count in zip(outs, counts, strict=True):
-        if count or not any(counts):
-            some = rows[labels := torch.arange(count) % len(rows)]
-            scores = some.dim() == 2
-            loss += F.cross_entropy(some, labels % some.size(1)) if scores else some.float().square().sum()
-    return loss
+    pairs = zip(outs, counts, strict=True)
+    return [rows[torch.arange(count) % len(rows)] for rows, count in pairs if count or not any(counts)]
+
+
+def loss_of(rows: Tensor) -> Tensor:
+    """Return a loss of scores of classes, or of other rows."""
+    if rows.dim() != 2:
+        return rows.float().square().sum()
+    return F.cross_entropy(rows, torch.arange(len(rows)) % rows.size(1))
 
 
 def like_edges(t: Any, edge_index: Any) -> Any:
