@@ -39,7 +39,8 @@ LEVELS = """
     distributed.collectives
     distributed.transfer
     distributed.peers
-    offload.rows offload.schedule offload.halo
+    offload.place offload.schedule offload.halo
+    offload.rows
     offload.slots offload.dropout
     offload.passes
     offload.functions offload.chunks

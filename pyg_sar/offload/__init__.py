@@ -4,6 +4,7 @@ The destination loop of `"HongTu: Scalable Full-Graph GNN Training on Multiple G
 (SIGMOD 2023), around the loop over source blocks.
 
 * ``home``: where rows live.
+* ``place``: what rows of a set of nodes have in common.
 * ``rows``: a tensor that stands for rows at home, or for what functions make of them.
 * ``passes``: functions on one range of rows after the other.
 * ``functions``: those that do not treat each row by itself.

@@ -36,7 +36,8 @@ from pyg_sar.memo import Memo
 from pyg_sar.offload.halo import SourceRows, fetch_halo, sum_halo
 from pyg_sar.offload.home import Home
 from pyg_sar.offload.passes import add_shared, check_versions, force, reader, returned, versions
-from pyg_sar.offload.rows import CPU, HostRows, Place, answers, record, rows_in
+from pyg_sar.offload.place import CPU, Place
+from pyg_sar.offload.rows import HostRows, answers, record, rows_in
 from pyg_sar.offload.schedule import accesses, best_order, ranges, source_pieces
 from pyg_sar.offload.slots import Slots, add, fetch
 from pyg_sar.reduce.base import Needs, Reduce, Rows
@@ -338,7 +339,7 @@ class ByChunks(torch.autograd.Function):
         """Fetch, compute and write each chunk."""
         ctx.set_materialize_grads(False)  # as rows that nobody could take apart
         ctx.place, ctx.graph, ctx.program, ctx.kinds = place, graph, program, kinds
-        ctx.shapes = [(t.shape, t.dtype, t.device, t.place if isinstance(t, HostRows) else None) for t in inputs]
+        ctx.shapes = [(t.shape, t.dtype, t.device, getattr(t, "place", None)) for t in inputs]
         keeps = [program.needs_source or kind != SOURCE for kind in kinds]
         kept = [t if keep else None for t, keep in zip(inputs, keeps, strict=True)]
         ctx.versions = versions(kept)
@@ -525,7 +526,7 @@ def aggregate_rows(graph: ShardedGraph, reduce: Reduce, source: LocalRows, rows:
 def run(place: Place, graph: ShardedGraph, program: PerChunk, kinds: Sequence[str], inputs: Sequence[Any]) -> Tensor:
     """Run a program over the chunks of a graph, of inputs that exist."""
     exist = [force(t) if isinstance(t, HostRows) else t for t in inputs]
-    out: Tensor = ByChunks.apply(place, graph, program, kinds, *exist)
+    out: Any = ByChunks.apply(place, graph, program, kinds, *exist)
     if not graph.exchange.alone and program.makes == DESTINATION:
-        watch.rows(out, of=place.of_destinations(graph).n_id)
+        watch.rows(out, of=out.place.n_id)
     return out

@@ -13,8 +13,9 @@ from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload.chunks import sources_of, spans
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.move import ALL, ids_of, place_of, place_of_types, sets_of
-from pyg_sar.offload.rows import HostRows, Place
+from pyg_sar.offload.move import ids_of, place_of, place_of_types, sets_of, with_ends
+from pyg_sar.offload.place import ALL, Place
+from pyg_sar.offload.rows import HostRows
 
 
 class Counts(NamedTuple):
@@ -142,8 +143,7 @@ def small_graph(
     graphs = {}
     for it, of_edges in counts.relations.items():
         coo = small(of_edges, factor, own[it[0]], own[it[-1]], chunks, near)
-        graph = shard(coo, (own[it[0]] * chunks, own[it[-1]] * chunks)).graph
-        graphs[it] = graph.replace(ends=(it[0], it[-1]), dst=slice(0, graph.num_dst) if it[0] == it[-1] else None)
+        graphs[it] = with_ends(shard(coo, (own[it[0]] * chunks, own[it[-1]] * chunks)).graph, it)
     place = place_of_types({t: torch.arange(n * chunks) for t, n in own.items()}, graphs, home, chunks, slots)
     labels = {t: round(n.labelled * own[t] * chunks / max(n.nodes, 1)) for t, n in counts.types.items()}
     return place, {it: ShardedEdgeIndex(graph) for it, graph in graphs.items()}, labels

@@ -2,7 +2,6 @@ r"""The one call that users make: rows of loaded data leave the memory that is c
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -149,11 +148,10 @@ def check(
             f"Expected a 'model' with the 'budget', which depends on its layers (got {type(model).__name__})"
         )
     features_of(data)
-    for name, store in itertools.product(edges, data.edge_stores):
-        it, count = store.get(name), graphs[store._key].num_edges
-        if store._key is not None and it is None:
-            continue  # other edge types may have it
-        if not isinstance(it, torch.Tensor) or it.size(0) != count:
-            found = list(it.shape) if isinstance(it, torch.Tensor) else type(it).__name__
-            raise ValueError(f"Expected 'edges' to name tensors with {count} rows (got '{name}', {found})")
+    for name in edges:
+        for store in [store for store in data.edge_stores if name in store] or data.edge_stores:
+            it, count = store.get(name), graphs[store._key].num_edges
+            if not isinstance(it, torch.Tensor) or it.size(0) != count:
+                found = list(it.shape) if isinstance(it, torch.Tensor) else type(it).__name__
+                raise ValueError(f"Expected 'edges' to name tensors with {count} rows (got '{name}', {found})")
     return graphs, rows, there

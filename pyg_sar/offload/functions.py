@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from pyg_sar.affine import scaled
 from pyg_sar.offload.passes import Join, Moments, Part, Take, Total, force, host
-from pyg_sar.offload.rows import PLAIN, HostRows, answers, name_of, record, refuse, rows_in
+from pyg_sar.offload.place import ALL
+from pyg_sar.offload.rows import HostRows, answers, name_of, record, refuse, rows_in
+from pyg_sar.operations import bind
 
 ADDS = ("add", "add_", "__add__", "__iadd__")
 
@@ -32,9 +34,8 @@ def deepcopy(func: Callable, args: Any, kwargs: Any) -> HostRows:
     if rows.op is not None or not rows.is_leaf:
         raise RuntimeError("Only rows at home that are data support the deepcopy protocol (got what was made of them)")
     host = rows.place.home.empty(rows.shape, rows.dtype).copy_(rows.host)
-    memo[id(rows)] = copy = HostRows(rows.place, host)
-    with PLAIN():
-        copy.requires_grad_(rows.requires_grad)
+    copy: Any = HostRows(rows.place, host).requires_grad_(rows.requires_grad)
+    memo[id(rows)] = copy
     return copy
 
 
@@ -60,8 +61,7 @@ def reshape(func: Callable, args: Any, kwargs: Any) -> HostRows:
 def take(func: Callable, args: Any, kwargs: Any) -> Any:
     """Some rows are an ordinary tensor; all of them are these rows; columns of rows are still rows."""
     if func is torch.Tensor.index_select or func is torch.index_select:
-        given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
-        rows, dim, index = given["input"], given["dim"], given["index"]
+        rows, dim, index = bind(args, kwargs, "input", "dim", "index")
         if isinstance(rows, HostRows) and dim % rows.dim() != 0:
             refuse(func, args, kwargs, "it takes columns by their numbers; write 'x[:, index]'")
         if isinstance(rows, HostRows) and dim < 0:  # as PyG's layers read the rows of sources
@@ -96,7 +96,7 @@ def take(func: Callable, args: Any, kwargs: Any) -> Any:
 @answers("sum", "mean")
 def total(func: Callable, args: Any, kwargs: Any) -> Any:
     """Over all rows, an ordinary tensor; over columns, still rows."""
-    rows, dim = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs.get("dim")
+    rows, dim = bind(args, kwargs, "input", "dim")
     dims = None if dim is None else [d % rows.dim() for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
     if dims is not None and 0 not in dims:
         return record(func, args, kwargs)
@@ -115,6 +115,7 @@ class Stacked:
     """
 
     REDUCE = ("sum", "mean", "max", "min", "amax", "amin", "prod", "std", "var", "logsumexp")
+    KNOWN = "a dimension in front of the rows is reduced at once, such as by 'sum(0)'"
 
     def __init__(self, rows: HostRows) -> None:
         self.rows = rows
@@ -123,8 +124,6 @@ class Stacked:
         if name not in self.REDUCE:
             raise AttributeError(f"Rows at home that were stacked have no '{name}': {self.KNOWN}")
         return partial(getattr(torch, name), self)
-
-    KNOWN = "a dimension in front of the rows is reduced at once, such as by 'sum(0)'"
 
     def unknown(self, *args: Any) -> NoReturn:
         """Refuse to do anything else."""
@@ -148,38 +147,34 @@ class Stacked:
 @answers("stack")
 def stack(func: Callable, args: Any, kwargs: Any) -> Any:
     """In front of the rows, or behind."""
-    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    first = next(rows_in(given["tensors"]))
-    if given.get("dim", 0) % (first.dim() + 1) != 0:
+    rows, dim = bind(args, kwargs, "tensors", "dim")
+    if (dim or 0) % (next(rows_in(rows)).dim() + 1) != 0:
         return record(func, args, kwargs)
-    return Stacked(record(func, (given["tensors"],), {"dim": 1}))
+    return Stacked(record(func, (rows,), {"dim": 1}))
 
 
 @answers("cat", "concat", "concatenate")
 def cat(func: Callable, args: Any, kwargs: Any) -> Any:
     """Of rows of nodes of several types, one type after the other."""
-    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    rows = given["tensors"]
+    rows, dim = bind(args, kwargs, "tensors", "dim")
     first = next(rows_in(rows))
-    if given.get("dim", 0) % first.dim() != 0 or not first.place.type:
+    if (dim or 0) % first.dim() != 0 or first.place.type == ALL:
         return record(func, args, kwargs)
     if not all(isinstance(t, HostRows) and t.place.sets is first.place.sets for t in rows):
         refuse(func, args, kwargs, "of rows one after the other, all are rows at home of types of the same data")
     like = torch.cat([t.probe for t in rows])  # which raises where rows are of other shapes
-    types = tuple(part.type for t in rows for part in t.place.parts)
+    types = tuple(one for t in rows for one in t.place.types)
     return Join.apply(first.place.of(types), *(force(t.to(like.dtype)) for t in rows))
 
 
 @answers("split")
 def split(func: Callable, args: Any, kwargs: Any) -> Any:
     """Into the types of which there are rows, or columns."""
-    given = dict(zip(("tensor", "split_size_or_sections", "dim"), args, strict=False)) | kwargs
-    rows, sizes = args[0] if args else kwargs["tensor"], given.get("split_size_or_sections", kwargs.get("split_size"))
-    if given.get("dim", 0) % rows.dim() != 0 or not isinstance(rows.place.type, tuple):
+    rows, sizes, dim = bind(args, kwargs, "tensor", "split_size_or_sections", "dim")
+    if (dim or 0) % rows.dim() != 0 or not isinstance(rows.place.type, tuple):
         return record(func, args, kwargs)
-    expected = [part.num_rows for part in rows.place.parts]
-    if isinstance(sizes, int) or list(sizes) != expected:
-        refuse(func, args, kwargs, f"rows of several types are split into the types, of {expected} rows")
+    if isinstance(sizes, int) or list(sizes) != rows.place.sizes:
+        refuse(func, args, kwargs, f"rows of several types are split into the types, of {rows.place.sizes} rows")
     return tuple(part.is_view_of(rows) for part in Part.apply(force(rows)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.offload import functions  # noqa: F401  # which answer for rows at home
 from pyg_sar.offload.chunks import spans
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.rows import CPU, HostRows, NodeSet, Place
-
-ALL = ""  # the type of nodes that have no types
+from pyg_sar.offload.place import ALL, CPU, NodeSet, Place
+from pyg_sar.offload.rows import HostRows
 
 
 def graphs_of(data: Any) -> dict[Any, ShardedGraph]:
@@ -34,10 +32,16 @@ def graphs_of(data: Any) -> dict[Any, ShardedGraph]:
             )
         if key is not None:
             check_ends(data, key, graph)
-            found[key] = graph if graph.ends == key[::2] else graph.replace(ends=key[::2])
-        if key is not None and key[0] == key[-1] and graph.bipartite:
-            found[key] = found[key].replace(dst=slice(0, graph.num_dst))
+            found[key] = with_ends(graph, key)
     return found
+
+
+def with_ends(graph: ShardedGraph, edge_type: Any) -> ShardedGraph:
+    """Return a graph that knows the types of its ends, and whether these are one set of nodes."""
+    ends = src, dst = edge_type[0], edge_type[-1]
+    if graph.ends == ends and graph.bipartite == (src != dst):
+        return graph
+    return graph.replace(ends=ends, dst=slice(0, graph.num_dst) if src == dst else None)
 
 
 def graph_of(store: Any) -> ShardedGraph:
@@ -80,8 +84,7 @@ def place_of(
     """Return the place of a graph's rows, which are computed on where the graph is unless there is a ``device``."""
     with CPU:  # whatever torch's default device is
         n_id = torch.arange(graph.num_src) if graph.n_id is None else graph.n_id
-        sets = {ALL: NodeSet(spans(graph.degree, chunks), n_id)}
-    return Place(home, device or graph.device, sets, chunks, graph.seeds, graph.exchange, slots, type=ALL)
+    return place_of_types({ALL: n_id}, {(ALL, ALL): graph}, home, chunks, slots, device)
 
 
 def ids_of(data: Any) -> dict[str, Tensor]:
@@ -91,7 +94,7 @@ def ids_of(data: Any) -> dict[str, Tensor]:
 
 
 def sets_of(ids: Mapping[str, Tensor], graphs: Mapping[Any, ShardedGraph], chunks: int) -> dict[str, NodeSet]:
-    """Return the nodes of each type of a heterogeneous graph, given their ids."""
+    """Return the nodes of each type, given their ids."""
     sets = {}
     with CPU:
         for key, n_id in ids.items():
@@ -106,12 +109,12 @@ def place_of_types(
     ids: Mapping[str, Tensor], graphs: Mapping[Any, ShardedGraph], home: Home, chunks: int, slots: int | None = None,
     device: torch.device | None = None,
 ) -> Place:  # fmt: skip
-    """Return the place of the rows of a type of a heterogeneous graph, that of others being :meth:`Place.of`."""
+    """Return the place of the rows of the first type of nodes, that of others being :meth:`Place.of`."""
     graph, sets = next(iter(graphs.values())), sets_of(ids, graphs, chunks)
     return Place(home, device or graph.device, sets, chunks, graph.seeds, graph.exchange, slots, type=next(iter(sets)))
 
 
-def move(data: Any, place: Place, graphs: Mapping[Any, ShardedGraph] = MappingProxyType({})) -> Any:
+def move(data: Any, place: Place, graphs: Mapping[Any, ShardedGraph] | None = None) -> Any:
     """Return the same data with its rows at home, which are copied if that is pinned memory; numbers of nodes, such as
     labels and masks, are on the device. Edges of several types become those of ``graphs``, which know their ends.
     """
@@ -132,7 +135,7 @@ def move(data: Any, place: Place, graphs: Mapping[Any, ShardedGraph] = MappingPr
             f"Expected a floating-point tensor of rows [n, *] of nodes, such as features 'data.x', to move home (got "
             f"{', '.join(data.node_attrs()) or 'no tensors of nodes'}). Nothing would be: leave this data in memory."
         )
-    for edge_type, graph in graphs.items():
+    for edge_type, graph in (graphs or {}).items():
         if out[edge_type].edge_index.graph is not graph:
             out[edge_type].edge_index = ShardedEdgeIndex(graph)
     return out

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from pyg_sar.autograd import once_differentiable
 from pyg_sar.distributed.collectives import all_reduce, global_merge
 from pyg_sar.linear import linear
 from pyg_sar.offload.dropout import dropout_rows
-from pyg_sar.offload.rows import HostRows, Op, Place, answers, has_rows, name_of, pending, requires_grad
+from pyg_sar.offload.place import Place
+from pyg_sar.offload.rows import HostRows, Op, answers, has_rows, name_of, pending, requires_grad
 from pyg_sar.ops import moments_
 from pyg_sar.ops.reference import accumulator
 from pyg_sar.structure import mapped
@@ -206,9 +206,8 @@ class ByRanges(torch.autograd.Function):
                 if wanted[k]:
                     collect(grads, k, leaf, next(found), span, place, n)
             del found  # or it would live while the next range is computed
-        places = (place if isinstance(t, HostRows) else None for t in leaves)
-        each = zip(grads, leaves, places, strict=True)
-        return None, None, None, *(returned(g, t.dtype, t.device, at) for g, t, at in each)
+        pairs = zip(grads, leaves, strict=True)
+        return None, None, None, *(returned(g, t.dtype, t.device, getattr(t, "place", None)) for g, t in pairs)
 
 
 def differentiate(
@@ -271,11 +270,10 @@ def returned(grad: Tensor | None, dtype: torch.dtype, device: torch.device, plac
     return grad if grad is None else grad.to(device, dtype) if place is None else HostRows(place, grad)
 
 
-@answers("bring home")
-def bring_home(place: Place, rows: Tensor) -> HostRows:
-    """Return ordinary rows at home; in memory they are the same."""
-    found: HostRows = BringHome.apply(place, rows)
-    return found
+def bring_home(rows: Tensor, place: Place) -> Tensor:
+    """Return ordinary rows of the nodes of a place at home; those that are there, and no rows, as they are."""
+    is_there = rows is None or isinstance(rows, HostRows) or not rows.is_floating_point()
+    return rows if is_there else BringHome.apply(place, rows)
 
 
 class BringHome(torch.autograd.Function):
@@ -304,9 +302,9 @@ class Join(torch.autograd.Function):
     def forward(ctx: Any, place: Place, *rows: HostRows) -> HostRows:
         """Copy them, range by range."""
         ctx.set_materialize_grads(False)
-        ctx.place, ctx.sizes = place, [len(t) for t in rows]
-        out = place.home.empty((sum(ctx.sizes), *rows[0].shape[1:]), rows[0].dtype)
-        for at, t in zip(accumulate(ctx.sizes, initial=0), rows, strict=False):
+        ctx.place = place
+        out = place.home.empty((place.num_rows, *rows[0].shape[1:]), rows[0].dtype)
+        for at, t in zip(place.starts, rows, strict=True):
             for a, b in t.place.ranges:
                 assert t.host is not None
                 out[at + a : at + b] = t.host[a:b]
@@ -319,7 +317,8 @@ class Join(torch.autograd.Function):
         once_differentiable()
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        return None, *(HostRows(at, g) for at, g in zip(ctx.place.parts, host(grad).split(ctx.sizes), strict=True))
+        parts = zip(ctx.place.parts, host(grad).split(ctx.place.sizes), strict=True)
+        return None, *(HostRows(at, rows) for at, rows in parts)
 
 
 class Part(torch.autograd.Function):
@@ -331,16 +330,15 @@ class Part(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         assert rows.host is not None
         ctx.place, ctx.shape, ctx.dtype = rows.place, rows.shape, rows.dtype
-        sizes = [part.num_rows for part in rows.place.parts]
-        return tuple(HostRows(at, t) for at, t in zip(rows.place.parts, rows.host.split(sizes), strict=True))
+        parts = zip(rows.place.parts, rows.host.split(rows.place.sizes), strict=True)
+        return tuple(HostRows(at, t) for at, t in parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: HostRows | None) -> HostRows:
         """Write one after the other."""
         once_differentiable()
         out = ctx.place.home.empty(ctx.shape, ctx.dtype)
-        sizes = [part.num_rows for part in ctx.place.parts]
-        for at, part, grad in zip(accumulate(sizes, initial=0), ctx.place.parts, grads, strict=False):
+        for at, part, grad in zip(ctx.place.starts, ctx.place.parts, grads, strict=True):
             given = None if grad is None else reader(grad, part)
             for a, b in part.ranges:
                 out[at + a : at + b] = 0 if given is None else given((a, b))

@@ -24,7 +24,8 @@ from pyg_sar.live import Live, few_objects, kept
 from pyg_sar.offload.counts import Counts, TypedCounts, features, small_graph
 from pyg_sar.offload.halo import MESSAGE
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.rows import CPU, HostRows
+from pyg_sar.offload.place import CPU
+from pyg_sar.offload.rows import HostRows
 from pyg_sar.structure import tensors
 
 # Rows of a chunk in the dry run: enough to outweigh parameters, or the peak would be elsewhere; and for a first guess.

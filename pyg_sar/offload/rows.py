@@ -9,11 +9,9 @@ aggregation, or where rows are taken out (:mod:`pyg_sar.offload.passes`); what i
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,118 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from pyg_sar.autograd import autocast_as_now, random_states
 from pyg_sar.distributed.group import is_local
-from pyg_sar.exchange import Exchange
-from pyg_sar.graph import Seeds, ShardedGraph
-from pyg_sar.offload.home import Home
+from pyg_sar.offload.place import CPU, Place
 
 PROBE = 5  # rows, as many as no layer is likely to be wide
-CPU = torch.device("cpu")
 PLAIN = torch._C.DisableTorchFunctionSubclass
-
-
-class NodeSet(NamedTuple):
-    """The nodes of one type.
-
-    Args:
-        ranges: The rows that are computed on at one time.
-        n_id: Global ids of the rows.
-    """
-
-    ranges: list[tuple[int, int]]
-    n_id: Tensor
-
-
-class Place(NamedTuple):
-    """Where rows of the nodes of a type are kept and computed on.
-
-    Args:
-        home: Makes memory for rows.
-        device: Computes.
-        sets: The nodes of each type, of which there is one without a name if there are no types.
-        chunks: In how many ranges they were asked to be cut, of which some would be empty.
-        seeds: Of what is dropped.
-        exchange: The workers, of which each has some of the rows.
-        slots: The most source rows that are fetched at one time; None for no limit.
-        copies: Whether what comes to the device is copied, even if that is the CPU: in a dry run for an accelerator.
-        type: The type of the nodes; a tuple of types, whose nodes follow each other.
-    """
-
-    home: Home
-    device: torch.device
-    sets: Mapping[str, NodeSet]
-    chunks: int
-    seeds: Seeds
-    exchange: Exchange
-    slots: int | None = None
-    copies: bool = False
-    type: str | tuple[str, ...] = ""
-
-    @property
-    def parts(self) -> list[Place]:
-        """The places of the types of which this is a tuple."""
-        return [self.of(one) for one in self.type] if isinstance(self.type, tuple) else [self]
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """The rows that are computed on at one time."""
-        if isinstance(self.type, str):
-            return self.sets[self.type].ranges
-        first = [0, *accumulate(part.num_rows for part in self.parts)]
-        every = ((a + at, b + at) for part, at in zip(self.parts, first, strict=False) for a, b in part.ranges)
-        return [(a, b) for a, b in every if a < b] or [(0, 0)]
-
-    @property
-    def n_id(self) -> Tensor:
-        """Global ids of the rows; of a tuple of types, of those of the first one."""
-        return self.sets[self.type if isinstance(self.type, str) else self.type[0]].n_id
-
-    def ids(self, begin: int, end: int) -> Tensor:
-        """Return ids of a range of rows, the same for any number of workers: global ones; those of a tuple of types, a
-        range of one of which it is, are no two of them the same.
-        """
-        if isinstance(self.type, str):
-            return self.n_id[begin:end]
-        first = [0, *accumulate(part.num_rows for part in self.parts)]
-        k = bisect_right(first[1:-1], begin)
-        return self.parts[k].ids(begin - first[k], end - first[k]) * len(self.type) + k
-
-    @property
-    def num_rows(self) -> int:
-        """The number of this worker's nodes."""
-        return self.ranges[-1][1]
-
-    def of(self, type: str | tuple[str, ...]) -> Place:
-        """Return the place of nodes of another type."""
-        return self._replace(type=type)
-
-    def of_destinations(self, graph: ShardedGraph) -> Place:
-        """Return the place of what is aggregated over the edges of a graph."""
-        if not self.type:
-            return self
-        if graph.ends is not None:
-            with suppress(KeyError):  # a type that this data does not have
-                if (found := self.of(graph.ends[1])).num_rows == graph.num_dst:
-                    return found
-        raise ValueError(
-            f"Expected an 'edge_index' of the data that 'pyg_sar.offload' returned, for rows at home of '{self.type}' "
-            f"(got another one, to {graph.num_dst} nodes{'' if graph.ends is None else f' of {graph.ends[1]}'})"
-        )
-
-    def bring(self, rows: Tensor) -> Tensor:
-        """Return rows on the device."""
-        return rows.to(self.device, non_blocking=True, copy=self.copies)
-
-    def settle(self) -> None:
-        """Wait for what the device writes to rows at home by itself."""
-        if self.home.pinned:
-            torch.cuda.synchronize(self.device)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether source rows stay on the device for the next chunks: where they come from another memory. On a CPU
-        they would be copied to another place of the same one, which takes as long and more of it.
-        """
-        return self.copies or self.device.type != "cpu"
 
 
 class Op(NamedTuple):
@@ -224,10 +114,6 @@ class HostRows(Tensor):
     def aggregate(self, graph: Any, reduce: Any, source: Any, rows: Any) -> HostRows:
         """Aggregate what local rows are made of, which are these, see :func:`pyg_sar.aggregate.aggregate`."""
         return HANDLERS["aggregate"](graph, reduce, source, rows)
-
-    def bring_home(self, rows: Tensor, type: Any) -> Tensor:
-        """Return ordinary rows of the nodes of a type of the same data, at home."""
-        return HANDLERS["bring home"](self.place.of(type), rows)
 
     def normalise(self, coefficients: Callable, parameters: Any, track: Callable) -> HostRows:
         """Scale and shift columns by what the moments of all rows say, see :mod:`pyg_sar.nn.norm.columns`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyg_sar.exchange import Meter
 from pyg_sar.offload.halo import SourceRows
-from pyg_sar.offload.rows import Place
+from pyg_sar.offload.place import Place
 from pyg_sar.reduce.base import columns
 
 NOBODY = -1  # is in a slot

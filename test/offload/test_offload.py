@@ -27,7 +27,8 @@ from pyg_sar.offload.dropout import dropout_rows
 from pyg_sar.offload.home import Home, count_bytes
 from pyg_sar.offload.move import move, place_of
 from pyg_sar.offload.passes import force, host
-from pyg_sar.offload.rows import PROBE, HostRows, Place, record, row_wise
+from pyg_sar.offload.place import Place
+from pyg_sar.offload.rows import PROBE, HostRows, record, row_wise
 from pyg_sar.offload.schedule import count_loads
 
 CHUNKS = [1, 2, 5, 17]

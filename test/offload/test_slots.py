@@ -10,7 +10,7 @@ import pyg_sar
 from pyg_sar.offload import chunks, halo
 from pyg_sar.offload.halo import SourceRows, add_across
 from pyg_sar.offload.home import Home
-from pyg_sar.offload.rows import Place
+from pyg_sar.offload.place import Place
 from pyg_sar.offload.schedule import accesses
 from pyg_sar.offload.slots import Slots
 

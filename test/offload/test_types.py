@@ -7,7 +7,7 @@ import torch
 import torch_geometric.nn as pyg
 from support.cases import some
 from support.hetero_models import EDGES, MODELS, NODES, WIDTH, check, graph, make, ordinary
-from support.offloaded import Longest
+from support.offloaded import Longest, WithoutEdges
 from torch_geometric.data import HeteroData
 
 import pyg_sar
@@ -41,19 +41,8 @@ def planned(group, folder):
     model = convert(make("HGTConv", graph()), group).float()
     for t in data.node_types:
         data[t].x = data[t].x.float()
-    wide = pyg_sar.offload(data, "1GiB", Calls(model))
+    wide = pyg_sar.offload(data, "1GiB", WithoutEdges(model))
     return [len(wide["paper"].x.place.ranges), wide["paper"].x.place.chunks]
-
-
-class Calls(torch.nn.Module):
-    """A model that takes no features of edges."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x, edge_index):
-        return self.model(x, edge_index, {})
 
 
 @pytest.mark.grid
@@ -317,6 +306,8 @@ def test_errors():
     with pytest.raises(ValueError, match=r"'edges' to name tensors with 160 rows \(got 'edge_attr', \[3, 2\]\)"):
         data["author", "writes", "paper"].edge_attr = torch.ones(3, 2)
         offload(data, "2GiB", torch.nn.Linear(2, 2), edges=["edge_attr"])
+    with pytest.raises(ValueError, match=r"'edges' to name tensors .* \(got 'edge_atr', NoneType\)"):
+        offload(sharded(), "2GiB", torch.nn.Linear(2, 2), edges=["edge_atr"])
     data = sharded()
     there = offload(data, chunks=3)
     assert not isinstance(data["paper"].x, HostRows) and data["author", "writes", "paper"].edge_index.graph.ends is None

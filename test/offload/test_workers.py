@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from support.nasty_graph import NUM_NODES, assignment, close, share
-from support.offloaded import IN, LAYERS, inputs, network
+from support.offloaded import IN, LAYERS, WithoutEdges, inputs, network
 from torch_geometric.data import Data
 
 import pyg_sar
@@ -175,20 +175,9 @@ def budgets(group):
     torch.manual_seed(0)
     model = convert(network("sage", "none").float(), group)
     model.convs[0] = nn.SAGEConv(64, 6)
-    few = offload(data, 2**26, Three(model))
-    many = offload(data, 2**21, Three(model))
+    few = offload(data, 2**26, WithoutEdges(model))
+    many = offload(data, 2**21, WithoutEdges(model))
     return [len(d.x.place.ranges) for d in (few, many)]
-
-
-class Three(torch.nn.Module):
-    """A model that is called without tensors of edges, and that talks to the other workers."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x, edge_index):
-        return self.model(x, edge_index, {})
 
 
 def test_budgets(pool):

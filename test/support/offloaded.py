@@ -106,6 +106,17 @@ def network(kind, norm, dtype=torch.float64):
     return Net(kind, {"batch": pyg.BatchNorm, "layer": torch.nn.LayerNorm, "none": torch.nn.Identity}[norm]).to(dtype)
 
 
+class WithoutEdges(torch.nn.Module):
+    """A model that is called without tensors of edges."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, edge_index):
+        return self.model(x, edge_index, {})
+
+
 class Longest(TorchDispatchMode):
     """The most rows of a tensor that was made, other than at home."""
 

@@ -13,7 +13,7 @@ from pyg_sar.distributed.reverse import reverse
 from pyg_sar.edge_index import ShardedEdgeIndex
 from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.message_passing import MessagePassing
-from pyg_sar.offload.passes import force
+from pyg_sar.offload.passes import bring_home, force
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.operations import FLIPPED
 from pyg_sar.rewire import join
@@ -40,7 +40,7 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
         heads, width = self.heads, self.out_channels // self.heads
         at_home = next((x for x in x_dict.values() if isinstance(x, HostRows)), None)
         if at_home is not None:
-            x_dict = {t: x if isinstance(x, HostRows) else at_home.bring_home(x, t) for t, x in x_dict.items()}
+            x_dict = {t: bring_home(x, at_home.place.of(t)) for t, x in x_dict.items()}
         projected = self.kqv_lin(x_dict)
         if at_home is not None:  # once, and not for each edge type
             projected = {t: force(rows) for t, rows in projected.items()}
@@ -48,7 +48,7 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
         q, first = self._cat({t: kqv[1] for t, kqv in packed.items()})
         keys, values = ({t: kqv[i] for t, kqv in packed.items()} for i in (0, 2))
         if at_home is not None:
-            k, v = (self.mapped(*of, list(edge_index_dict)) for of in ((keys, self.k_rel), (values, self.v_rel)))
+            k, v = (self.by_edge_type(*of, list(edge_index_dict)) for of in ((keys, self.k_rel), (values, self.v_rel)))
         else:
             k, v, _ = self._construct_src_node_feat(keys, values, edge_index_dict)
         graphs = {edge_type: directed(it) for edge_type, it in edge_index_dict.items()}
@@ -60,7 +60,7 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
         mapped = self.out_lin({t: F.gelu(rows) for t, rows in found.items()})
         return {t: self.skipped(t, rows, x_dict[t]) for t, rows in mapped.items()}
 
-    def mapped(self, rows: dict[str, Tensor], by: Any, edge_types: list[Any]) -> Tensor:
+    def by_edge_type(self, rows: dict[str, Tensor], by: Any, edge_types: list[Any]) -> Tensor:
         """Return rows of sources after the maps of their edge types, one edge type after the other, as PyG does, but
         each type for itself.
         """

@@ -17,6 +17,7 @@ from pyg_sar.graph import ShardedGraph
 from pyg_sar.nn.conv.one_block import has_kernels, one_block, rows_in, sizes
 from pyg_sar.nn.replay.call import FLOW, PAIR, Call, aggregation_of, check_destinations, has_message_hooks
 from pyg_sar.nn.replay.dispatch import replay
+from pyg_sar.offload.passes import bring_home
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.operations import sharded
 from pyg_sar.refusals import fail, for_layer, refuse_table, wrong_rows
@@ -102,10 +103,8 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         if isinstance(x, PAIR):
             check_destinations(self, "x", x, edge_index)
             src, dst = x
-            ordinary = isinstance(src, Tensor) and not isinstance(src, HostRows) and src.is_floating_point()
-            if isinstance(dst, HostRows) and ordinary:
-                ends = edge_index._graph.ends or (dst.place.type,)
-                return dst.bring_home(src, ends[0]), dst  # or sums would be in memory
+            if isinstance(dst, HostRows):  # so are sources, or sums would be in memory
+                return bring_home(src, dst.place.of_sources(edge_index._graph)), dst
         elif isinstance(x, Tensor) and edge_index.of_flow:
             return x, edge_index._graph.dst_rows(x, self.node_dim)
         return x
