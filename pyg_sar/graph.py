@@ -32,11 +32,13 @@ class Origin(NamedTuple):
         graph: The graph with all destinations.
         rows: The rows there of the local sources.
         looped: Whether exactly one self-loop was added at every destination, unlike in ``graph``.
+        given: How many rows a layer of a message-flow graph has of the set of nodes that destinations are the first of.
     """
 
     graph: ShardedGraph
     rows: Index
     looped: bool = False
+    given: int | None = None
 
 
 class EdgeIds:
@@ -219,7 +221,7 @@ class ShardedGraph:
         """Global in-degree of every local source, also of those that are no destinations here."""
         if self.origin is None:
             return self.degree
-        whole, rows, looped = self.origin
+        whole, rows, looped, _ = self.origin
         return self.derived(
             "source degree",
             lambda: (whole.degree - whole.loops + 1 if looped else whole.degree)[rows].to(self.device),

@@ -184,7 +184,7 @@ def _join(
     ends = None if graphs[0].ends is None else (tuple(g.ends[0] for g in graphs if g.ends is not None), types)
     return graphs[0].replace(
         blocks=tuple(blocks), num_src=num_src, num_dst=num_dst, dst=None, exchange=exchange, n_id=n_id, e_id=e_id,
-        ends=ends,
+        ends=ends, origin=None,  # of several: all edges into all of these destinations
     )  # fmt: skip
 
 

@@ -324,6 +324,67 @@ def test_attention_dropout_has_the_masks_of_the_whole_graph(pool, mode):
                 close(f, e, "with dropout")
 
 
+LINEAR = torch.nn.Linear
+CONVERTED = {  # from a tensor that stands for both, or several
+    "GraphConv": lambda: torch_geometric.nn.GraphConv(8, 4),
+    "CGConv": lambda: torch_geometric.nn.CGConv(8),
+    "EdgeConv": lambda: torch_geometric.nn.EdgeConv(LINEAR(16, 4)),
+    "GeneralConv": lambda: torch_geometric.nn.GeneralConv(8, 4, heads=2, attention=True),
+    "FeaStConv": lambda: torch_geometric.nn.FeaStConv(8, 4, heads=2),  # adds self-loops
+    "MFConv": lambda: torch_geometric.nn.MFConv(8, 4),
+    "PointNetConv": lambda: torch_geometric.nn.PointNetConv(LINEAR(11, 4)),
+    "PointTransformerConv": lambda: torch_geometric.nn.PointTransformerConv(8, 4),
+}
+
+
+def converted(group, name):
+    mine = share(group, EDGES, assignment("random", group.size()))
+    torch.manual_seed(0)
+    layer = CONVERTED[name]().double()
+    pos = torch.randn(NUM_NODES, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    given = [everything(), pos] if name.startswith("Point") else [everything()]
+    expected = layer(*given, EDGES)
+    mask = requested("few")[mine.src]
+    flow = message_flow_graphs(mine.edge_index, mask, 1)
+    inputs = [leaf(t[mine.src[flow.node_rows]]) for t in given]
+    every = [leaf(t) for t in given]
+    layer(*every, EDGES)[TARGETS["few"]].square().sum().backward()
+    expected_grads = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    out = pyg_sar.nn.convert(layer, group)(*inputs, flow.edge_indices[0])
+    close(out, expected[mine.src[mask]], name)
+    out.square().sum().backward()
+    for t, whole in zip(inputs, every, strict=True):
+        found = torch.zeros_like(whole)
+        found[mine.src[flow.node_rows]] = t.grad
+        dist.all_reduce(found, group=group)
+        close(found, whole.grad, f"{name}: gradient")
+    for p, grad in zip(layer.parameters(), expected_grads, strict=True):
+        found = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(found, group=group)
+        close(found, grad, f"{name}: gradient of a parameter")
+    assert "streams" in pyg_sar.nn.describe(layer)
+
+
+# On three workers one has no edges, which FeaStConv refuses.
+@pytest.mark.parametrize(
+    ("workers", "name"), [(n, name) for name in CONVERTED for n in (1, 3) if (name, n) != ("FeaStConv", 3)]
+)
+def test_converted_layers_take_a_tensor(pool, name, workers):
+    pool.run(workers, converted, name)
+
+
+def test_a_pair_of_all_rows_has_destinations_first():
+    """As heterogeneous models pass it."""
+    flow, x = message_flow_graphs(shard(EDGES, NUM_NODES, 3), requested("few"), 1), everything()
+    layer = pyg_sar.nn.SAGEConv(8, 4).double()
+    rows = x[flow.node_rows]
+    assert len(rows) > 5
+    close(layer((rows, rows), flow.edge_indices[0]), layer(x, EDGES)[TARGETS["few"]], "output")
+    with pytest.raises(ValueError, match="5 destinations"):
+        layer((rows, rows[:-1]), flow.edge_indices[0])
+
+
 def test_rgcn_without_features():
     torch.manual_seed(0)
     types = torch.randint(5, (EDGES.size(1),))

@@ -14,8 +14,9 @@ from pyg_sar.aggregate import is_elsewhere
 from pyg_sar.distributed.collectives import global_sum
 from pyg_sar.distributed.group import size_of
 from pyg_sar.nn.conv.message_passing import MessagePassing
-from pyg_sar.operations import shares
+from pyg_sar.operations import sharded, shares
 from pyg_sar.ops.reference import accumulator
+from pyg_sar.refusals import fail
 
 
 class HANConv(MessagePassing, torch_geometric.nn.HANConv):
@@ -37,6 +38,10 @@ class HANConv(MessagePassing, torch_geometric.nn.HANConv):
         return_semantic_attention_weights: bool = False,
     ) -> Any:  # fmt: skip
         """Run the forward pass."""
+        flow = next((it for it in sharded(edge_index_dict) if it.of_flow), None)
+        if flow is not None:
+            what = "'HANConv' weights edge types by a mean over all nodes, which a message-flow graph does not have"
+            fail(flow._graph, what, "Take the graph of all edges")
         alone = size_of(self.group) == 1 or next(shares(edge_index_dict), None) is None
         if alone and not any(map(is_elsewhere, x_dict.values())):
             return super().forward(x_dict, edge_index_dict, return_semantic_attention_weights)

@@ -16,6 +16,7 @@ from pyg_sar.nn.conv.message_passing import MessagePassing
 from pyg_sar.offload.passes import bring_home, force
 from pyg_sar.offload.rows import HostRows
 from pyg_sar.operations import FLIPPED
+from pyg_sar.refusals import fail
 from pyg_sar.rewire import join
 
 
@@ -45,20 +46,23 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
         if at_home is not None:  # once, and not for each edge type
             projected = {t: force(rows) for t, rows in projected.items()}
         packed = {t: kqv.view(-1, 3, heads, width).unbind(1) for t, kqv in projected.items()}
-        q, first = self._cat({t: kqv[1] for t, kqv in packed.items()})
-        keys, values = ({t: kqv[i] for t, kqv in packed.items()} for i in (0, 2))
+        graphs = {edge_type: directed(it) for edge_type, it in edge_index_dict.items()}
+        # Of a layer of a message-flow graph destinations are the first rows alone.
+        counts = {t: g.num_dst for (*_, t), g in graphs.items()}
+        keys, queries, values = ({t: kqv[i] for t, kqv in packed.items()} for i in range(3))
+        queries = {t: rows[: counts.get(t)] for t, rows in queries.items()}
+        q, first = self._cat(queries)
         if at_home is not None:
             k, v = (self.by_edge_type(*of, list(edge_index_dict)) for of in ((keys, self.k_rel), (values, self.v_rel)))
         else:
             k, v, _ = self._construct_src_node_feat(keys, values, edge_index_dict)
-        graphs = {edge_type: directed(it) for edge_type, it in edge_index_dict.items()}
         graph = join(list(graphs.values()), first, [t for *_, t in graphs], q.size(0))
         scale = [self.p_rel["__".join(it)].expand(g.num_edges, -1) for it, g in graphs.items()]
         out = self.propagate(ShardedEdgeIndex(graph), k=(k, None), q=(None, q), v=(v, None), edge_attr=torch.cat(scale))
-        parts = zip(first, out.split([len(kqv[1]) for kqv in packed.values()]), strict=True)
+        parts = zip(first, out.split([len(rows) for rows in queries.values()]), strict=True)
         found = {t: rows for t, rows in parts if t in self.dst_node_types}
         mapped = self.out_lin({t: F.gelu(rows) for t, rows in found.items()})
-        return {t: self.skipped(t, rows, x_dict[t]) for t, rows in mapped.items()}
+        return {t: self.skipped(t, rows, x_dict[t][: len(rows)]) for t, rows in mapped.items()}
 
     def by_edge_type(self, rows: dict[str, Tensor], by: Any, edge_types: list[Any]) -> Tensor:
         """Return rows of sources after the maps of their edge types, one edge type after the other, as PyG does, but
@@ -85,4 +89,8 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
 def directed(edge_index: ShardedEdgeIndex) -> ShardedGraph:
     """Return the graph of edges in their direction."""
     graph = edge_index.regroup()
-    return reverse(graph).graph if edge_index.kind == FLIPPED else graph
+    if edge_index.kind != FLIPPED:
+        return graph
+    if edge_index.of_flow:
+        fail(graph, "A layer of a message-flow graph does not have all out-edges of its sources", "Flip none of them")
+    return reverse(graph).graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from pyg_sar.whole_graph import reason
 DRIVERS = ("propagate", "edge_updater")
 OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 EDGE_TENSORS = ("edge_weight", "edge_attr", "edge_type")  # as PyG's layers call them
+PAIR_HINT = re.compile(r"uple\[(typing\.Optional\[)?torch\.Tensor|Pair\w*Tensor")  # of arguments, in each spelling
 
 
 class MessagePassing(torch_geometric.nn.MessagePassing):
@@ -45,8 +47,9 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
 
     streamable: tuple[str, ...] = ()  # the aggregations that have a streaming form
     takes_ids = False  # whether integers may stand for rows
-    # Where 'forward' takes 'edge_index' and tensors with a row for each edge.
+    # Where 'forward' takes 'edge_index' and tensors with a row for each edge, and pairs of rows in place of a tensor.
     edge_arguments: ClassVar[dict[str, int]] = {}
+    pairs: ClassVar[dict[str, int]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -55,8 +58,10 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
         for name in DRIVERS:
             setattr(cls, name, own_driver(cls, name) or getattr(MessagePassing, name))
         cls._orig_propagate = cls._jinja_propagate = cls.propagate  # which PyG binds for explanations, and after them
-        names = list(inspect.signature(cls.forward).parameters)[1:]
-        cls.edge_arguments = {name: k for k, name in enumerate(names) if name in ("edge_index", *EDGE_TENSORS)}
+        _, *parameters = inspect.signature(cls.forward).parameters.values()
+        names = {p.name: k for k, p in enumerate(parameters)}
+        cls.edge_arguments = {name: k for name, k in names.items() if name in ("edge_index", *EDGE_TENSORS)}
+        cls.pairs = {p.name: names[p.name] for p in parameters if PAIR_HINT.search(str(p.annotation))}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on edge tensors that have a row for each edge, and as it is on a sharded graph, which
@@ -67,6 +72,7 @@ class MessagePassing(torch_geometric.nn.MessagePassing):
             return run(*args, **kwargs)
         together(args, kwargs)
         check_edges(self, args, kwargs)
+        args, kwargs = with_destinations(self, args, kwargs)
         if self._compiled_call_impl is not None and next(sharded(args, kwargs), None) is not None:
             return self._call_impl(*args, **kwargs)  # of 'layer.compile()', too
         return super().__call__(*args, **kwargs)
@@ -207,6 +213,33 @@ def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
         if not sharded:
             raise ValueError(f"{found}, but 'edge_index' has {it.size(1)} edges: expected a row for each of them.")
         raise wrong_rows(it._graph, found, f"{it.size(1)} edges", "edge_attr[data.e_id]")
+
+
+def with_destinations(layer: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a layer; on one of a message-flow graph with a pair of rows of sources and of
+    destinations in place of a tensor, if it is said to take one, and in place of a pair of all rows of two sets of
+    nodes, as heterogeneous models pass it.
+    """
+    it: Any = next(sharded(args, kwargs), None)
+    if it is None or not it.of_flow:
+        return args, kwargs
+    graph, dim = it._graph, layer.node_dim
+
+    def ends(value: Any, takes_pair: bool) -> Any:
+        if takes_pair and not graph.bipartite and num_rows(value, dim) == graph.num_src:
+            return value, graph.dst_rows(value, dim)
+        if isinstance(value, PAIR) and len(value) == 2 and num_rows(value[1], dim) == graph.origin.given:
+            return value[0], graph.dst_rows(value[1], dim)
+        return value
+
+    places = layer.pairs.values()
+    args = tuple(ends(value, k in places) for k, value in enumerate(args))
+    return args, {name: ends(value, name in layer.pairs) for name, value in kwargs.items()}
+
+
+def num_rows(t: Any, dim: int) -> int:
+    """Return the number of rows of a tensor; of anything else -1."""
+    return t.size(dim) if isinstance(t, Tensor) and t.dim() >= abs(dim) else -1
 
 
 def of_sources(x: Any) -> Tensor:

@@ -143,7 +143,8 @@ class Call:
             raise NotStreamable(f"it asks for the pair '{name}' as a whole")
         # A tensor that is asked for as a whole is read by 'update', which does so at the end.
         reads = f"{name}_j" in asked, f"{name}_i" in asked or (name in asked and of_one)
-        if graph.origin is not None and reads[0] and not pair and value is not None:
+        # Of one set of nodes it may hold what was made for destinations, such as degrees.
+        if graph.origin is not None and not graph.bipartite and reads[0] and not pair and value is not None:
             raise NotStreamable("a layer of a message-flow graph needs rows of sources and destinations")
         ends: list[Ref | None] = []
         for side, t in enumerate(value if pair else (value, value)):
