@@ -71,7 +71,8 @@ def message_flow_graphs(edge_index: Any, mask: Any, num_layers: int) -> MessageF
             x = x.relu() if k + 1 < len(convs) else x
         losses = F.cross_entropy(x, data.y[data.train_mask], reduction="none")
 
-    A heterogeneous graph has a dictionary of each, by edge type or node type:
+    A heterogeneous graph has a dictionary of each, by edge type or node type. Each layer has the edge types of which
+    the outputs depend on any, by their types of nodes:
 
     .. code-block:: python
 
@@ -116,13 +117,10 @@ def message_flow_graphs(edge_index: Any, mask: Any, num_layers: int) -> MessageF
     graphs = {key: it.graph for key, it in edges.items()}
     check_arguments(graphs, mask, num_layers)
     masks = mask if typed else {None: mask}
-    rows = {
-        kind: masks[kind].nonzero().view(-1) if kind in masks else torch.empty(0, dtype=torch.int64, device=device)
-        for kind, (_, device) in num_nodes(graphs).items()
-    }
+    rows = {kind: of_kind.nonzero().view(-1) for kind, of_kind in masks.items()}
     layers, places = [], []
     for _ in range(num_layers):  # from the last one
-        found, rows, edge_rows = layer_into(graphs, rows)
+        found, rows, edge_rows = layer_into({key: g for key, g in graphs.items() if ends_of(key)[1] in rows}, rows)
         layers.append({key: ShardedEdgeIndex(graph) for key, graph in found.items()})
         places.append(edge_rows)
     ordered()
@@ -151,15 +149,17 @@ def layer_into(
     """Return the layer whose destinations are ``rows``, by edge type, its local sources by node type, and the positions
     of its edges by edge type.
     """
-    read = {kind: torch.zeros(n, dtype=torch.bool, device=device) for kind, (n, device) in num_nodes(graphs).items()}
-    needs = {}
+    needs: dict[Any, Need] = {}
+    read: dict[Any, Tensor] = {}
     for key, graph in graphs.items():
         src, dst = ends_of(key)
         needs[key] = Need.of(graph, rows[dst])
-        read[src] |= needs[key].local
+        read[src] = needs[key].local | read[src] if src in read else needs[key].local
     # Known rows keep their places, so that rows in one order serve all layers.
-    added = {kind: read[kind].index_fill(0, known, False).nonzero().view(-1) for kind, known in rows.items()}
-    sources = {kind: torch.cat([known, added[kind]]) for kind, known in rows.items()}
+    sources = dict(rows)
+    for kind, used in read.items():
+        known = rows.get(kind, used.new_empty(0, dtype=torch.int64))
+        sources[kind] = torch.cat([known, used.index_fill(0, known, False).nonzero().view(-1)])
     layers, edges = {}, {}
     for key, graph in graphs.items():
         src, dst = ends_of(key)
@@ -227,13 +227,14 @@ def check_arguments(graphs: dict[Any, ShardedGraph], mask: Any, num_layers: Any)
     error = wrong_graph(graphs) or wrong_mask(graphs, mask)
     if not error and (not isinstance(num_layers, int) or num_layers < 1):
         error = f"expected 'num_layers' to be an integer of at least 1 (got {num_layers})"
-    mine = error, num_layers, list(graphs)
+    mine = error, num_layers, list(graphs), [*mask] if isinstance(mask, dict) else None
     said = [mine] if exchange.alone else gather_objects(mine, exchange.group)
     rank = exchange.routes.rank
     errors = [f"rank {r}: {e}" for r, (e, *_) in enumerate(said) if e]
     if errors:
         raise ValueError(f"[rank {rank}] Could not make the message-flow graphs. " + "; ".join(errors))
-    for what, values in (("'num_layers'", [n for _, n, _ in said]), ("the edge types", [keys for *_, keys in said])):
+    for k, what in enumerate(("'num_layers'", "the edge types", "the node types of 'mask'"), 1):
+        values = [it[k] for it in said]
         if any(value != values[0] for value in values):
             listed = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
             raise ValueError(f"[rank {rank}] The workers differ in {what} ({listed}). Make them all alike.")
@@ -263,6 +264,8 @@ def wrong_mask(graphs: dict[Any, ShardedGraph], mask: Any) -> str:
     known, typed = num_nodes(graphs), None not in graphs
     if typed and not isinstance(mask, dict):
         return f"expected 'mask' to be a dictionary by node type (got {type(mask).__name__})"
+    if typed and not mask:
+        return "expected a mask of some node type in 'mask' (got none)"
     for kind, of_kind in mask.items() if typed else [(None, mask)]:
         if kind not in known:
             return f"expected masks of node types {', '.join(map(repr, known))} in 'mask' (got one of {kind!r})"

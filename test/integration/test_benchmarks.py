@@ -183,6 +183,14 @@ def test_offload_types(tmp_path):
 
 
 @pytest.mark.grid
+def test_message_flow_types(tmp_path):
+    sizes = ["--scale", 4000, "--channels", 8, "--hidden", 16, "--labelled", 0.1, "--rounds", 1, "--epochs", 2]
+    run("message_flow_types", *sizes, "--out", tmp_path)
+    table = (tmp_path / "message-flow-types.md").read_text()
+    assert all(f"| {kind} | 10% |" in table for kind in ("sage", "hgt"))
+
+
+@pytest.mark.grid
 def test_gpu_offload(tmp_path):
     """On a CPU, too; it compares losses."""
     sizes = ["--device", "cpu", "--nodes", 3000, "--edges", 20000, "--hidden", 16, "--steps", 1, "--chunks", 3]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 import torch_geometric.transforms as T
-from support import graphs
+from support import graphs, hetero_models
 from torch_geometric.data import Data
 
 import pyg_sar
@@ -129,6 +129,15 @@ SMALLER = {
 }  # fmt: skip
 
 
+def typed(folder: Path) -> dict[str, Any]:
+    """Return heterogeneous data of papers with labels, and layers."""
+    graph, width = hetero_models.graph(), hetero_models.WIDTH
+    graph["paper"].y = torch.arange(graph["paper"].num_nodes) % 3
+    pyg_sar.partition(graph, 1, folder)
+    layer = {it: pyg_sar.nn.SAGEConv((width[it[0]], width[it[2]]), 3) for it in hetero_models.EDGES}
+    return {"data": pyg_sar.load(folder), "convs": [torch_geometric.nn.HeteroConv(layer).double()]}
+
+
 @pytest.mark.parametrize(("name", "block"), list(of_docstrings()), ids=[name for name, _ in of_docstrings()])
 def test_blocks_of_docstrings_run(name, block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -154,6 +163,8 @@ def test_blocks_of_docstrings_run(name, block, tmp_path, monkeypatch):
         "test": lambda: 0.5, "optimizer": torch.optim.Adam(model.parameters()),
         "model": models.get(name, lambda: model)(),
     }  # fmt: skip
+    if 'data["paper"]' in block:
+        values |= typed(tmp_path / "typed")
     if name in ("shard", "convert"):  # whose layers are made in single precision
         values["data"] = whole if name == "shard" else data
         values["data"].x = values["data"].x.float()

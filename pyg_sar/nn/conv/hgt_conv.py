@@ -47,10 +47,10 @@ class HGTConv(MessagePassing, torch_geometric.nn.HGTConv):
             projected = {t: force(rows) for t, rows in projected.items()}
         packed = {t: kqv.view(-1, 3, heads, width).unbind(1) for t, kqv in projected.items()}
         graphs = {edge_type: directed(it) for edge_type, it in edge_index_dict.items()}
-        # Of a layer of a message-flow graph destinations are the first rows alone.
-        counts = {t: g.num_dst for (*_, t), g in graphs.items()}
         keys, queries, values = ({t: kqv[i] for t, kqv in packed.items()} for i in range(3))
-        queries = {t: rows[: counts.get(t)] for t, rows in queries.items()}
+        if any(g.origin is not None for g in graphs.values()):  # of a message-flow graph, with the first rows of some
+            counts = {t: g.num_dst for (*_, t), g in graphs.items()}
+            queries = {t: queries[t][:n] for t, n in counts.items()}
         q, first = self._cat(queries)
         if at_home is not None:
             k, v = (self.by_edge_type(*of, list(edge_index_dict)) for of in ((keys, self.k_rel), (values, self.v_rel)))
