@@ -2,6 +2,7 @@ r"""Message-flow graphs: what it takes to compute some nodes exactly, layer by l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
@@ -134,13 +135,10 @@ def ends_of(key: Any) -> tuple[Any, Any]:
     return (None, None) if key is None else (key[0], key[2])
 
 
-def num_nodes(graphs: dict[Any, ShardedGraph]) -> dict[Any, tuple[int, torch.device]]:
-    """Return how many local rows each type of nodes has, and on which device its index tensors are."""
-    found = {}
+def num_nodes(graphs: dict[Any, ShardedGraph]) -> Iterator[tuple[Any, int]]:
+    """Yield the types of nodes at both ends of each edge type, and how many local rows they have there."""
     for key, graph in graphs.items():
-        for kind, count in zip(ends_of(key), (graph.num_src, graph.num_dst), strict=True):
-            found[kind] = count, graph.device
-    return found
+        yield from zip(ends_of(key), (graph.num_src, graph.num_dst), strict=True)
 
 
 def layer_into(
@@ -227,7 +225,7 @@ def check_arguments(graphs: dict[Any, ShardedGraph], mask: Any, num_layers: Any)
     error = wrong_graph(graphs) or wrong_mask(graphs, mask)
     if not error and (not isinstance(num_layers, int) or num_layers < 1):
         error = f"expected 'num_layers' to be an integer of at least 1 (got {num_layers})"
-    mine = error, num_layers, list(graphs), [*mask] if isinstance(mask, dict) else None
+    mine = error, num_layers, list(graphs), sorted(map(str, mask)) if isinstance(mask, dict) else None
     said = [mine] if exchange.alone else gather_objects(mine, exchange.group)
     rank = exchange.routes.rank
     errors = [f"rank {r}: {e}" for r, (e, *_) in enumerate(said) if e]
@@ -242,7 +240,6 @@ def check_arguments(graphs: dict[Any, ShardedGraph], mask: Any, num_layers: Any)
 
 def wrong_graph(graphs: dict[Any, ShardedGraph]) -> str:
     """Return what is wrong with the graphs, if anything is."""
-    sizes: dict[Any, int] = {}
     for key, graph in graphs.items():
         whole = "the 'edge_index' of a whole graph" if key is None else f"that of a whole graph for {key!r}"
         if key is not None and not (isinstance(key, tuple) and len(key) == 3):
@@ -253,15 +250,16 @@ def wrong_graph(graphs: dict[Any, ShardedGraph]) -> str:
         if graph.bipartite != (src != dst):
             sets = ("with one set of nodes", "between two sets of nodes")
             return f"expected {whole} {sets[src != dst]} (got one {sets[graph.bipartite]})"
-        for kind, count in ((src, graph.num_src), (dst, graph.num_dst)):
-            if sizes.setdefault(kind, count) != count:
-                return f"expected graphs of the same nodes (got {sizes[kind]} and {count} of type {kind!r})"
+    counts: dict[Any, int] = {}
+    for kind, count in num_nodes(graphs):
+        if counts.setdefault(kind, count) != count:
+            return f"expected graphs of the same nodes (got {counts[kind]} and {count} of type {kind!r})"
     return ""
 
 
 def wrong_mask(graphs: dict[Any, ShardedGraph], mask: Any) -> str:
     """Return what is wrong with the mask, or with those of types of nodes, if anything is."""
-    known, typed = num_nodes(graphs), None not in graphs
+    known, device, typed = dict(num_nodes(graphs)), next(iter(graphs.values())).device, None not in graphs
     if typed and not isinstance(mask, dict):
         return f"expected 'mask' to be a dictionary by node type (got {type(mask).__name__})"
     if typed and not mask:
@@ -269,14 +267,11 @@ def wrong_mask(graphs: dict[Any, ShardedGraph], mask: Any) -> str:
     for kind, of_kind in mask.items() if typed else [(None, mask)]:
         if kind not in known:
             return f"expected masks of node types {', '.join(map(repr, known))} in 'mask' (got one of {kind!r})"
-        count, device = known[kind]
-        name = f"'mask[{kind!r}]'" if typed else "'mask'"
-        if not isinstance(of_kind, Tensor) or of_kind.dtype != torch.bool or of_kind.shape != (count,):
-            found = (
-                f"{of_kind.dtype} of shape {list(of_kind.shape)}"
-                if isinstance(of_kind, Tensor)
-                else type(of_kind).__name__
-            )
+        name, count = f"'mask[{kind!r}]'" if typed else "'mask'", known[kind]
+        if not isinstance(of_kind, Tensor):
+            return f"expected {name} to be a tensor of {count} booleans (got {type(of_kind).__name__})"
+        if of_kind.dtype != torch.bool or of_kind.shape != (count,):
+            found = f"{of_kind.dtype} of shape {list(of_kind.shape)}"
             return f"expected {name} to hold a boolean for each of its {count} nodes (got {found})"
         if of_kind.device != device:
             return f"expected {name} on {device} (got {of_kind.device})"
