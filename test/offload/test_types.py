@@ -225,6 +225,19 @@ def test_self_loops_within_a_type():
         equal(found, expected)
 
 
+@pytest.mark.parametrize("layer", [pyg.LEConv, pyg.ResGatedGraphConv, pyg.FiLMConv])
+def test_rows_that_messages_read_at_one_end_alone(layer):
+    """Of another number than at the other end, where they have no row for each node."""
+    torch.manual_seed(0)
+    conv, whole = layer((8, 3), 4).double(), graph()
+    expected = conv((whole["paper"].x, whole["venue"].x), torch.tensor([[46, 30, 46], [4, 4, 0]]))
+    data = sharded()
+    data["paper", "in", "venue"].edge_index = pyg_sar.shard(torch.tensor([[46, 30, 46], [4, 4, 0]]), (47, 5))
+    data = offload(data, chunks=2)
+    pair = data["paper"].x, data["venue"].x
+    equal({"out": ordinary(convert(conv)(pair, data["paper", "in", "venue"].edge_index))}, {"out": expected})
+
+
 @pytest.mark.parametrize("name", ["HGTConv", "HANConv"])
 def test_homes_hold_nothing_behind_backward(name):
     data, model = offload(sharded(), chunks=3), convert(make(name, graph()))

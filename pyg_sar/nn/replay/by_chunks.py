@@ -44,7 +44,8 @@ class Propagation(PerChunk):
         kwargs: dict[str, Any] = {}
         for name, value in call.kwargs.items():
             if name in call.lifted:
-                pair = value if isinstance(value, PAIR) else Ends((value, value))
+                # A tensor that is read at destinations alone may have no rows of sources.
+                pair = value if isinstance(value, PAIR) else Ends((value if f"{name}_j" in call.asked else None, value))
                 numbers = (self.add(t, k) for t, k in zip(pair, (SOURCE, DESTINATION), strict=True))
                 kwargs[name] = alike(pair, numbers)
             else:
