@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch_geometric.data.data import BaseData
+from torch_geometric.typing import SparseTensor
 
 from pyg_sar import running
 from pyg_sar.caller import running_modules
@@ -53,11 +55,23 @@ def given_here() -> Iterator[tuple[list[Any], list[Any]]]:
 
 
 def edges_in(name: str, value: Any) -> Iterator[Any]:
-    """Yield the edges that an argument holds: one whose name begins with ``edge_index`` or ``adj``, or a ``Data``."""
+    """Yield the edges that a variable holds: a ``Data``, or what may be edges and has a name that begins with
+    ``edge_index`` or ``adj``.
+    """
     if isinstance(value, BaseData):
         yield from (store["edge_index"] for store in value.edge_stores if "edge_index" in store)
-    elif name.startswith(("edge_index", "adj")) and value is not None:
-        yield from value.values() if isinstance(value, dict) else (value,)
+    elif name.startswith(("edge_index", "adj")):
+        yield from (it for it in (value.values() if isinstance(value, dict) else (value,)) if may_be_edges(name, it))
+
+
+def may_be_edges(name: str, value: Any) -> bool:
+    """Whether a value is a list of pairs or a sparse matrix, or a dense one that is called just that: ``adjusted`` rows
+    are none.
+    """
+    if not isinstance(value, Tensor):
+        return isinstance(value, SparseTensor)
+    pairs = value.dim() == 2 and value.size(0) == 2 and not (value.is_floating_point() or value.is_complex())
+    return pairs or value.layout != torch.strided or name == "adj"
 
 
 _here = threading.local()  # how many functions are running that look at all rows by themselves

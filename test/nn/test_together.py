@@ -1,6 +1,8 @@
 """What looks at the rows of all workers leaves them alone where a model runs on a graph that this process holds."""
 
 import copy
+import functools
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,18 @@ class ByAnotherName(Net):
         return super().forward(x, adj)
 
 
+class Adjusted(torch.nn.Module):
+    """Rows whose names begin as those of edges do."""
+
+    def __init__(self, norm, library=gnn):
+        super().__init__()
+        self.norm, self.library = norm, library
+
+    def forward(self, adj_rows):
+        adjusted = 2 * adj_rows
+        return self.norm(adjusted) + self.library.global_mean_pool(adjusted, None)
+
+
 class Pools(torch.nn.Module):
     def forward(self, x, edge_index, library=nn, **group):
         pools = library.global_add_pool, library.global_mean_pool, library.global_max_pool
@@ -89,6 +103,11 @@ def one_alone(group):
             close(pools(x, it, group=group), whole, "pools alone")
             close(cheb(x, it), cheb_of_pyg(x, edges()), "ChebConv alone")
     close(pools(x[mine.src], mine.edge_index, group=group), whole, "pools together")
+    for norm in (torch.nn.BatchNorm1d(8), gnn.GraphNorm(8), gnn.PairNorm()):
+        reference = Adjusted(norm).double()
+        model = nn.convert(copy.deepcopy(reference), group)
+        model.library = SimpleNamespace(global_mean_pool=functools.partial(nn.global_mean_pool, group=group))
+        close(model(x[mine.src]), reference(x)[mine.src], f"{norm} of adjusted rows")
     close(nn.BatchNorm1d(8, group=group).double()(x[mine.src]), torch.nn.BatchNorm1d(8).double()(x)[mine.src], "rows")
 
 
