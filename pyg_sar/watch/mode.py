@@ -58,6 +58,12 @@ POSITION = (
 )
 
 
+GROUPS = (
+    "groups rows by where they stand among those of this worker, which are others than in the whole graph; edges stand "
+    "in another order, too, by the owners of their sources. What ends at a node has its number in 'edge_index[1]'"
+)
+
+
 class Watch(TorchFunctionMode):
     """Follows rows through the functions of torch that this thread calls.
 
@@ -158,7 +164,7 @@ class Watch(TorchFunctionMode):
         """Remember what the results of a call are, or refuse it."""
         results = call.args[:1] if call.name == "setitem" else tuple(tensors(out))
         found: list[Kind | None] = [None] * len(results)
-        placed = False
+        placed = ""
         origin = () if call.end_to_end() else self.together(read_by(call), call.kwargs, compares=True)
         tables = "norm" in call.name and any(t in self.own for t, _ in call.kinds)
         try:
@@ -167,7 +173,10 @@ class Watch(TorchFunctionMode):
             found = [
                 rules.assigned(call, self.sizes) if call.name == "setitem" else rules.kind_of(call, t) for t in results
             ]
-            placed = not self.ordered and rules.by_position(call, self.sizes)
+            if not self.ordered and rules.by_position(call, self.sizes):
+                placed = POSITION
+            elif any(rules.by_groups(call, t, self.sizes) for t in results):
+                placed = GROUPS
         except LocalUse as local:
             self.refuse(LocalUse(TABLES, TOGETHER) if tables else local)
         except Exception:  # as above
@@ -181,14 +190,14 @@ class Watch(TorchFunctionMode):
             if call.name in rules.SAME_IDS and call.args and call.args[0] in self.origins.ids:
                 self.origins.ids[tensor] = True
 
-    def check(self, call: Call, found: list[Kind | None], placed: bool) -> None:
-        """Refuse, or warn of, what is local because of who does it, or where it ends."""
+    def check(self, call: Call, found: list[Kind | None], placed: str) -> None:
+        """Refuse, or warn of, what is local because of who does it, where it ends, or how rows are ``placed``."""
         name, rows, whole = call.name, ROWS in call.whats, call.kinds[:1] and call.kinds[0][1] == Kind(SAME)
         leaves = name in NUMBERS and (name not in TYPES or getattr(call.func, "__name__", "").startswith("__"))
         if leaves and SHARE in call.whats:
             self.warn(name, NUMBER)
         elif placed:
-            self.warn(name, POSITION)
+            self.warn(name, placed)
         elif isinstance(rules.divisor(call), Count):
             self.warn(name, DIVISOR)
         elif (number := rules.told_apart(call)) > 0 and number not in self.sizes:
@@ -266,7 +275,7 @@ class Watch(TorchFunctionMode):
 
     def warn(self, name: str, why: str) -> None:
         """Say once that what a script does itself is about this worker's rows."""
-        if (self.alone and why != POSITION) or why in self.warned or is_allowed():
+        if (self.alone and why not in (POSITION, GROUPS)) or why in self.warned or is_allowed():
             return
         at = Path()
         if at.known or at.entry != "this" or at.through("torch.utils.data"):

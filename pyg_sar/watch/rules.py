@@ -82,7 +82,6 @@ ADDS = names("add sub cat stack hstack vstack where lerp addcmul addcdiv")
 DIVIDES = {"div": 1, "rdiv": 0, "reciprocal": 0}  # where the divisor stands
 ARITHMETIC = {*ADDS, *DIVIDES, *names("mul pow rpow maximum minimum")}
 PAIRED = names("cosine_similarity pairwise_distance mse_loss l1_loss smooth_l1_loss huber_loss")
-MIXES = {*ARITHMETIC, *names("getitem index_select gather")}
 FACTORS = {(0, 1): "matmul mm bmm mv dot vdot inner linear outer", (1, 0): "rmatmul", (1, 2): "addmm addmv baddbmm"}
 PRODUCTS = {name: places for places, text in FACTORS.items() for name in text.split()}
 PRODUCTS_PLUS = names("linear addmm addmv baddbmm")  # and what is added
@@ -108,6 +107,8 @@ VIEWS = names("view reshape flatten unflatten view_as reshape_as ravel")
 COPIES = names("clone contiguous detach to long int cpu cuda data deepcopy")
 TO_FLOAT = names("to float double half bfloat16 type type_as")
 STACKS = names("cat stack hstack vstack")
+LIKENED = names("type_as to expand_as view_as reshape_as")  # a tensor to another one, whose numbers do not matter
+SCATTERS = names("scatter_add index_add scatter scatter_reduce index_reduce index_copy index_fill")
 SAME_IDS = {*COPIES, *CUTS, *VIEWS, *PERMUTES, *names("getitem index_select select unbind")}
 
 
@@ -121,7 +122,7 @@ def kind_of(call: Call, out: Tensor) -> Kind | None:
     if call.whats & {ROWS, ENDS}:
         return of_rows(call, out)
     if call.whats & {SHARE, LOSS} and call.name not in LIKE:
-        return of_share(call) if SHARE in call.whats else of_loss(call)
+        return of_share(call, out) if SHARE in call.whats else of_loss(call)
     known = all(k is not None for _, k in call.kinds)
     return Kind(SAME) if known and (call.kinds or call.name in CONSTANTS) and call.name != "grad" else None
 
@@ -161,7 +162,9 @@ def of_edges(call: Call, out: Tensor) -> Kind | None:
 def of_rows(call: Call, out: Tensor) -> Kind | None:
     """What comes of rows."""
     name = call.name
-    if SHARE in call.whats and name in MIXES:
+    if SHARE in call.whats and name in LIKENED and call.rows(call.args[0]) is None:
+        return of_share(call, out)
+    if SHARE in call.whats and name not in ONTO_SHARES:
         raise LocalUse(f"'{name}' makes use {SUMMED}", SUM_UP)
     refuse_table(call)
     refuse_pairs(call)
@@ -240,7 +243,7 @@ def reduced(call: Call, out: Tensor) -> Kind | None:
     if name in ORDERS and not t.is_floating_point():  # to group rows by them
         return Kind(ROWS, row)
     if name in ASKS or (what == ENDS and name in ("max", "amax")):  # which tells how many sums to make
-        return None
+        return Kind(SHARE, size=t.size(row)) if name in ASKS and out.dim() > 0 else None
     advice = MEAN if "mean" in name else WIDTH if name in WIDTHS and not t.is_floating_point() else BEFORE
     raise LocalUse(f"takes '{name}' {OVER}", advice)
 
@@ -381,6 +384,16 @@ def by_position(call: Call, sizes: Container[int]) -> bool:
     return key is not None and (not hasattr(key, "__len__") or len(key) != n)
 
 
+def by_groups(call: Call, out: Tensor, sizes: Container[int]) -> bool:
+    """Whether rows, of as many as there are nodes or edges, are grouped by where they stand."""
+    row = call.rows(call.arg(0, "input")) if call.name in VIEWS else None
+    if row is None or (n := call.args[0].size(row)) not in sizes:
+        return False
+    before = math.prod(call.args[0].shape[:row])
+    counts = [out.size(d) for d in range(out.dim()) if math.prod(out.shape[:d]) == before]
+    return bool(counts) and n > counts[-1] > 1 and n not in counts
+
+
 def spelt_out(keys: Any, dims: int) -> Iterable[tuple[Any, range]]:
     """Return keys for all dimensions of a tensor, and the dimensions that each stands for."""
     keys = list(keys) if isinstance(keys, tuple) else [keys]
@@ -403,7 +416,11 @@ def assigned(call: Call, sizes: Container[int]) -> Kind | None:
     there are as many as this worker has nodes or edges; a tensor for all nodes holds a share of them.
     """
     t, key, value = call.args
-    kind, index = call.kind(t), call.kind(key)
+    kind, index, given = call.kind(t), call.kind(key), call.kind(value)
+    if given is not None and given.what == SHARE:
+        if kind is not None and kind.what in (ROWS, ENDS):
+            raise LocalUse(f"'setitem' makes use {SUMMED}", SUM_UP)
+        return Kind(SHARE)
     if kind is not None and kind.what != SAME:
         return kind
     by_rows = index is not None and (index.what == ENDS or (index.what == ROWS and key.dtype == torch.bool))
@@ -475,9 +492,44 @@ def summed(call: Call, out: Tensor) -> Kind | None:
     if not letters:
         return aligned(call, out)
     free = [letter for letter in letters if letter in right]
-    if len(free) > 1:
+    if free and len(letters) > 1:
         raise LocalUse(f"combines every row with every other one ('einsum') {OVER}", BEFORE)
     return Kind(ROWS, right.index(free[0])) if free else Kind(SHARE, size=max(letters.values()))
+
+
+def along(call: Call, out: Tensor) -> Kind | None:
+    """What slides a window along the last dimensions, of which the name tells how many, or gives each slice of one a
+    norm.
+    """
+    t, kind = call.first()
+    if call.name == "renorm":
+        sees_all = call.arg(2, "dim") % t.dim() != kind.dim
+    else:
+        sees_all = t is call.args[0] and kind.dim >= t.dim() - int(call.name[-2])
+    return whole(call, out) if sees_all else aligned(call, out)
+
+
+def put(call: Call, out: Tensor) -> Kind | None:
+    """Rows that are added up by their numbers."""
+    t, keys = call.args[:2]
+    adds = call.arg(3, "accumulate") and any(call.rows(key) is not None for key in keys)
+    return Kind(SHARE) if adds and call.rows(t) is None else call.kind(t)
+
+
+def dotted(call: Call, out: Tensor) -> Kind | None:
+    """Products over any dimensions: what contracts rows is a share."""
+    (a, b), dims = call.args[:2], call.arg(2, "dims", 2)
+    over = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    rest = [
+        [d for d in range(t.dim()) if d not in {k % t.dim() for k in of}] for t, of in zip((a, b), over, strict=True)
+    ]
+    places = [k * len(rest[0]) + rest[k].index(row) if row in rest[k] else None
+              for k, row in enumerate((call.rows(a), call.rows(b))) if row is not None]  # fmt: skip
+    if None in places:
+        return Kind(SHARE)
+    if len(places) > 1:
+        raise LocalUse(f"multiplies every row with every other one ('tensordot') {OVER}", BEFORE)
+    return Kind(ROWS, places[0] or 0)
 
 
 def recurrent(call: Call, out: Tensor) -> Kind | None:
@@ -505,13 +557,16 @@ def attended(call: Call, out: Tensor) -> Kind | None:
 RULES: dict[Callable[[Call, Tensor], Kind | None], Iterable[str]] = {
     permuted: PERMUTES, kept: CUTS, viewed: VIEWS, stacked: names("stack"), taken: names("select unbind"),
     flat: names("nonzero argwhere masked_select where"), read: names("index_select gather"), chosen: names("getitem"),
-    scattered: names("scatter_add index_add scatter scatter_reduce index_reduce index_copy index_fill"),
+    scattered: SCATTERS, dotted: names("tensordot"), put: names("index_put"),
+    along: names("conv1d conv2d conv3d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d renorm"),
     counted: names("one_hot bincount"), multiplied: PRODUCTS, summed: names("einsum"),
     attended: names("scaled_dot_product_attention multi_head_attention_forward cdist"),
     recurrent: names("gru lstm rnn_tanh rnn_relu"), whole: names("histc histogram dist"),
     normalised: {*NORMS, *LAYER_NORMS}, matrix: names("svd qr pinverse matrix_exp cov corrcoef pdist"),
 }  # fmt: skip
 RULE = {name: rule for rule, found in RULES.items() for name in found}
+# What may take a sum over this worker's rows together with rows: to add more of these to it, or to differentiate it.
+ONTO_SHARES = {*SCATTERS, *PRODUCTS, *LIKE, *names("grad backward foreach_add index_put")}
 
 
 def divisor(call: Call) -> Any:
@@ -537,11 +592,11 @@ def told_apart(call: Call) -> int:
     return next((int(n) for n in call.args if type(n) is int), 0)
 
 
-def of_share(call: Call) -> Kind | None:
+def of_share(call: Call, out: Tensor) -> Kind | None:
     """What comes of sums over this worker's rows."""
     name, shares = call.name, [k for _, k in call.kinds if k is not None and k.what == SHARE]
     if name in COMPARES:  # to ask whether there are any rows is no use of their number
-        return None
+        return Kind(SHARE) if out.dim() > 0 else None
     below = divisor(call)
     twice = name in {"mul", *PRODUCTS} and (len(shares) > 1 or LOSS in call.whats)
     real = any(t.is_floating_point() for t, k in call.kinds if k in shares)
@@ -552,8 +607,8 @@ def of_share(call: Call) -> Kind | None:
     if type(below) in (int, float) and below == count > 1:
         why = f"divides a sum over this worker's {count} rows by their number, which is a mean {OVER}"
         raise LocalUse(why, MEAN, sure=False)  # it may be that of all workers, of whom only this one has some
-    out = Kind(SHARE, size=count)
-    return added(call, out) if name in ADDS | PRODUCTS_PLUS else out
+    kind = Kind(SHARE, size=count)
+    return added(call, kind) if name in ADDS | PRODUCTS_PLUS else kind
 
 
 def of_loss(call: Call) -> Kind | None:

@@ -20,6 +20,12 @@ from pyg_sar.watch.kinds import ENDS, SHARE, Kind
 from pyg_sar.watch.mode import watching
 
 
+def filled(t: Tensor, row: Tensor) -> Tensor:
+    """Return a tensor of which one row was set."""
+    t[1] = row
+    return t
+
+
 def test_a_mask_filled_by_a_list_of_rows(parts: str) -> None:
     def work(data: Any) -> None:
         mask, index = torch.zeros(data.num_nodes, dtype=torch.bool), data.train_mask.nonzero().view(-1)
@@ -94,7 +100,12 @@ KINDS: dict[str, tuple[Callable[[Any], Tensor], Kind | None]] = {
     "the sum of all": (lambda d: pyg_sar.all_reduce(d.x.sum(0)), Kind(SAME)),
     "a readout": (lambda d: pyg_sar.nn.global_mean_pool(d.x, d.batch).relu(), Kind(SAME)),
     "by name": (lambda d: torch.matmul(input=d.x, other=torch.ones(8, 2)), None),
-    "questions": (lambda d: (d.x > 0).any(0), None),
+    "questions": (lambda d: (d.x > 0).any(0), Kind(SHARE, size=20)),
+    "a question": (lambda d: (d.x > 0).any(), None),
+    "tensordot": (lambda d: torch.tensordot(torch.ones(3, 8), d.x, dims=([1], [1])), Kind(ROWS, 1)),
+    "tensordot of rows": (lambda d: torch.tensordot(d.x, d.x, dims=([0], [0])), Kind(SHARE)),
+    "a sum expanded": (lambda d: d.x.sum(0).expand_as(d.x), Kind(SHARE, size=20)),
+    "a sum in a list": (lambda d: filled(torch.zeros(3, 8), d.x.sum(0)), Kind(SHARE)),
 }
 
 

@@ -31,6 +31,11 @@ class Both(torch.nn.Module):
         return tuple(conv(*args) for conv in self.convs)
 
 
+def by_class(data: Any) -> Tensor:
+    """Return a sum of rows for each class."""
+    return torch.stack([data.x[data.y == c].sum(0) for c in range(C)])
+
+
 def recon(data: Any) -> Tensor:
     model = gnn.GAE(pyg_sar.nn.GCNConv(8, 4))
     return model.recon_loss(model.encode(data.x, data.edge_index), data.edge_index, data.edge_index)
@@ -177,6 +182,29 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"computes \('mul'\) with the numbers of destinations.*data\.n_id\[edge_index\[1\]\]",
     ),
     "the same as floats": (lambda d: d.edge_index[1].float(), "computes .'float'. with the numbers of destinations"),
+    **{
+        name: (use, r"makes use of a sum over this worker's rows.*pyg_sar\.global_sum")
+        for name, use in {
+            "linear attention": lambda d: torch.einsum("nd,de->ne", d.x, torch.einsum("nd,ne->de", d.x, d.x)),
+            "sums of classes by distance": lambda d: torch.cdist(d.x, by_class(d)),
+            "sums of classes by angle": lambda d: F.cosine_similarity(d.x[:, None], by_class(d)[None], dim=-1),
+            "sums of classes for each node": lambda d: F.embedding(d.y, by_class(d)),
+            "a memory of classes": lambda d: torch.cdist(d.x, torch.zeros(C, 8).index_add_(0, d.y, d.x)),
+            "a bound": lambda d: d.x.clamp(max=d.x.sum()),
+            "a choice": lambda d: torch.where(d.x > d.x.sum(0), d.x, 0),
+            "columns of a question": lambda d: d.x * (d.x > 2).any(0),
+            "columns of a sum": lambda d: d.x * (d.x.sum(0) > 0),
+            "the most frequent class": lambda d: net(d)[:, d.y.bincount(minlength=C).argmax(keepdim=True)],
+            "a scale": lambda d: F.layer_norm(d.x, (8,), d.x.sum(0)),
+            "a sum expanded": lambda d: d.x - d.x.sum(0).expand_as(d.x),
+            "tensordot": lambda d: torch.tensordot(d.x, torch.tensordot(d.x, d.x, dims=([0], [0])), dims=([1], [0])),
+            "classes by 'put'": lambda d: torch.cdist(d.x, torch.zeros(C, 8).index_put((d.y,), d.x, accumulate=True)),
+            "rows that are set": lambda d: d.x.clone().__setitem__(d.train_mask, d.x.sum(0)),
+        }.items()
+    },
+    "three factors": (lambda d: torch.einsum("nd,md,me->ne", d.x, d.x, d.x), "every row with every other one"),
+    "a window along rows": (lambda d: F.conv1d(d.x.t()[None], torch.ones(8, 8, 3)), "takes 'conv1d'"),
+    "norms of columns": (lambda d: d.x.renorm(2, 1, 1.0), "takes 'renorm'"),
     "NormalizeFeatures": (lambda d: T.NormalizeFeatures()(d), "'NormalizeFeatures' takes 'min'.*before"),
 }
 
@@ -322,6 +350,17 @@ def test_calls_in_other_forms_are_left_alone(parts: str, monkeypatch: pytest.Mon
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         passes(f"{parts}/one", work)
+
+
+def test_rows_are_grouped_by_where_they_stand(parts: str) -> None:
+    def neighbors(data: Any) -> Tensor:
+        rows = data.x[data.edge_index[0]]
+        return rows.view(2, -1, 8)
+
+    for text in outcomes(f"{parts}/one", lambda data: warned(lambda: neighbors(data))):
+        assert "groups rows by where they stand" in text and "edge_index[1]" in text
+    passes(f"{parts}/one", lambda data: data.x.view(1, -1, 2, 4).view(-1, 4).view(-1, 8))
+    passes(f"{parts}/one", lambda data: F.conv1d(data.x[:, None].renorm(2, 0, 1.0), torch.ones(1, 1, 3)))
 
 
 def test_rows_of_message_flow_graphs_stand_in_an_order(parts: str) -> None:
