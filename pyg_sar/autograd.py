@@ -16,7 +16,7 @@ def once_differentiable() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "Layers of 'pyg_sar.nn' have no second derivative. Call 'backward' or 'autograd.grad' without "
-            "'create_graph=True', or use the layer of 'torch_geometric.nn' if the graph is not sharded."
+            "'create_graph=True', or use the layer of 'torch_geometric.nn' without 'convert', which has them, one-shot."
         )
 
 

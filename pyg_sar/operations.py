@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar import running
 from pyg_sar.caller import callers, running_modules
@@ -35,6 +36,7 @@ PLAIN = torch._C.DisableTorchFunctionSubclass
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 FINDS_LOOPS = ("contains_self_loops", "has_self_loops")  # of PyG, which asks whether there are any
 IN_ONE = "Do this in one process, with an ordinary 'edge_index', such as that of the neighborhood of some nodes"
+DESTINATIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # rows of destinations that somebody asked for
 NUMBERING = "its numbers mean something on this worker alone"
 
 
@@ -224,8 +226,11 @@ def row(it: EdgeNumbers, which: int) -> Tensor:
     """Return one row of the edges: sources, which stay sharded, or destinations, which are rows of this worker."""
     refuse_whole_graph(it)
     both = plain(it)
-    holds_sources = (which % 2 == 0) == (it.kind == EDGES)
-    return it.derive(SOURCES, both[which], both[1 - which % 2]) if holds_sources else both[which]
+    if (which % 2 == 0) == (it.kind == EDGES):
+        return it.derive(SOURCES, both[which], both[1 - which % 2])
+    ends = both[which]
+    DESTINATIONS[ends] = True
+    return ends
 
 
 def unbind(func: Callable, args: Any, kwargs: Any) -> Any:

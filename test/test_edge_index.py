@@ -15,7 +15,7 @@ import torch_geometric.nn as gnn
 import torch_geometric.transforms as T
 import torch_geometric.utils as U
 from support.conv_zoo import F, Net, default, difference
-from support.nasty_graph import NUM_NODES, assignment, edges, share
+from support.nasty_graph import NUM_NODES, assignment, close, edges, share
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
@@ -688,3 +688,27 @@ def test_self_loops_between_two_sets_in_one_process_are_refused(layer, plain):
     sharded = shard(plain, (N, N), 2)
     with pytest.raises((NotImplementedError, ValueError), match="add_self_loops=False"):
         layer((F, F), F)((torch.randn(N, F), torch.randn(N, F)), sharded)
+
+
+def penalised(group):
+    """PyG's own layer has second derivatives on a sharded graph, too."""
+    mine = share(group, edges(), assignment("random", group.size()))
+    torch.manual_seed(0)
+    layer, whole = gnn.GCNConv(4, 3).double(), torch.randn(NUM_NODES, 4, dtype=torch.float64)
+    found = []
+    for x, edge_index in ((whole.clone(), edges()), (whole[mine.src], mine.edge_index)):
+        x.requires_grad_()
+        (grad,) = torch.autograd.grad(layer(x, edge_index).tanh().sum(), x, create_graph=True)
+        layer.zero_grad()
+        grad.square().sum().backward()
+        found.append([x.grad, [p.grad.clone() for p in layer.parameters()]])
+    (x_grad, expected), (own, grads) = found
+    close(own, x_grad[mine.src], "rows")
+    for grad, other in zip(grads, expected, strict=True):
+        dist.all_reduce(grad, group=group)
+        close(grad, other, "parameter")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_second_derivatives(pool, workers):
+    pool.run(workers, penalised)

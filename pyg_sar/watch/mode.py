@@ -23,7 +23,7 @@ from pyg_sar.watch import LOSS, ROWS, SAME, current, install, is_allowed, is_alo
 from pyg_sar.watch.counts import DIVISOR, Count
 from pyg_sar.watch.kinds import ENDS, IDS, SHARE, Call, Kind, LocalUse
 from pyg_sar.watch.origins import Known, Origins
-from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, LINKS, REPLICATED, SUM_UP, WIDTH
+from pyg_sar.watch.rules import BEFORE, CLIPS, COUNTED, LINKS, NORM, REPLICATED, SUM_UP, WIDTH
 
 STEPS = 2  # sums of each parameter's gradients: a training step, what follows it, and the beginning of the next one
 CALLS = 100_000  # after which it ends in any case, such as where something else sums gradients
@@ -250,6 +250,8 @@ class Watch(TorchFunctionMode):
             advice = GATHER
         elif at.through(*POOLS):
             advice = POOL
+        elif at.through("torch_geometric.nn.norm"):
+            advice = NORM
         elif at.through("torch_geometric.nn.models") and advice != WIDTH:
             advice = CONVERT
         text = self.told(local, advice, at)

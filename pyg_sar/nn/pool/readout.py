@@ -12,7 +12,7 @@ from pyg_sar.distributed.collectives import all_reduce, global_max, global_sum
 from pyg_sar.distributed.group import rank_of
 from pyg_sar.nn.replay.trace import NotStreamable, Reduction, Trace
 from pyg_sar.nn.together import given_here, together
-from pyg_sar.operations import EDGES, SOURCES, EdgeNumbers, shares
+from pyg_sar.operations import DESTINATIONS, EDGES, SOURCES, EdgeNumbers, shares
 
 
 class Readout:
@@ -63,12 +63,14 @@ class Readout:
 
 @torch.compiler.disable
 def of_edges(index: Tensor | None, dim_size: int | None, group: Any) -> bool:
-    """Whether rows are those of edges that a running module was given, and the index has their destinations, as far as
-    any worker can tell: one without edges, or nodes, asks the others.
+    """Whether rows are those of edges: the index is 'edge_index[1]', or has the destinations of edges that a running
+    module was given, as far as any worker can tell: one without edges, or nodes, asks the others.
 
     Those of some edges, or in another order, are told by how many they are, and by how many rows are made of them.
     """
     if isinstance(index, EdgeNumbers):  # sources, onto which PyG's own code adds exactly, if at all
+        return True
+    if index is not None and index in DESTINATIONS:
         return True
     here = [it for held in given_here() for it in shares(*held)]
     if index is None or not here:

@@ -105,6 +105,10 @@ class OfData(OfEdges):
         return first + self.aggr(data.x[col], row, dim_size=data.num_nodes) + 0 * len(dst), self.readout(data.x)
 
 
+class ByHand(torch.nn.ModuleDict):
+    """A script calls what is within it, so that no running module was given edges."""
+
+
 def of_edges(group):
     mine = share(group, edges(), assignment("random", group.size()))
     x, model = (
@@ -118,6 +122,14 @@ def of_edges(group):
     found, expected = model(of_data), OfData()(Data(x=x, edge_index=edges()))
     close(found[0], expected[0][mine.dst], "edges of a Data")
     close(found[1], expected[1], "nodes of a Data")
+    parts = convert(ByHand({"aggr": gnn.SoftmaxAggregation(learn=True)}).double(), group)
+    (src, dst), (row, col) = mine.edge_index, edges()
+    expected = gnn.SoftmaxAggregation(learn=True).double()(x[row], col, dim_size=N)
+    close(parts["aggr"](x[mine.src][src], dst, dim_size=len(mine.dst)), expected[mine.dst], "edges by hand")
+    kept, some = x[row][:, 0] > 0, x[mine.src][src][:, 0] > 0
+    expected = gnn.SoftmaxAggregation().double()(x[row][kept], col[kept], dim_size=N)
+    found = parts["aggr"](x[mine.src][src][some], mine.edge_index[:, some][1], dim_size=len(mine.dst))
+    close(found, expected[mine.dst], "some edges by hand")
     with pytest.raises(ValueError, match=r"all workers number alike \(got \d of them here, and 5 to 6 on others\)"):
         model.readout(x[mine.src], torch.zeros(len(mine.src), dtype=torch.long), dim_size=5 + dist.get_rank(group))
 
