@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_geometric.nn as gnn
+from support.cases import some
 from support.hetero_models import EDGES, KINDS, NODES, WIDTH, graph
 from support.nasty_graph import close
 
@@ -77,8 +78,7 @@ def contents(group, folder, target):
     return [*found, {t: ids.tolist() for t, ids in before.items()}]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("target", "workers"), some(TARGETS, [1, 3], every=2))
 def test_exactly_what_the_requested_nodes_depend_on(pool, parts, workers, target):
     found = pool.run(workers, contents, f"{parts}/{workers}", target)
     for k, expected in enumerate(levels(target, 2)):
@@ -180,9 +180,9 @@ def check(group, folder, name, target, mode):
     assert "one-shot" not in describe(model).replace("or runs one-shot: see when run", "")
 
 
-@pytest.mark.parametrize(("workers", "mode"), [(1, 1), (2, 3), (3, 1)])
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_pyg_on_the_whole_graph(pool, parts, name, workers, mode):
+@pytest.mark.parametrize(("name", "way"), some(MODELS, [(1, 1), (2, 3), (3, 1)], every=3))
+def test_equals_pyg_on_the_whole_graph(pool, parts, name, way):
+    workers, mode = way
     for target in ("few", "one"):
         pool.run(workers, check, f"{parts}/{workers}", name, target, mode)
 
