@@ -307,3 +307,30 @@ def test_a_term_that_does_not_depend_on_nodes_counts_once(size):
     for found in simulate(size, work):
         for one, other in zip(found, expected, strict=True):
             close(one, other, "replicated")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_learnt_weights_of_losses(size):
+    """By the uncertainty of tasks: each worker would count the whole loss in the gradient of its weight."""
+    x = torch.arange(4.0, dtype=torch.float64).view(-1, 1)
+
+    def losses(model, x):
+        return model(x).square().mean(1), model(x).abs().sum(1)
+
+    def made():
+        torch.manual_seed(0)
+        return torch.nn.Linear(1, 3).double(), torch.nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64))
+
+    def work(rank):
+        model, s = made()
+        terms = (replicated(torch.exp(-k)) * global_mean(t) + replicated(k)
+                 for k, t in zip(s, losses(model, x[rank::size]), strict=True))  # fmt: skip
+        sum(terms).backward()
+        sum_gradients([s, *model.parameters()])
+        return s.grad, model.weight.grad
+
+    model, s = made()
+    sum(torch.exp(-k) * t.mean() + k for k, t in zip(s, losses(model, x), strict=True)).backward()
+    for grad_s, grad in simulate(size, work):
+        close(grad_s, s.grad, "weights")
+        close(grad, model.weight.grad, "model")
