@@ -264,6 +264,8 @@ def wrong_mask(graphs: dict[Any, ShardedGraph], mask: Any) -> str:
         return f"expected 'mask' to be a dictionary by node type (got {type(mask).__name__})"
     if typed and not mask:
         return "expected a mask of some node type in 'mask' (got none)"
+    if typed and not {ends_of(key)[1] for key in graphs} & {*mask} and {*mask} <= {*known}:
+        return f"expected edges that end at nodes of the types in 'mask' (got none at {', '.join(map(repr, mask))})"
     for kind, of_kind in mask.items() if typed else [(None, mask)]:
         if kind not in known:
             return f"expected masks of node types {', '.join(map(repr, known))} in 'mask' (got one of {kind!r})"

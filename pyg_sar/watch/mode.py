@@ -277,7 +277,7 @@ class Watch(TorchFunctionMode):
 
     def warn(self, name: str, why: str) -> None:
         """Say once that what a script does itself is about this worker's rows."""
-        if (self.alone and why not in (POSITION, GROUPS)) or why in self.warned or is_allowed():
+        if (self.alone and why != POSITION) or why in self.warned or is_allowed():
             return
         at = Path()
         if at.known or at.entry != "this" or at.through("torch.utils.data"):

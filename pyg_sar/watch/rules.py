@@ -122,7 +122,7 @@ def kind_of(call: Call, out: Tensor) -> Kind | None:
     if call.whats & {ROWS, ENDS}:
         return of_rows(call, out)
     if call.whats & {SHARE, LOSS} and call.name not in LIKE:
-        return of_share(call, out) if SHARE in call.whats else of_loss(call)
+        return of_share(call) if SHARE in call.whats else of_loss(call)
     known = all(k is not None for _, k in call.kinds)
     return Kind(SAME) if known and (call.kinds or call.name in CONSTANTS) and call.name != "grad" else None
 
@@ -163,8 +163,9 @@ def of_rows(call: Call, out: Tensor) -> Kind | None:
     """What comes of rows."""
     name = call.name
     if SHARE in call.whats and name in LIKENED and call.rows(call.args[0]) is None:
-        return of_share(call, out)
-    if SHARE in call.whats and name not in ONTO_SHARES:
+        return of_share(call)
+    read = [k for t, k in call.kinds if k is not None and t is not call.kwargs.get("out")]
+    if name not in ONTO_SHARES and any(k.what == SHARE for k in read):
         raise LocalUse(f"'{name}' makes use {SUMMED}", SUM_UP)
     refuse_table(call)
     refuse_pairs(call)
@@ -243,7 +244,7 @@ def reduced(call: Call, out: Tensor) -> Kind | None:
     if name in ORDERS and not t.is_floating_point():  # to group rows by them
         return Kind(ROWS, row)
     if name in ASKS or (what == ENDS and name in ("max", "amax")):  # which tells how many sums to make
-        return Kind(SHARE, size=t.size(row)) if name in ASKS and out.dim() > 0 else None
+        return None
     advice = MEAN if "mean" in name else WIDTH if name in WIDTHS and not t.is_floating_point() else BEFORE
     raise LocalUse(f"takes '{name}' {OVER}", advice)
 
@@ -421,6 +422,8 @@ def assigned(call: Call, sizes: Container[int]) -> Kind | None:
         if kind is not None and kind.what in (ROWS, ENDS):
             raise LocalUse(f"'setitem' makes use {SUMMED}", SUM_UP)
         return Kind(SHARE)
+    if kind is not None and kind.what == SHARE:  # perhaps by the sum of all, one number after the other
+        return None
     if kind is not None and kind.what != SAME:
         return kind
     by_rows = index is not None and (index.what == ENDS or (index.what == ROWS and key.dtype == torch.bool))
@@ -498,22 +501,23 @@ def summed(call: Call, out: Tensor) -> Kind | None:
 
 
 def along(call: Call, out: Tensor) -> Kind | None:
-    """What slides a window along the last dimensions, of which the name tells how many, or gives each slice of one a
-    norm.
-    """
+    """What slides a window along the last dimensions, or gives each slice of one a norm."""
     t, kind = call.first()
     if call.name == "renorm":
-        sees_all = call.arg(2, "dim") % t.dim() != kind.dim
-    else:
-        sees_all = t is call.args[0] and kind.dim >= t.dim() - int(call.name[-2])
-    return whole(call, out) if sees_all else aligned(call, out)
+        return whole(call, out) if call.arg(2, "dim") % t.dim() != kind.dim else aligned(call, out)
+    window = call.arg(1, "weight").shape[2:]
+    place = kind.dim - t.dim() + len(window)
+    slides = t is call.arg(0, "input") and place >= 0 and window[place] > 1
+    return whole(call, out) if slides else aligned(call, out)
 
 
 def put(call: Call, out: Tensor) -> Kind | None:
     """Rows that are added up by their numbers."""
     t, keys = call.args[:2]
-    adds = call.arg(3, "accumulate") and any(call.rows(key) is not None for key in keys)
-    return Kind(SHARE) if adds and call.rows(t) is None else call.kind(t)
+    by_rows = any(call.rows(key) is not None for key in keys)
+    if call.rows(t) is not None or not by_rows:
+        return call.kind(t)
+    return Kind(SHARE) if call.arg(3, "accumulate") else None
 
 
 def dotted(call: Call, out: Tensor) -> Kind | None:
@@ -558,15 +562,21 @@ RULES: dict[Callable[[Call, Tensor], Kind | None], Iterable[str]] = {
     permuted: PERMUTES, kept: CUTS, viewed: VIEWS, stacked: names("stack"), taken: names("select unbind"),
     flat: names("nonzero argwhere masked_select where"), read: names("index_select gather"), chosen: names("getitem"),
     scattered: SCATTERS, dotted: names("tensordot"), put: names("index_put"),
-    along: names("conv1d conv2d conv3d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d renorm"),
+    along: names("conv1d conv2d conv3d renorm"),
     counted: names("one_hot bincount"), multiplied: PRODUCTS, summed: names("einsum"),
     attended: names("scaled_dot_product_attention multi_head_attention_forward cdist"),
     recurrent: names("gru lstm rnn_tanh rnn_relu"), whole: names("histc histogram dist"),
     normalised: {*NORMS, *LAYER_NORMS}, matrix: names("svd qr pinverse matrix_exp cov corrcoef pdist"),
 }  # fmt: skip
 RULE = {name: rule for rule, found in RULES.items() for name in found}
-# What may take a sum over this worker's rows together with rows: to add more of these to it, or to differentiate it.
-ONTO_SHARES = {*SCATTERS, *PRODUCTS, *LIKE, *names("grad backward foreach_add index_put")}
+# What may take a sum over this worker's rows together with rows: to add more of these to it, to differentiate it, or to
+# know by it how many of them belong together.
+ONTO_SHARES = {
+    *SCATTERS,
+    *PRODUCTS,
+    *LIKE,
+    *names("grad backward foreach_add index_put copy segment_reduce tensor_split"),
+}
 
 
 def divisor(call: Call) -> Any:
@@ -592,11 +602,13 @@ def told_apart(call: Call) -> int:
     return next((int(n) for n in call.args if type(n) is int), 0)
 
 
-def of_share(call: Call, out: Tensor) -> Kind | None:
+def of_share(call: Call) -> Kind | None:
     """What comes of sums over this worker's rows."""
     name, shares = call.name, [k for _, k in call.kinds if k is not None and k.what == SHARE]
     if name in COMPARES:  # to ask whether there are any rows is no use of their number
-        return Kind(SHARE) if out.dim() > 0 else None
+        return None
+    if name == "copy":
+        return call.kind(call.args[1])
     below = divisor(call)
     twice = name in {"mul", *PRODUCTS} and (len(shares) > 1 or LOSS in call.whats)
     real = any(t.is_floating_point() for t, k in call.kinds if k in shares)

@@ -263,6 +263,8 @@ WRONG = {
     "no edge types": (lambda e, m: ({}, m), TypeError, "NoneType"),
     "one mask": (lambda e, m: (e, m["paper"]), ValueError, "dictionary by node type"),
     "no types": (lambda e, m: (e, {}), ValueError, "got none"),
+    "no edges": (lambda e, m: ({("author", "writes", "paper"): e["author", "writes", "paper"]},
+                               {"author": torch.ones(31, dtype=torch.bool)}), ValueError, "got none at 'author'"),
     "unknown": (lambda e, m: (e, {"papers": m["paper"]}), ValueError, r"'author', 'paper', 'venue'.*'papers'"),
     "short": (lambda e, m: (e, {"paper": m["paper"][1:]}), ValueError, r"'mask\['paper'\]'.* 47 nodes.*\[46\]"),
     "numbers": (lambda e, m: (e, {"paper": [1]}), ValueError, "got list"),

@@ -374,6 +374,24 @@ def test_converted_layers_take_a_tensor(pool, name, workers):
     pool.run(workers, converted, name)
 
 
+class Remembers(torch_geometric.nn.MessagePassing):
+    """Is called with a pair of what is no pair of rows of both ends."""
+
+    def forward(self, x: "torch.Tensor | tuple[torch.Tensor, torch.Tensor]", edge_index, state):
+        return self.propagate(edge_index, x=x, h=(state[0], None), c=(state[1], None))
+
+    def message(self, x_j, h_j, c_j):
+        return torch.cat([x_j, h_j, c_j], -1)
+
+
+def test_another_pair_stays():
+    flow, x = message_flow_graphs(shard(EDGES, NUM_NODES, 3), requested("few"), 1), everything()
+    layer, rows = Remembers(), x[flow.node_rows]
+    expected = layer((x, x), EDGES, (x + 1, 2 * x))[TARGETS["few"]]
+    found = pyg_sar.nn.convert(layer)(rows, flow.edge_indices[0], (rows + 1, 2 * rows))
+    close(found, expected, "output")
+
+
 def test_a_pair_of_all_rows_has_destinations_first():
     """As heterogeneous models pass it."""
     flow, x = message_flow_graphs(shard(EDGES, NUM_NODES, 3), requested("few"), 1), everything()

@@ -28,7 +28,7 @@ from pyg_sar.whole_graph import reason
 DRIVERS = ("propagate", "edge_updater")
 OWN = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 EDGE_TENSORS = ("edge_weight", "edge_attr", "edge_type")  # as PyG's layers call them
-PAIR_HINT = re.compile(r"uple\[(typing\.Optional\[)?torch\.Tensor|Pair\w*Tensor")  # of arguments, in each spelling
+PAIR_HINT = re.compile(r"uple\[(typing\.)?(Optional\[)?(torch\.)?Tensor|Pair\w*Tensor")  # in each spelling
 
 
 class MessagePassing(torch_geometric.nn.MessagePassing):
@@ -218,23 +218,24 @@ def check_edges(layer: Any, args: Any, kwargs: Any) -> None:
 def with_destinations(layer: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of a layer; on one of a message-flow graph with a pair of rows of sources and of
     destinations in place of a tensor, if it is said to take one, and in place of a pair of all rows of two sets of
-    nodes, as heterogeneous models pass it.
+    nodes, as heterogeneous models pass it first.
     """
     it: Any = next(sharded(args, kwargs), None)
     if it is None or not it.of_flow:
         return args, kwargs
     graph, dim = it._graph, layer.node_dim
 
-    def ends(value: Any, takes_pair: bool) -> Any:
+    def ends(value: Any, takes_pair: bool, first: bool) -> Any:
         if takes_pair and not graph.bipartite and num_rows(value, dim) == graph.num_src:
             return value, graph.dst_rows(value, dim)
-        if isinstance(value, PAIR) and len(value) == 2 and num_rows(value[1], dim) == graph.origin.given:
+        of_both = (takes_pair or first) and isinstance(value, PAIR) and len(value) == 2
+        if of_both and num_rows(value[1], dim) == graph.origin.given:
             return value[0], graph.dst_rows(value[1], dim)
         return value
 
     places = layer.pairs.values()
-    args = tuple(ends(value, k in places) for k, value in enumerate(args))
-    return args, {name: ends(value, name in layer.pairs) for name, value in kwargs.items()}
+    args = tuple(ends(value, k in places, k == 0) for k, value in enumerate(args))
+    return args, {name: ends(value, name in layer.pairs, name == "x") for name, value in kwargs.items()}
 
 
 def num_rows(t: Any, dim: int) -> int:
