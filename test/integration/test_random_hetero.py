@@ -18,7 +18,7 @@ import pyg_sar
 from pyg_sar.watch.mode import watching
 
 STEPS = 2
-SEEDS = [0, 5, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(40) if seed not in (0, 5))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(1, 40))]
 # Workers, how they load, and chunks of rows at home.
 WAYS: dict[str, tuple[int, dict[str, bool], int]] = {
     "one worker": (1, {}, 0),

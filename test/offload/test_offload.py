@@ -76,7 +76,7 @@ def equal(found, expected):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("kind", "count"), some(LAYERS, CHUNKS, every=3))
+@pytest.mark.parametrize(("kind", "count"), some(LAYERS, CHUNKS, every=4))
 def test_equals_pyg(kind, count):
     norm = ("batch", "layer", "none")[(list(LAYERS).index(kind) + count) % 3]
     equal(on_chunks(network(kind, norm), count), in_memory(network(kind, norm)))
@@ -85,7 +85,7 @@ def test_equals_pyg(kind, count):
 PIECES = [(1, 20), (4, 7), (5, 1), (4, None)]
 
 
-@pytest.mark.parametrize(("kind", "pieces", "keeps"), some(LAYERS, PIECES, [False, True], every=11))
+@pytest.mark.parametrize(("kind", "pieces", "keeps"), some(LAYERS, PIECES, [False, True], every=17))
 def test_source_pieces(kind, pieces, keeps, tmp_path):
     """Of so many rows that a chunk is read in several pieces; in slots and not; homes in memory and in files."""
     count, slots = pieces

@@ -70,7 +70,7 @@ def peak(data, model, *edges):
 
 
 @pytest.mark.skipif(not ops.KERNELS, reason="plain PyTorch makes rows for edges")
-@pytest.mark.parametrize(("kind", "chunks"), some(["sage", "gcn", "gat"], [2, 5, 16], every=3))
+@pytest.mark.parametrize(("kind", "chunks"), some(["sage", "gcn", "gat"], [2, 5, 16], every=5))
 @ordinary_ranges()
 def test_plan_tells_what_a_step_takes(data, kind, chunks):
     model = Net(kind, 32)
@@ -178,6 +178,7 @@ def test_budget_that_nothing_fits(hub):
         offload(data, "1KB", Net("sage", 32))
 
 
+@pytest.mark.grid
 @ordinary_ranges()
 def test_pieces_are_taken_where_chunks_read_nearly_all():
     torch.manual_seed(0)
